@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
+from multimodal.balance.batch_work import sum_by
 from multimodal.balance.rearrange_nodes import (
     NodeRearrangement,
     NodeVolumes,
@@ -152,7 +153,8 @@ def _solve(program: _Program, *, time_limit_seconds: float, upper: float) -> Opt
 def _build_program(volumes: NodeVolumes) -> _Program:
     """Build Alg. 3's program: every batch goes to one node, and no node gets more batches than it has ranks."""
     num_ranks, num_nodes = volumes.num_ranks, volumes.num_nodes
-    held, unit = volumes.held, float(volumes.held.max())
+    held = sum_by(volumes.ranks, volumes.volumes, volumes.num_ranks)
+    unit = float(held.max())
     least = max(0, int((held - _keepable_bytes(volumes)).max()))
     # A rank that holds no more than another rank must send in any case adds no constraint.
     binds = held > least

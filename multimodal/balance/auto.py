@@ -19,14 +19,11 @@ MOST_DEALT = 4
 def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..., Assignment]]) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
-    Candidates are the results of the balancers, and the LLM's balanced microbatches in DistTrain's order, with encoders balanced
-    on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is also tried with
-    encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor` predicts the steps, or
-    `busiest_replicas_work` if there is none. Ties go to the first candidate, so the result is never predicted to be worse than
-    none. All of it is deterministic, so that ranks agree: limits apply to the number of candidates and the size of simulations,
-    not to their time.
-
-    balancers: the data's order first.
+    Candidates are the results of the balancers, the data's order first, and the LLM's balanced microbatches in DistTrain's order,
+    with encoders balanced on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is
+    also tried with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor`
+    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate. Limits apply to the number of
+    candidates and the size of simulations, not to their time, so that ranks agree.
     """
     reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
     candidates = [

@@ -12,7 +12,7 @@ from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatc
 from multimodal.balance.balance_options import choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
-from multimodal.values.arrays.rows import Bools, Floats, integers, row_numbers, take_rows
+from multimodal.values.arrays.rows import Floats, integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
@@ -23,14 +23,8 @@ def balance_disttrain(work: BatchWork, *, plan: Plan) -> Assignment:
 
     A sample weighs its work in all units together, and stays whole: encoders take the items of the LLM's microbatches. Inside a
     replica, microbatches of equally many samples are cut in the order of their ids and then reordered. With an
-    `options.predictor`, the order is the one of `order_llm` with the shortest step under the run's own schedule, stages and
-    virtual stages; the order of ids is one of them.
-
-    Alg. 2's listing takes the samples by ascending work, but its bound of 4/3 (Graham's) is that of descending work: in ascending
-    order, the largest samples come when nothing small is left to even them out. Here the order is descending, which gave a
-    lighter heaviest replica on every measured length distribution (`benchmarks/microbatch_assignment.py`).
-
-    The result does not depend on the order of the batch.
+    `options.predictor`, the order of `order_llm` with the shortest step under the run's own schedule and stages is taken. Alg. 2
+    lists the samples by ascending work, but its bound of 4/3 (Graham's) is that of descending work, which is the order here.
     """
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     bins = partition_longest_first(work.whole_sample_flops().tolist(), num_bins=num_replicas)
@@ -56,10 +50,14 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
     backbone = plan.units[work.graph.backbone.name]
     if (num_chunks := backbone.num_stages_of(0) // len(backbone.replicas[0].stages)) > 1:
         is_llm = np.concatenate([np.full(count, role is Role.BACKBONE) for role, _, count in _roles(work, plan)])
-        yield _reordered(llm, partial(_fill_waits, _with_chunks(seconds, is_llm, num_chunks), num_stages=seconds.shape[1]))
+        # Even parts of the LLM's seconds; those of other units are all in the first chunk.
+        shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
+        of_chunks = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
+        yield _reordered(llm, partial(_fill_waits, of_chunks, num_stages=seconds.shape[1]))
     sizes = seconds.sum(axis=(0, 1))
-    yield _reordered(llm, partial(_light_outside, sizes))
-    yield _reordered(llm, lambda own: np.argsort(-sizes[own], kind="stable"))
+    rising = partial(np.argsort, kind="stable")
+    yield _reordered(llm, lambda own: np.concatenate((rising(sizes[own])[::2], rising(sizes[own])[1::2][::-1])))
+    yield _reordered(llm, lambda own: rising(-sizes[own]))
     yield llm
 
 
@@ -85,18 +83,6 @@ def _fill_waits(seconds: Floats, own: slice, *, num_stages: int) -> npt.ArrayLik
         return range(own.stop - own.start)
     forward, backward = seconds[:, :, own]
     return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)
-
-
-def _light_outside(sizes: Floats, own: slice) -> npt.ArrayLike:
-    """Return an order in which sizes rise towards the middle and fall again."""
-    rising = np.argsort(sizes[own], kind="stable")
-    return np.concatenate((rising[::2], rising[1::2][::-1]))
-
-
-def _with_chunks(seconds: Floats, is_llm: Bools, num_chunks: int) -> Floats:
-    """Return the seconds of virtual stages: even parts of the LLM's; other units' seconds are all in the first chunk."""
-    shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
-    return np.concatenate([seconds * share[:, None] for share in shares], axis=1)
 
 
 def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:

@@ -12,15 +12,13 @@ from multimodal.values.plan import Plan
 
 
 def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bool) -> Assignment | None:
-    """Return a step's assignment with encoders' microbatches dealt anew over the pipelines beside each LLM replica.
+    """Return a step's assignment with encoders' microbatches dealt anew over the pipelines beside each LLM replica (Optimus 4.1).
 
-    Microbatches stay as they are, and stay on the ranks of the same LLM replica, whose microbatches its m encoder pipelines share
-    (Optimus 4.1). The share of a pipeline is the time in which its busiest rank computes nothing else, up to a level that all of
-    them reach. In the order in which the LLM needs them, every microbatch goes to the pipeline that has received the smallest
-    part of its share; with largest_first, the largest microbatch goes to the pipeline with the least work, which comes closer to
-    the level. Encoders elsewhere, or with one pipeline beside an LLM replica, stay as they are. Returns None if all encoders do.
-
-    fills_waits: True if encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
+    The share of a pipeline is the time in which its busiest rank computes nothing else, up to a level that all of them reach. In
+    the order in which the LLM needs them, every microbatch goes to the pipeline that has received the smallest part of its share;
+    with largest_first, the largest microbatch goes to the pipeline with the least work, which comes closer to the level. Encoders
+    elsewhere, or with one pipeline beside an LLM replica, stay as they are. Returns None if all encoders do. fills_waits: True if
+    encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
     """
     graph, plan = costs.shape.graph, costs.shape.plan
     found = {unit.name: _pipelines(plan, unit.name, llm=graph.backbone.name) for unit in graph.encoders}
@@ -40,9 +38,17 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
         on_busiest = _on_busiest_rank(plan, name, seconds)
         turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines.replicas))
         others = _busiest(plan, name, busy)[pipelines.replicas]
-        parts = None if largest_first else _parts(np.bincount(owners, on_busiest, len(others)).astype(np.float64), others)
+        parts = None
+        if not largest_first:  # [num_owners, m] each pipeline's part of an LLM replica's total
+            totals = np.bincount(owners, on_busiest, len(others))[:, None] + np.cumsum(np.sort(others, axis=1), axis=1)
+            levels = totals / np.arange(1, others.shape[1] + 1)
+            parts = np.maximum(0.0, levels.min(axis=1, keepdims=True) - others)
         replicas = _deal(on_busiest, turns, pipelines.replicas, others, parts)
-        placed[name] = _with_replicas(placed[name], replicas, needed)
+        # Each replica has its microbatches in the order in which they are needed.
+        old, order = placed[name], needed[np.argsort(replicas[needed], kind="stable")]
+        starts, atoms = take_rows(old.atom_starts, np.arange(len(old.sample_ids)), order)
+        counts = row_starts(np.bincount(replicas, minlength=old.num_replicas))
+        placed[name] = PlacedAtoms(old.sample_ids[atoms], old.item_indices[atoms], starts, counts)
         busy += lane_seconds(plan, name, seconds, replicas)
     return Assignment.of_arrays(placed)
 
@@ -131,13 +137,6 @@ def _deal(seconds: Floats, turns: Integers, pipelines: Integers, busy: Floats, p
     return found
 
 
-def _parts(totals: Floats, busy: Floats) -> Floats:
-    """[num_owners, m] each pipeline's share of an LLM replica's total: up to one level for all with a share."""
-    ascending = np.sort(busy, axis=1)
-    levels = (totals[:, None] + np.cumsum(ascending, axis=1)) / np.arange(1, busy.shape[1] + 1)
-    return np.maximum(0.0, levels.min(axis=1, keepdims=True) - busy)
-
-
 def _turns(owners: Integers, order: Integers, num_owners: int) -> Integers:
     """[most microbatches of an LLM replica, num_owners] the microbatches of each in this order, side by side; -1: none."""
     ordered = order[np.argsort(owners[order], kind="stable")]
@@ -145,11 +144,3 @@ def _turns(owners: Integers, order: Integers, num_owners: int) -> Integers:
     found = np.full((int(counts.max(initial=0)), num_owners), -1)
     found[np.arange(len(ordered)) - np.repeat(row_starts(counts)[:-1], counts), owners[ordered]] = ordered
     return found
-
-
-def _with_replicas(placed: PlacedAtoms, replicas: Integers, needed: Integers) -> PlacedAtoms:
-    """Return microbatches placed on other replicas; each replica has them in the order in which they are needed."""
-    order = needed[np.argsort(replicas[needed], kind="stable")]
-    starts, atoms = take_rows(placed.atom_starts, np.arange(len(placed.sample_ids)), order)
-    counts = np.bincount(replicas, minlength=placed.num_replicas)
-    return PlacedAtoms(placed.sample_ids[atoms], placed.item_indices[atoms], starts, row_starts(counts))

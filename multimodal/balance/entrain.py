@@ -21,13 +21,9 @@ def balance_entrain(work: BatchWork, *, plan: Plan) -> Assignment:
 
     Samples move whole: an encoder's microbatch k holds the items of the samples that a replica of the LLM encodes in its round k,
     dealt over the encoder's replicas. Several encoders are balanced independently, or by the sum of their work per rank
-    (`merges_encoders`). The balancer works best with the `eager-1f1b` builder and the `split-backward` pass, which keep a
-    deferred sample from holding up the others. A batch with fewer samples than replicas is balanced like `balance_every_unit`.
-
-    With `MicrobatchCount.PREDICTED` the assignments of K, K / 2, K / 4, ... and K_eff microbatches are predicted, and the
-    shortest is taken; K if they tie or there is no predictor.
-
-    The result does not depend on the order of the batch.
+    (`merges_encoders`). A batch with fewer samples than replicas is balanced like `balance_every_unit`. With
+    `MicrobatchCount.PREDICTED` the assignments of K, K / 2, K / 4, ... and K_eff microbatches are predicted, and the shortest is
+    taken; K if they tie or there is no predictor.
     """
     if work.num_samples < plan.units[work.graph.backbone.name].data_parallel_size:
         return balance_every_unit(work, plan=plan)

@@ -14,11 +14,9 @@ from multimodal.values.plan import Plan
 def balance_in_order(work: BatchWork, *, plan: Plan) -> Assignment:
     """Cut the global batch into microbatches in its order and deal them to the replicas round robin.
 
-    Microbatch k of the LLM holds samples k * micro_batch_size and following, and goes to replica k % dp. An encoder's
-    microbatch k holds the items of that microbatch and goes to the encoder's replica k % dp; where there are none, k is left
-    out. An encoder named in `encoder_micro_batch_sizes` instead gets its items, in the LLM's order, in microbatches of that
-    many items, dealt the same way. The last microbatch may be smaller and replicas may get unequal numbers of microbatches, or
-    none. O(items).
+    Microbatch k holds samples k * micro_batch_size and following, and goes to replica k % dp; so does the encoder's microbatch of
+    their items, if there are any, or one of `encoder_micro_batch_sizes` items in the LLM's order. The last microbatch may be
+    smaller, and replicas may get unequal numbers of microbatches, or none. O(items).
     """
     ids = LengthBatch.of(work.lengths).arrays.sample_ids
     return _deal_in_order(np.searchsorted(work.arrays.sample_ids, ids), work, plan=plan)

@@ -16,8 +16,7 @@ from multimodal.values.plan import Plan
 def balance_llm_only(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the LLM's microbatches.
 
-    This is the best that balancing before the batch is drawn can do ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
-    others are not. Ties are broken by sample id.
+    This is the best that balancing before the batch is drawn can do ("pre-balancing", OrchMLLM 3.2).
     """
     return follow_llm(balance_llm(work, plan=plan), work, plan=plan)
 
@@ -25,9 +24,8 @@ def balance_llm_only(work: BatchWork, *, plan: Plan) -> Assignment:
 def balance_whole_samples(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance the samples' total work in all units over replicas and microbatches; samples stay whole, with their items.
 
-    Like `balance_llm_only`, but a sample weighs the FLOPs of all its parts. Units that share lanes, or form one interleaved
-    chain, are as busy as the sum of their microbatches of one number, and wait for no others. Declared costs of units do not
-    count here, since they are not comparable. Ties are broken by sample id.
+    Like `balance_llm_only`, but a sample weighs the FLOPs of all its parts, for units that share lanes or form one interleaved
+    chain. Declared costs of units do not count here, since they are not comparable.
     """
     return follow_llm(_balance_samples(work, work.whole_sample_amounts(), LINEAR_COST, plan=plan), work, plan=plan)
 
@@ -35,12 +33,9 @@ def balance_whole_samples(work: BatchWork, *, plan: Plan) -> Assignment:
 def balance_every_unit(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
 
-    The LLM's samples are balanced over its replicas by their work, and each replica's over its microbatches. An encoder's items
-    (or the items of a sample together, by `options.granularity`) are balanced over its own replicas by their own work,
-    independent of the placement of their samples: the encoder's output is routed straight to its consumer, which is OrchMLLM's
-    composition of two rearrangements.
-
-    The result does not depend on the order of the batch.
+    An encoder's items (or the items of a sample together, by `options.granularity`) are balanced over its own replicas by their
+    own work, wherever their samples are: its output is routed straight to its consumer, OrchMLLM's composition of two
+    rearrangements.
     """
     return place_every_unit(balance_llm(work, plan=plan), work, plan=plan)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.batch_work import BatchWork, sum_by
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
@@ -57,16 +57,11 @@ class NodeVolumes:
         """[num_entries]: rank that holds each entry."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.row_starts))
 
-    @property
-    def held(self) -> Integers:
-        """[num_ranks]: bytes that each rank holds of all batches."""
-        return _sum_by_rank(self.volumes, self.ranks, self.num_ranks)
-
     def bytes_sent(self, node_of_batch: Integers) -> Integers:
         """Return [num_ranks]: bytes that each rank sends to other nodes if batches go to these nodes."""
         ranks = self.ranks
         leaves = node_of_batch[self.batches] != ranks // self.ranks_per_node
-        return _sum_by_rank(self.volumes[leaves], ranks[leaves], self.num_ranks)
+        return sum_by(ranks[leaves], self.volumes[leaves], self.num_ranks)
 
 
 def read_volumes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> NodeVolumes:
@@ -80,13 +75,6 @@ def read_volumes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> No
     exact.sum_duplicates()
     exact.eliminate_zeros()
     return NodeVolumes(exact.indptr.astype(np.int64), exact.indices.astype(np.int64), exact.data, ranks_per_node)
-
-
-def _sum_by_rank(volumes: Integers, ranks: Integers, num_ranks: int) -> Integers:
-    """Add up in int64 (`bincount` would add in float64)."""
-    sums = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(sums, ranks, volumes)
-    return sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,19 +93,14 @@ def rearrange_nodes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) ->
     """Permute balanced batches over ranks such that the most bytes that any rank sends to other nodes are minimal.
 
     The objective is OrchMLLM's (5): the maximum over ranks i of the sum of volume[i, j] over the batches j whose new rank is on
-    another node than i. Two slips of the paper are read as intended: its text calls this the intra-node volume, and its listing
-    declares x as [d / c, c] where it uses [d, d / c] (batch, node). The rank of a batch within a node does not matter here.
-
-    The search takes the better of the identity and a greedy start (the rank with most left to send gets the free batch of which
-    it holds most), then follows chains of swaps of two batches: each swap helps the rank that is then worst and may make others
-    worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. The result is never worse
+    another node than i (called the intra-node volume in its text). The search takes the better of the identity and a greedy start
+    (the rank with most left to send gets the free batch of which it holds most), then follows chains of swaps of two batches:
+    each swap helps the rank that is then worst and may make others worse; a chain is kept as soon as the worst rank, or the
+    number of ranks as bad as it, has improved. Without the C++ kernels, batches are placed greedily. The result is never worse
     than the identity, and depends only on the arguments.
 
-    volume: as in `read_volumes`; entry [i, j] is the number of bytes that rank i holds of new batch j.
-    ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
-
-    The search is a C++ kernel; without the kernels, batches are placed greedily, which is never worse than the identity, either.
-    O(entries log entries) for the start, then at most `MAX_EVALUATIONS` swaps of O(ranks_per_node).
+    volume: as in `read_volumes`; entry [i, j] is the number of bytes that rank i holds of new batch j. O(entries log entries) for
+    the start, then at most `MAX_EVALUATIONS` swaps of O(ranks_per_node).
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     return build_rearrangement(volumes, search_nodes(volumes))
@@ -202,7 +185,10 @@ class NodeArrangement:
             permutation = self._permutation(volumes, nodes) if _can_permute(plan, unit.name) else None
             moves = stays if permutation is None else _crossing(volumes[permutation], nodes)
             if permutation is not None and moves < stays:
-                placed[unit.name] = _permuted(placed[unit.name], permutation)
+                old = placed[unit.name]
+                starts, chosen = take_rows(old.microbatch_starts, np.arange(old.num_microbatches), permutation)
+                atom_starts, atoms = take_rows(old.atom_starts, np.arange(len(old.sample_ids)), chosen)
+                placed[unit.name] = PlacedAtoms(old.sample_ids[atoms], old.item_indices[atoms], atom_starts, starts)
             before, after = before + stays, after + min(stays, moves)
         return (assignment if after == before else Assignment.of_arrays(placed)), NodeBytes(before, after)
 
@@ -261,10 +247,3 @@ def _can_permute(plan: Plan, unit: str) -> bool:
 def _crossing(volumes: Integers, nodes: Integers) -> int:
     """Return the bytes that cross nodes if replica r has batch r."""
     return int(volumes.sum() - volumes[np.arange(len(nodes)), nodes].sum())
-
-
-def _permuted(placed: PlacedAtoms, permutation: Integers) -> PlacedAtoms:
-    """Give replica r the microbatches of replica permutation[r]."""
-    microbatch_starts, microbatches = take_rows(placed.microbatch_starts, np.arange(placed.num_microbatches), permutation)
-    atom_starts, atoms = take_rows(placed.atom_starts, np.arange(len(placed.sample_ids)), microbatches)
-    return PlacedAtoms(placed.sample_ids[atoms], placed.item_indices[atoms], atom_starts, microbatch_starts)

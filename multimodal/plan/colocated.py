@@ -13,17 +13,12 @@ from multimodal.values.validate import validate_plan
 
 
 def plan_colocated(
-    graph: ModelGraph,
-    *,
-    sizes: Mapping[str, UnitSizes],
-    world_size: int,
-    layer_seconds: LayerSeconds = EVEN,
+    graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, layer_seconds: LayerSeconds = EVEN
 ) -> Plan:
     """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
 
-    sizes: unit name -> sizes; units without an entry have size 1 in everything but their data parallel size. world_size: number
-    of processes. layer_seconds: see `build_unit_plan`; units without an
-    entry are cut evenly. Raises PlanError if a unit's replicas do not fill the ranks, or a given data parallel size differs.
+    Arguments as in `plan_disaggregated`. Raises PlanError if a unit's replicas do not fill the ranks, or a given data parallel
+    size differs.
     """
     spread = {
         name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()

@@ -25,10 +25,8 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, seconds: S
 
     Layers are cut so that the slowest range is as fast as possible. They are divided evenly without their seconds, if cutting
     gains little, or if a number of transformer layers is requested. With several ranges per stage, stage p of P holds every P-th
-    from p on, as Megatron deals model chunks (interleaved 1F1B; `fold_stages` makes V of two).
-
-    seconds: of each of the unit's layers.
-    Raises PlanError if there are more ranges than layers, and for virtual stages without a pipeline.
+    from p on, as Megatron deals model chunks. seconds: of each of the unit's layers. Raises PlanError if there are more ranges
+    than layers, and for virtual stages without a pipeline.
     """
     assert sizes.data_parallel_size is not None
     num_stages = sizes.pipeline_parallel_size
@@ -51,12 +49,10 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, seconds: S
 def place_stages(
     held: Mapping[int, Sequence[tuple[int, int]]], *, tensor: int, context: int, data: int, first_rank: int = 0
 ) -> UnitPlan:
-    """Give each stage of each replica its ranks.
+    """Give each stage of each replica its ranks, in Megatron's order tp-cp-ep-dp-pp.
 
-    Stage p of replica d holds the ranks `first_rank + (p * data + d) * (context * tensor) + 0 .. context * tensor - 1`, so the
-    peers of one tensor parallel group are neighbours and replicas of one stage are close, as with Megatron's order
-    tp-cp-ep-dp-pp.
-    held: position p of a stage -> its layer ranges; tensor, context, data: parallel sizes.
+    Stage p of replica d holds the ranks `first_rank + (p * data + d) * (context * tensor) + 0 .. context * tensor - 1`. held:
+    position p of a stage -> its layer ranges; tensor, context, data: parallel sizes.
     """
     size = tensor * context
 

@@ -32,26 +32,18 @@ def assign_entrain(
 
     Replicas get their samples, each replica its number of microbatches (`effective_num_microbatches`) and encoder microbatches
     (`stratify`); then LLM parts are deferred inside pairs of microbatches (`defer_pairwise`) that run one after the other
-    (`order_pairs`). LLM microbatch k needs encoder microbatches k and k - 1 only, so a schedule that runs both in order never
-    waits for a later one.
+    (`order_pairs`). LLM microbatch k needs encoder microbatches k and k - 1 only.
 
-    Replicas: the *pressure* of a load is its ratio to the least load that the heaviest replica must have in that unit, the larger
-    of the mean and the largest sample; that of a replica is the largest of its units'. (Relative to the mean alone, one sample
-    above it in one unit would hide the imbalance of the others.) Two greedy rules are tried. Entrain's (4.3): by encoder load in
-    descending order, each sample to the replica with the least LLM load. And one for all units together: by pressure in
-    descending order, each sample to the replica where the pressure of the units that it needs is then least. The better result
-    is kept, and samples are exchanged between the heaviest and lighter replicas (`csrc/sample_exchange.cpp`).
+    Two greedy rules choose replicas, and the better result is kept. Entrain's (4.3): by encoder load in descending order, each
+    sample to the replica with the least LLM load. And one for all units together: by *pressure* in descending order, each sample
+    to the replica where the pressure of the units that it needs is then least; that of a load is its ratio to the least load that
+    the heaviest replica must have in that unit, the larger of the mean and the largest sample. Then samples are exchanged between
+    the heaviest and lighter replicas (`csrc/sample_exchange.cpp`).
 
-    llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples] (0 encoders are allowed), in any unit
-        (seconds, FLOPs, tokens); they are compared and added in double precision. Ties are broken by index: pass samples by their
-        ids.
-    num_microbatches: per replica; at most its number of samples.
-    min_num_microbatches: the lower bound for replicas in which one sample's encoder load would dominate a microbatch. None: never
-    lower the number; 1: down to Entrain's K_eff. Fewer, larger microbatches are more even, but in simulation every step took as
-    long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory.
-
-    Several encoders are balanced independently; for the paper's rule (encoders that run one after the other on the same ranks
-    count as one) pass the sum of their loads.
+    llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples], in any unit, added in double precision;
+        encoders are balanced independently. Ties are broken by index: pass samples by their ids.
+    num_microbatches: per replica; at most its number of samples. min_num_microbatches: the lower bound for replicas in which one
+        sample's encoder load would dominate a microbatch. None: never lower the number; 1: down to Entrain's K_eff.
 
     Returns every sample's replica, its encoder microbatch and its LLM microbatch there (the same, or the next one), and every
     replica's number of microbatches. Runs as a C++ kernel; without the kernels, replicas get their samples by Entrain's rule

@@ -34,9 +34,8 @@ def effective_num_microbatches(
 ) -> int:
     """Return Entrain's K_eff: the most microbatches that can all have the heaviest sample's encoder load, up to the given number.
 
-    K_eff = min(K, floor(sum of encoder loads / largest encoder load)). With several encoders, the one that allows most decides,
-    so that a rare modality does not reduce the others' microbatches. Without encoder work, the result is K. It is always at least
-    `min_num_microbatches` (a full pipeline needs as many as it has stages), and at most one per sample.
+    K_eff = min(K, floor(sum of encoder loads / largest encoder load)) of the encoder that allows most, or K without encoder work;
+    at least `min_num_microbatches`, and at most one per sample.
     """
     allowed = 0
     for loads in encoders:
@@ -54,15 +53,10 @@ def stratify(
     """Return the encoder microbatch of every member of a replica, in the members' order.
 
     The members with encoder work are divided into a coarse-grained half (high LLM load) and a fine-grained half. First the coarse
-    ones, then the fine ones go, by descending encoder load, each to the microbatch with the least load. So both halves are spread
-    evenly, and deferral later finds small LLM loads to move in every microbatch. With several encoders, a sample goes where the
-    largest load of an encoder that it needs (relative to that encoder's total) is then least; to merge the encoders, as the paper
-    does, pass the sum of their loads.
-
-    The greedy rule would put all samples without encoder work into one microbatch, since they add no load. They come last, by
-    descending LLM load, each to the microbatch with the least LLM load.
-
-    `num_microbatches` is at most the number of members; none stays empty. Ties: LLM load, then index. O(n log n + n K).
+    ones, then the fine ones go, by descending encoder load, each to the microbatch with the least load, so deferral later finds
+    small LLM loads to move in every microbatch. With several encoders, a sample goes where the largest load of an encoder that it
+    needs (relative to that encoder's total) is then least. Samples without encoder work come last, by descending LLM load, each
+    to the microbatch with the least LLM load. No microbatch stays empty. Ties: LLM load, then index. O(n log n + n K).
     """
     shares = dominant_shares(encoders, members=members)
     by_llm_load = sort_descending([llm[sample] for sample in members])
@@ -88,8 +82,8 @@ def _spread(
 ) -> list[int]:
     """Return the bin of each of these samples, which go one after the other where the largest load is then least.
 
-    The load of a bin is the largest of those of the units that the sample needs, relative to the units' totals over the members.
-    Empty bins come first; ties go to the least sum of weights, then to the lower index.
+    Of the units that a sample needs, relative to their totals over the members. Empty bins come first; ties go to the least sum
+    of weights, then to the lower index.
     """
     totals = [sum_in_order(loads, members) for loads in units]
     load = [[0.0] * num_bins for _ in units]

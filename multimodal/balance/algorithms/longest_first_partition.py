@@ -7,17 +7,12 @@ from multimodal.kernels import kernels
 
 
 def partition_longest_first(costs: Sequence[float], *, num_bins: int) -> list[list[int]]:
-    """Distribute items over bins evenly: the longest remaining item goes to the least loaded bin.
+    """Return the items of each bin by descending cost: the longest remaining item goes to the least loaded bin.
 
-    The heaviest bin is at most 4/3 - 1/(3 num_bins) times the optimum (Graham 1969); DistTrain, Alg. 2 balances data-parallel
-    groups this way and OrchMLLM, Alg. 1 microbatches without padding. DistTrain's listing sorts in ascending order; descending is
-    what the bound requires and what OrchMLLM lists.
-
-    costs: one per item, finite and not negative, in any unit; compared and added exactly if all are integers (with a sum below
-        2^63), else in double precision. num_bins: at least 1; bins may stay empty.
-
-    Returns per bin the indices of its items by descending cost. Equal costs are ordered by item index, equal loads by bin index.
-    Runs as a C++ kernel, with the same result, if the kernels are built. O(n log n + n log num_bins).
+    The heaviest bin is at most 4/3 - 1/(3 num_bins) times the optimum (Graham 1969; DistTrain, Alg. 2; OrchMLLM, Alg. 1). costs:
+    one per item, finite and not negative; compared and added exactly if all are integers (with a sum below 2^63), else in double
+    precision. Equal costs are ordered by item index, equal loads by bin index; bins may stay empty. Runs as a C++ kernel, with
+    the same result, if the kernels are built. O(n log n + n log num_bins).
     """
     if kernels is not None:
         return kernels.partition_longest_first(costs, num_bins=num_bins, max_items_per_bin=len(costs))

@@ -22,17 +22,13 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
     """Pair every overloaded microbatch with an underloaded one that follows it and takes some of its samples' LLM parts.
 
     Microbatches are sorted by LLM load; the upper half is overloaded (S_ol), the lower half underloaded (S_ul). For every
-    pair (i, j) the samples of i are found whose loads add up closest to (w_i - w_j) / 2; V_ij is the larger of the two loads
-    after that. A matching of S_ol with S_ul is chosen whose largest V_ij is least (the paper's T*) and, since many do that,
-    whose loads deviate least from the mean, in squares.
+    pair (i, j) the samples of i are found whose loads add up closest to (w_i - w_j) / 2 (perhaps none); V_ij is the larger of the
+    two loads after that. A matching of S_ol with S_ul is chosen whose largest V_ij is least (the paper's T*) and, since many do
+    that, whose loads deviate least from the mean, in squares. Pairs below T* also defer if that evens them out. With an odd
+    number of microbatches the median counts as underloaded, and one without a partner comes last.
 
-    Choices that the paper's listing leaves open: deferring nothing is one of the subsets, so V_ij <= w_i = L_i; the paper's
-    vector L (microbatches that run alone) then decides nothing, and every row can be matched. Pairs below T* also defer if that
-    evens them out. With an odd number of microbatches the median counts as underloaded. Pairs are listed by the load of their
-    first microbatch, heaviest first, and the microbatch without a partner last; `order_pairs` gives the order of execution.
-
-    llm: [num_samples]; microbatches: the samples of each, none empty. Deferral never empties a microbatch. Equal microbatches go
-    by index. O(K^2 log(max_subset_sums) + n x max_subset_sums + K^3 log K) for K microbatches of n samples.
+    llm: [num_samples]; microbatches: the samples of each, none empty, also after deferral. Equal microbatches go by index.
+    O(K^2 log(max_subset_sums) + n x max_subset_sums + K^3 log K) for K microbatches of n samples.
     """
     num_microbatches = len(microbatches)
     load = [sum_in_order(llm, members) for members in microbatches]
@@ -75,12 +71,9 @@ def _squared_deviation(load: float, mean: float) -> float:
 def order_pairs(pairs: Sequence[Sequence[int]], *, work: Sequence[float]) -> list[int]:
     """Return the microbatches of all pairs in the order of execution; those of a pair follow each other.
 
-    The lightest pair comes first, so that all stages start soon, and the second lightest last, since nothing fills the waits for
-    the last backwards (DistTrain's insight, 5.2); work rises towards the middle. Entrain leaves the order of pairs open; compared
-    with descending LLM load, simulated steps of eager 1F1B took up to 9 % less on long-tailed lengths, and at most 1 % more on
-    short-tailed ones (with plain 1F1B 4 % more on one).
-
-    work: per microbatch, encoders and LLM together. Equal pairs are ordered by index. O(pairs log pairs).
+    Entrain leaves the order of pairs open. The lightest pair comes first, so that all stages start soon, and the second lightest
+    last, since nothing fills the waits for the last backwards (DistTrain 5.2); work rises towards the middle. work: per
+    microbatch, encoders and LLM together. Equal pairs are ordered by index. O(pairs log pairs).
     """
     totals = [sum_in_order(work, pair) for pair in pairs]
     rising = sorted(range(len(pairs)), key=totals.__getitem__)
@@ -90,29 +83,25 @@ def order_pairs(pairs: Sequence[Sequence[int]], *, work: Sequence[float]) -> lis
 class SubsetSums:
     """The reachable sums up to a limit, by dynamic programming over the loads.
 
-    Entrain (4.5.2) rounds loads and fills a table over the rounded sum. Here the table is a sorted list of true sums; once there
-    are more than `max_sums`, only one per cell of `limit / max_sums` is kept (trimming; Ibarra and Kim 1975). Nothing is lost as
-    long as there are fewer, which holds for log2(max_sums) loads of any size and for integers with a limit below `max_sums`; the
-    sum of a subset is never rounded; and one list serves all partners of a microbatch. O(loads x max_sums).
+    A sorted list of true sums, instead of Entrain's table over rounded ones (4.5.2), which serves all partners of a microbatch;
+    once there are more than `max_sums`, only one per cell of `limit / max_sums` is kept (trimming; Ibarra and Kim 1975).
+    O(loads x max_sums).
     """
 
     def __init__(self, loads: Sequence[float], *, limit: float, max_sums: int) -> None:
         self._sum, self._before, self._item = [0.0], [-1], [-1]
         self._nodes = [0]
         for item, load in enumerate(loads):
-            self._add(item, load, limit, max_sums)
-
-    def _add(self, item: int, load: float, limit: float, max_sums: int) -> None:
-        """Merge the sums without and with one load; of equal sums the one without it is kept."""
-        old = [(self._sum[node], node, False) for node in self._nodes]
-        new = [(total + load, node, True) for total, node, _ in old if total + load <= limit]
-        merged = sorted(old + new, key=lambda entry: (entry[0], entry[2]))
-        sums = [entry for index, entry in enumerate(merged) if index == 0 or entry[0] != merged[index - 1][0]]
-        if len(sums) > max_sums:
-            width = limit / max_sums
-            cells = [int(total / width) for total, _, _ in sums]
-            sums = [entry for index, entry in enumerate(sums) if index == 0 or cells[index] != cells[index - 1]]
-        self._nodes = [self._append(total, node, item) if is_new else node for total, node, is_new in sums]
+            # Of equal sums the one without this load is kept.
+            old = [(self._sum[node], node, False) for node in self._nodes]
+            new = [(total + load, node, True) for total, node, _ in old if total + load <= limit]
+            merged = sorted(old + new, key=lambda entry: (entry[0], entry[2]))
+            sums = [entry for index, entry in enumerate(merged) if index == 0 or entry[0] != merged[index - 1][0]]
+            if len(sums) > max_sums:
+                width = limit / max_sums
+                cells = [int(total / width) for total, _, _ in sums]
+                sums = [entry for index, entry in enumerate(sums) if index == 0 or cells[index] != cells[index - 1]]
+            self._nodes = [self._append(total, node, item) if is_new else node for total, node, is_new in sums]
 
     def _append(self, total: float, before: int, item: int) -> int:
         self._sum.append(total)
@@ -146,13 +135,11 @@ Matrix = Sequence[Sequence[float]]
 
 
 def match_bottleneck(bottlenecks: Matrix, *, costs: Matrix) -> list[int]:
-    """Return the column of every row.
+    """Return the column of every row; of equally good ones the first.
 
     bottlenecks, costs: [rows][columns], finite, with at least as many columns as rows. First the least T is found for which a
-    matching exists whose bottlenecks are all <= T (binary search over the entries, augmenting paths; Entrain 4.5.2), then the
-    matching of least total cost within it (shortest augmenting paths, as in scipy.optimize.linear_sum_assignment).
-
-    Of equally good columns the first is taken. O(rows^2 x columns x log(entries)) and O(rows^2 x columns).
+    matching exists whose bottlenecks are all <= T (Entrain 4.5.2), then the matching of least total cost within it (shortest
+    augmenting paths, as in scipy.optimize.linear_sum_assignment). O(rows^2 x columns x log(entries)) and O(rows^2 x columns).
     """
     if not bottlenecks:
         return []

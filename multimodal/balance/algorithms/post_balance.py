@@ -25,27 +25,21 @@ def post_balance(
 
     The greedy step depends on how the unit's cost grows (OrchMLLM, Sec. 5.1 and Appendix A):
 
-    - linear (Alg. 1) and linear+quadratic (Alg. 4): longest first onto the cheapest bin. Both are sums over items, so the
-      costliest bin is at most 4/3 - 1/(3 num_bins) times the optimum (Graham 1969). The paper compares the sums of lengths with a
-      tolerance, then those of squares; that is no order (a < b < c < a can happen), and the cost itself is what counts. Its
+    - linear (Alg. 1) and linear+quadratic (Alg. 4): longest first onto the cheapest bin (`partition_longest_first`). The paper's
       tolerance survives as the unit that costs are rounded to, see `IntegerCosts`.
     - padded (Alg. 2): binary search over the bound; optimal, see `partition_padded`.
     - padded-attention (Alg. 5): the same search, and trials that fill bins less and place the rest where it is cheapest.
 
-    A local search then moves and swaps items between the costliest and cheaper bins (`csrc/exchange_refinement.cpp`); it never
-    makes the costliest bin costlier, and ends within a thousandth of the lower bound. Batches of up to 256 items that miss the
-    bound are also partitioned by largest differencing (Karmarkar and Karp 1982), with the same exchanges; from the best partition
-    a branch and bound continues that divides the items of the costliest and of one or two other bins anew, then all
-    (`csrc/bounded_search.cpp`). So the result is never worse than longest first or differencing, and within a thousandth of the
-    optimum if items are so few that the budget lasts. Equal lengths are ordered by item index, equal costs by bin index.
+    A local search then moves and swaps items between the costliest and cheaper bins (`csrc/exchange_refinement.cpp`), until it is
+    within a thousandth of the lower bound. Batches of up to 256 items that miss the bound are also partitioned by largest
+    differencing (Karmarkar and Karp 1982), and from the best partition a branch and bound continues (`csrc/bounded_search.cpp`).
+    So the result is never worse than longest first or differencing. Equal lengths are ordered by item index, equal costs by bin
+    index.
 
-    lengths: [num_items] whole numbers of tokens, not negative, at least one.
-    num_bins: at least 1; with fewer items than bins some stay empty.
-    refinement_steps: budget of the local search in examined items, 0 for none. It is a count, since a time limit would end the
-    search at different places on different ranks: the result is a function of the arguments alone.
-
-    Runs as a C++ kernel; without the kernels, the greedy step is all. Raises AssignmentError as `integer_costs` does.
-    O(n log num_bins + refinement_steps), and for few items O(n num_bins log num_bins).
+    lengths: [num_items] whole numbers of tokens, not negative, at least one; with fewer items than bins some stay empty.
+    refinement_steps: budget of the local search in examined items, 0 for none; a count, so that all ranks end alike. Runs as a
+    C++ kernel; without the kernels, the greedy step is all. Raises AssignmentError as `integer_costs` does. O(n log num_bins +
+    refinement_steps), and for few items O(n num_bins log num_bins).
     """
     costs = integer_costs(lengths, cost=cost)
     if kernels is None:
@@ -80,17 +74,11 @@ def _place_greedily(lengths: Integers, additive: Integers | None, padded: Intege
 def partition_padded(additive: Sequence[int], padded: Sequence[int], *, num_bins: int) -> list[list[int]]:
     """Return the items of each bin; items are given longest first.
 
-    A bin costs the sum of `additive` plus its number of items times its largest `padded`. A binary search finds the least
-    bound under which the items, cut in descending order into segments as long as the bound allows, need no more than
-    `num_bins` segments (OrchMLLM, Alg. 2; its listing starts from the shortest item's length, forgets an assignment, and
-    returns the last trial instead of the best). Bins that stayed empty get halves of the costliest.
-
-    Without an additive part, that is the optimum. Take any partition. The bin with the longest item costs no more if its other
-    items are swapped for the next longest ones, and no other bin gets longer items; then it may also take further items up to the
-    bound. What remains is the same problem with one bin less. So the first segment of the greedy cut can always be part of a best
-    partition, and by induction so can all. With an additive part it is a heuristic.
-
-    O(n + segments log(n) log(cost)).
+    A bin costs the sum of `additive` plus its number of items times its largest `padded`. A binary search finds the least bound
+    under which the items, cut in descending order into segments as long as the bound allows, need no more than `num_bins`
+    segments (OrchMLLM, Alg. 2, without the slips of its listing). Bins that stayed empty get halves of the costliest. Without an
+    additive part, that is the optimum: in any partition, the bin with the longest item costs no more with the next longest ones
+    and all that the bound allows, and what remains is the same problem with one bin less. O(n + segments log(n) log(cost)).
     """
     prefix = list(accumulate(additive, initial=0))
 

@@ -94,10 +94,8 @@ def interval_to_fill(
 
     Per chunk: the time from the end of the step before its forward to the moment at which the next backward can start, divided by
     the forwards up to that backward; negative if the backward is ready earlier. If chunks wait for the same backward, the time of
-    the later ones starts at the end of the step before that backward. Microbatches that are not in the order yet take
-    the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
-
-    order: of the microbatches before it, at least one.
+    the later ones starts at the end of the step before that backward. order: of the microbatches before it, at least one; others
+    take the time of the last column.
     """
     unknown, total = len(forward[0]) - 1, 0.0
     assumed = [*order, *[unknown] * (unknown - len(order))]
@@ -119,17 +117,13 @@ def reorder_microbatches(
 ) -> tuple[int, ...]:
     """Return an order of the microbatches in which 1F1B (interleaved, if stages hold several chunks) ends early.
 
-    forward_seconds, backward_seconds: [num_virtual_stages, num_microbatches], virtual stages from the first of the encoder to the
-        last of the LLM or the generator; virtual stage v is on stage v % num_stages. Stages without a backward take 0 s for it.
-    num_stages: of the pipeline; num_virtual_stages is a multiple of it.
-    num_swaps: exchanges of two microbatches that are tried at the end, beyond the paper; 0: none; None: up to 256, limited to
-    some 300,000 steps (about a millisecond).
+    DistTrain's order (`fill_intervals`) competes with the given order and with those by ascending and descending time of a
+    microbatch. The best is improved by exchanges; an order that ends no earlier than the given one is not taken. Messages between
+    stages are assumed to take no time. Equal microbatches are ordered by index. O((num_microbatches + num_swaps) x steps).
 
-    DistTrain's order is built (`fill_intervals`); it competes with the given order and with those by ascending and descending
-    time of a microbatch. The best is improved by exchanges; an order that ends no earlier than the given one is not taken. Orders
-    are compared by their ends, for which messages between stages take no time. Equal microbatches are ordered by index.
-
-    Durations are finite and not negative. O((num_microbatches + num_swaps) x steps).
+    forward_seconds, backward_seconds: [num_virtual_stages, num_microbatches], finite and not negative, along the chain; virtual
+        stage v is on stage v % num_stages.
+    num_swaps: exchanges that are tried, beyond the paper; None: up to 256, limited to some 300,000 steps (about a millisecond).
     """
     forward, backward = map(_with_mean, (forward_seconds, backward_seconds))
     if num_swaps is None:
@@ -155,13 +149,10 @@ def fill_intervals(
 ) -> list[int]:
     """Return DistTrain's order of microbatches (Alg. 3).
 
-    The smallest microbatch comes first, to reach all stages soon; the next `num_stages` - 1 smallest come last, because nothing
-    fills the waits for the last backwards. Each position between them gets the microbatch whose forwards on stage 0 take the time
-    closest to the wait that they fill (`interval_to_fill`). totals: each microbatch's size, the sum of all its seconds.
-
-    Differences from the listing, which is open or wrong in places: its loop would need num_stages - 2 microbatches more than
-    there are, so here it ends when none is left; the microbatches of the first interval are picked one by one, each for an even
-    part of the remaining interval; the last ones come in descending order, which ends earlier than ascending.
+    The smallest microbatch comes first, to reach all stages soon; the next `num_stages` - 1 smallest come last, in descending
+    order, because nothing fills the waits for the last backwards. Each position between them gets the microbatch whose forwards
+    on stage 0 take the time closest to the wait that they fill (`interval_to_fill`); unlike in the listing, those of the first
+    interval are picked one by one. totals: each microbatch's size, the sum of all its seconds.
     """
     by_size = sorted(range(len(totals)), key=totals.__getitem__)
     first, last, pending = by_size[0], by_size[num_stages - 1 : 0 : -1], sorted(by_size[num_stages:])

@@ -70,22 +70,17 @@ NUM_REPORTED = 5
 def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRun:
     """Plan by search: enumerate layouts in closed form, prune by memory and by a lower bound, rank by simulation.
 
-    1. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes, and context parallel sizes
-    if sequences are long) are simulated quickly, with the schedules and balancers that suit them. The next layout is always the
-    one with the shortest estimate, corrected by the error of earlier estimates of its kind. The best few are simulated more
-    closely.
-    2. The best are varied, step by step: balancer, schedule, passes, microbatch size, overlapped tensor parallelism, partition of
-    microbatches over encoder pipelines; first the best of each kind of placement, then again, while that helps.
-    3. The other planners' plans are tuned (`tune`), except those that no microbatch size and no balancer could bring below the
-    best; then the best of all are varied again.
-    4. The best are judged as `tools/plan.py` judges every plan; so is every other planner's tuned plan that ranked close to the
-    best, so that this planner is not behind them.
-    5. One flag of the winner is changed at a time until no neighbour is better.
+    1. The best layouts of `best_layouts` are simulated quickly, with the schedules and balancers that suit them, and the best few
+    more closely (`rank_layouts`).
+    2. The best are varied: balancer, schedule, passes, microbatch size, overlap, partition of microbatches (`vary_best`).
+    3. The other planners' plans are tuned, unless nothing could bring them below the best; then the best are varied again.
+    4. The best are judged, and other planners' plans that ranked close to them, so that this planner is not behind (`choose`).
+    5. One flag of the winner is changed at a time until no neighbour is better (`settle`).
 
-    The search ends when `request.time_budget_seconds` of nominal work are used up (`Trials`; twice as many where some samples are
-    very heavy): the same inputs give the same plan on every machine, however fast it is. Steps 3 and 5 are always
-    done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second interrupt aborts it. others: the
-    planners of step 3; without them step 5 is left out, too. Raises PlanError if nothing fits.
+    The search ends when `request.time_budget_seconds` of nominal work are used up (`Trials`): the same inputs give the same plan
+    on every machine. Steps 3 and 5 are always done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far;
+    a second interrupt aborts it. others: the planners of step 3; without them step 5 is left out, too. Raises PlanError if
+    nothing fits.
     """
     search = PlanSearch(request)
     try:

@@ -5,18 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from multimodal.plan.planners.estimate.allocation_search import (
-    AllocationChoice,
-    AllocationProblem,
-    rank_allocations,
-    search_allocation,
-)
+from multimodal.plan.planners.estimate.allocation_search import AllocationChoice, AllocationProblem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
 from multimodal.plan.planners.estimate.unit_options import infeasible, list_options, pareto_rows
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.errors import PlanError
 
 BALANCE = "disttrain"
 """DistTrain reorders samples over replicas, and microbatches in a pipeline."""
@@ -29,19 +23,16 @@ NUM_REFINED, LEAST_GAIN = 3, 0.003
 def plan_disttrain(request: PlanningRequest) -> PlannedRun:
     """Plan as DistTrain does; generators included. Raises PlanError if nothing fits.
 
-    As in DistTrain, the user chooses the LLM's number of virtual stages (`fixed_sizes`); the default is 1.
-
-    The objective divides microbatches into fractions (dp_llm / dp_enc), and ignores what is constant at given sizes: the
-    communication of replicas (DistTrain 4.2). With few microbatches per replica both matter. So the results of Alg. 1 for each
-    parallelism of the LLM are judged with whole microbatches in the pipeline, its filling and draining, and reductions, as long
-    as the objective, which is hardly ever longer than that, is below the best step; and the best of them with other sizes of
-    encoders and generators (`_fill_sooner`). Of nearly equal ones, the least objective is taken.
+    The user chooses the LLM's number of virtual stages (`fixed_sizes`); the default is 1. The objective divides microbatches into
+    fractions, and ignores the communication of replicas (DistTrain 4.2); with few microbatches per replica both matter. So the
+    results of Alg. 1 for each parallelism of the LLM are judged by `estimate_seconds`, as long as the objective is below the best
+    step; and the best of them with other sizes of encoders and generators (`_fill_sooner`). Of nearly equal ones, the least
+    objective is taken.
     """
     problem = build_problem(request)
-    try:
-        shortest = search_allocation(problem)
-    except PlanError:
-        raise infeasible(request) from None
+    if not (ranked := rank_allocations(problem, slack=1.0)):
+        raise infeasible(request)
+    shortest = ranked[0]
 
     def seconds(choice: AllocationChoice) -> float:
         return estimate_seconds(request, build_candidate(request, problem, choice))

@@ -35,9 +35,8 @@ NOTE = (
 def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp and cp.
 
-    An encoder then has dp x pp (of the LLM) replicas of one stage each, and every LLM stage runs it for every microbatch. Only
-    the copies beside the first stage compute something new, so such a plan can be simulated but not run. Generators get ranks of
-    their own behind the LLM. Raises PlanError if nothing fits, or dp or pp of an encoder are fixed to other sizes.
+    An encoder then has dp x pp (of the LLM) replicas of one stage each. Generators get ranks of their own behind the LLM. Raises
+    PlanError if nothing fits, or dp or pp of an encoder are fixed to other sizes.
     """
     chosen, seconds = choose_candidates(request, _candidates(request))[0]
     run = _replicate(request, chosen).to_run(request, seconds=seconds, schedule="1f1b")
@@ -100,11 +99,8 @@ class RepeatedStep:
     def build(self, shape: StepShape) -> Schedule:
         """Build the 1F1B of an LLM whose every stage runs the encoders for each microbatch, in the compute dialect.
 
-        The replica that originally has an encoder microbatch computes it for use. The copies beside the other stages of the LLM
-        replica that uses it repeat its forward right before their stage's forward, and its backward, if the encoder has one,
-        right after their stage's backward. Encoders whose results only their own stage uses run at the same places.
-
-        shape: that of `assignment`.
+        Copies repeat the forward of an encoder's microbatch right before their stage's forward, and its backward, if there is
+        one, right after their stage's backward; so do encoders whose results only their own stage uses. shape: of `assignment`.
         """
         lanes = (_LaneWithEncoders(lane, self.original) for lane in build_one_f_one_b(self.original).lanes)
         return place_reductions(Schedule.of_lanes(shape, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
@@ -138,20 +134,17 @@ class _LaneWithEncoders:
     """Rewrites one lane: encoder work, repeated or for this stage only, moves next to the LLM action that needs it."""
 
     def __init__(self, lane: Lane, original: StepShape) -> None:
-        self.lane, self.graph, self.plan, self.original = lane, original.graph, original.plan, original
+        self.lane, self.original = lane, original
         graph, plan = original.graph, original.plan
         self.forward_of: dict[MicrobatchPlace, Action] = {}
         """Encoder microbatch -> its forward on these ranks, which runs when the LLM needs it."""
         for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
             copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
             for number, place in enumerate(_microbatches_of_copy(encoder, copy, original)):
-                if place.replica != copy or self._stays_here(place):
+                targets = original.routes.targets_of.get(place, ())
+                stays = all(plan.virtual_stage(each.unit, each.replica, 0).ranks == lane.ranks for each in targets)
+                if place.replica != copy or stays:  # its own stays if only the LLM's first stage on these ranks uses it
                     self.forward_of[place] = Action(ActionKind.FORWARD, encoder, copy, 0, number)
-
-    def _stays_here(self, place: MicrobatchPlace) -> bool:
-        """Return True if an encoder's own microbatch is used only by the LLM's first stage on these ranks."""
-        targets = self.original.routes.targets_of.get(place, ())
-        return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
 
     def actions(self) -> Iterator[Action]:
         """Yield the lane's computations, without reductions."""
@@ -171,17 +164,13 @@ class _LaneWithEncoders:
             if action.kind is ActionKind.BACKWARD:
                 done = self._encoded_for(action)
                 num_left.subtract(done)
-                yield from (self._backward_of(each) for each in done if not num_left[each] and self._has_backward(each))
+                for each in (each for each in done if not num_left[each]):
+                    if self.original.backward_need(each.unit, each.replica, 0).has_backward:
+                        yield self.forward_of[each]._replace(kind=ActionKind.BACKWARD)
 
     def _encoded_for(self, action: Action) -> list[MicrobatchPlace]:
         """Return the microbatches that encoders on these ranks compute for an action of the LLM."""
-        if action.unit != self.graph.backbone.name:
+        if action.unit != self.original.graph.backbone.name:
             return []
         target = action.microbatch_place
         return [source for source in self.original.routes.sources_of.get(target, ()) if source in self.forward_of]
-
-    def _has_backward(self, place: MicrobatchPlace) -> bool:
-        return self.original.backward_need(place.unit, place.replica, 0).has_backward
-
-    def _backward_of(self, place: MicrobatchPlace) -> Action:
-        return self.forward_of[place]._replace(kind=ActionKind.BACKWARD)

@@ -150,10 +150,9 @@ def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_paralle
 def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> int:
     """Return b_min: random batches of this many samples keep giving the same allocation (Entrain, Alg. 2).
 
-    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
-    `replica_allocation`. Doubles the size from `FIRST_SIZE` until `NUM_TRIALS` trials agree with a reference draw. Terminates by
-    the law of large numbers unless the proportions are on a border, in which case it stops at `LARGEST_BATCH`.
-    O(NUM_TRIALS x b_min) per size.
+    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement. Doubles the size from
+    `FIRST_SIZE` until `NUM_TRIALS` trials agree with a reference draw, or it reaches `LARGEST_BATCH`. O(NUM_TRIALS x b_min) per
+    size.
     """
     random = np.random.default_rng(0)
     columns = np.stack(list(work.values()))

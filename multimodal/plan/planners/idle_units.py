@@ -34,10 +34,9 @@ def without_idle_units(request: PlanningRequest) -> PlanningRequest:
 def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
     """Add the units without work to a plan for the others: one replica each on the LLM's first ranks, in few stages.
 
-    There they only cost memory and the update of their weights; another batch may have work for them. Encoders that a schedule
-    requires side by side are laid out as the others are. Where a schedule requires one chain over a grid, they continue it; where
-    they cannot, the run takes the schedule that this one equals without. Sizes that the user has fixed are kept. Raises
-    PlanError if these need more GPUs than there are.
+    There they only cost memory and the update of their weights. Encoders that a schedule requires side by side are laid out as
+    the others are. Where a schedule requires one chain over a grid, they continue it, or the run takes the schedule that this one
+    equals without. Fixed sizes are kept. Raises PlanError if these need more GPUs than there are.
     """
     missing = [unit for unit in request.graph.units if unit.name not in run.plan.units]
     if not missing:

@@ -59,12 +59,11 @@ class _Scored:
 def plan_optimus(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, then separate encoder plans over all of its ranks (Optimus 4.1), and let simulation decide.
 
-    An encoder's tp and pp divide the LLM's, so that m = (PP_llm / PP_enc) (TP_llm / TP_enc) encoder pipelines lie over each of
-    its pipelines. The plans of the LLM with the shortest steps by a closed form, in which encoders fill the available bubbles,
-    are examined in turn; for each, all encoder plans that fit into the memory are estimated (4.5), and the best ones are
-    simulated with the schedule that fills the bubbles. In the best plan, microbatches move between the encoder pipelines while
-    that shortens the step (`best_partition`). Generators have the LLM's sizes and ranks. Raises PlanError if nothing fits, or if
-    fixed sizes do not divide the LLM's.
+    An encoder's tp and pp divide the LLM's. The plans of the LLM with the shortest steps by a closed form are examined in turn;
+    for each, all encoder plans that fit into the memory are estimated (4.5), and the best ones are simulated with the schedule
+    that fills the bubbles. In the best plan, microbatches move between the encoder pipelines while that shortens the step
+    (`best_partition`). Generators have the LLM's sizes and ranks. Raises PlanError if nothing fits, or if fixed sizes do not
+    divide the LLM's.
     """
     search = _Search(request)
     found = search.simulate(search.promising())

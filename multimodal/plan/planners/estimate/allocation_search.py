@@ -8,7 +8,6 @@ from itertools import zip_longest
 import numpy as np
 
 from multimodal.plan.planners.estimate.unit_options import Bools, Floats, Integers, UnitOptions, pareto_rows
-from multimodal.values.errors import PlanError
 
 _LARGEST_PRODUCT = 300_000
 """Pairs of choices up to which examining all is cheaper than thinning them out."""
@@ -54,19 +53,9 @@ class _Front:
     """[num_choices, num_units] rows of the units' options."""
 
     @cached_property
-    def least_gpus(self) -> float:
-        """The fewest GPUs of any choice."""
-        return float(self.gpus.min())
-
-    @cached_property
-    def least_work(self) -> float:
-        """GPU-seconds of the choice with the least work."""
-        return float((self.gpus * self.stage_seconds).min())
-
-    @cached_property
-    def least_chain(self) -> float:
-        """The shortest `chain_seconds` of any choice."""
-        return float(self.chain_seconds.min())
+    def least(self) -> tuple[float, float, float]:
+        """The fewest GPUs, least GPU-seconds of work and shortest `chain_seconds` of any choice."""
+        return float(self.gpus.min()), float((self.gpus * self.stage_seconds).min()), float(self.chain_seconds.min())
 
     def take(self, rows: Integers | Bools) -> "_Front":
         """Return some of the choices."""
@@ -92,28 +81,18 @@ def objective_seconds(
     )
 
 
-def search_allocation(problem: AllocationProblem) -> AllocationChoice:
-    """Return the best choice of (tp, cp, dp, pp) for all units; its objective equals that of exhaustive search.
-
-    Raises PlanError if nothing fits.
-    """
-    ranked = rank_allocations(problem, slack=1.0)
-    if not ranked:
-        raise PlanError("the units do not fit together")
-    return ranked[0]
-
-
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
     """Return, per parallelism of the LLM, the best choice for the others; those within `slack` times the best, best first.
 
-    For every (tp, cp, dp, pp) of the LLM, the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of
-    every other unit) is solved in closed form (`least_bottleneck`) and bounds the objective from below. Parallelisms are rounded
-    in the order of that bound until it exceeds the best objective found. Rounding is exact: the parallelism is combined with
-    every choice for the other units that no other choice beats in GPUs, seconds and memory. O(parallelisms + examined x choices).
+    The objective of the first one equals that of exhaustive search; none if nothing fits. For every (tp, cp, dp, pp) of the LLM,
+    the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of every other unit) is solved in closed
+    form (`least_bottleneck`) and bounds the objective from below. Parallelisms are rounded in the order of that bound until it
+    exceeds the best objective found. Rounding is exact: the parallelism is combined with every choice for the other units that no
+    other choice beats in GPUs, seconds and memory. O(parallelisms + examined x choices).
     """
-    fronts = _fronts(problem)
-    if fronts is None:
+    if not all(map(len, (problem.llm, *problem.others.values()))):
         return []
+    fronts = _fronts(problem)
     bounds = sorted((_row_bound(problem, fronts, row), row) for row in range(len(problem.llm)))
     choices: list[AllocationChoice] = []
     best = float("inf")
@@ -127,10 +106,8 @@ def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[Alloca
     return sorted((choice for choice in choices if choice.seconds <= slack * best), key=lambda choice: choice.seconds)
 
 
-def _fronts(problem: AllocationProblem) -> list[_Front] | None:
-    """Return the unbeaten choices of each unit other than the LLM; None if a unit has none."""
-    if not all(map(len, (problem.llm, *problem.others.values()))):
-        return None
+def _fronts(problem: AllocationProblem) -> list[_Front]:
+    """Return the unbeaten choices of each unit other than the LLM."""
     fronts = []
     for name, options in problem.others.items():
         count, is_encoder = len(options), name in problem.upstream
@@ -145,14 +122,13 @@ def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -
     """Bound the objective with one row of the LLM: the others share the GPUs that it leaves, in fractions."""
     llm = problem.llm
     data, slowest = float(llm.data[row]), float(llm.stage_seconds[row])
-    least, num_left = [front.least_gpus for front in fronts], problem.num_gpus - float(llm.gpus[row])
-    if sum(least) > num_left:
+    gpus, works, chains = zip(*(front.least for front in fronts), strict=True) if fronts else ((), (), ())
+    num_left = problem.num_gpus - float(llm.gpus[row])
+    if sum(gpus) > num_left:
         return float("inf")
-    works = [data * front.least_work for front in fronts]
-    bottleneck = max(slowest, least_bottleneck(works, num_gpus=num_left, minimums=least))
-    warmup = sum(front.least_chain for front in fronts)
+    bottleneck = max(slowest, least_bottleneck([data * work for work in works], num_gpus=num_left, minimums=gpus))
     of_llm = data, bottleneck, float(llm.chain_seconds[row])
-    return float(objective_seconds(problem, llm=of_llm, stage_seconds=0.0, chain_seconds=warmup))
+    return float(objective_seconds(problem, llm=of_llm, stage_seconds=0.0, chain_seconds=sum(chains)))
 
 
 def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> AllocationChoice | None:
@@ -199,12 +175,9 @@ def least_bottleneck(work: Sequence[float], *, num_gpus: float, minimums: Sequen
 
     At the optimum t, every unit has x_i = max(minimum_i, work_i / t): units above their minimum are equally slow, so t = (their
     work) / (the GPUs that the others' minimums leave). As t falls from infinity, units rise above their minimum in the order of
-    work_i / minimum_i, which gives one candidate t per number of risen units. Exact; O(units log units).
-
-    work: in GPU-seconds, not negative. minimums: positive. Raises PlanError if the minimums exceed `num_gpus`.
+    work_i / minimum_i, which gives one candidate t per number of risen units. Exact; O(units log units). work: in GPU-seconds,
+    not negative. minimums: positive, at most `num_gpus` together.
     """
-    if sum(minimums) > num_gpus * (1 + 1e-12):
-        raise PlanError(f"the units need at least {sum(minimums):g} GPUs, but there are {num_gpus:g}")
     order = sorted(range(len(work)), key=lambda unit: -work[unit] / minimums[unit])
     risen, left = 0.0, float(num_gpus) - sum(minimums)
     for unit, following in zip_longest(order, order[1:]):

@@ -50,10 +50,8 @@ def plan_tuned(planner: Planner, request: PlanningRequest) -> PredictedRun:
 def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> list[PredictedRun]:
     """Return a planner's runs from a search over microbatch sizes and balancers, the shortest step first.
 
-    The search starts from a size that makes layers efficient, and moves in either direction while steps get shorter; for each
-    size the planner plans anew. The best plan is tried with all balancers that suit it. All this uses quick simulations; the best
-    few are simulated more closely. below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left
-    out.
+    For each size the planner plans anew (`climb`). The best plan is tried with all balancers that suit it, and the best few are
+    simulated more closely. below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left out.
     """
     sizes = micro_batch_sizes(trials.request)
     found: dict[int, list[PredictedRun]] = {}
@@ -83,7 +81,7 @@ def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials)
 
 
 def climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int, below: float) -> None:
-    """Try the sizes next to the best one, larger ones first, while they are better, and not hopelessly far above `below`."""
+    """Try sizes from an efficient one on, larger ones first, while they are better, and not hopelessly far above `below`."""
     best = look_at(sizes[first])
     larger, smaller = sizes[first + 1 :], sizes[:first][::-1]
     for direction in (larger, smaller):

@@ -187,11 +187,7 @@ def map_stages(
 
     A step is that of 1F1B, T1 + T2 + T3 of Oobleck 2.4.1.2, but never less than the slowest stage works (docs/elasticity.md),
     with the given number of microbatches for each number of GPUs; stage s of S keeps S - s of them. None if no mapping fits. The
-    result is exact. Suffixes of the pipeline with the same first piece, number of GPUs and number of stages differ only in two
-    figures, the ticks of their step and of one microbatch through them, and a step grows with both; so a suffix is dropped if
-    another one beats it in both, or if its step with the fastest possible first stages exceeds a limit. The limit is the step of
-    a mapping from a search that keeps one suffix of each kind. Raises PlanError if the C++ kernels are not built: it has no other
-    form.
+    result is exact (`csrc`). Raises PlanError if the C++ kernels are not built: it has no other form.
     """
     if kernels is None:
         raise PlanError(

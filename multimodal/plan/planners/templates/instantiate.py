@@ -29,9 +29,8 @@ def instantiate(
 
     times: nodes -> the pipeline of their template. num_microbatches: of the global batch; every replica gets one at least. For a
     step of T seconds, a template of n nodes takes c_n(T) microbatches, and a knapsack over nodes finds the replicas that take
-    most: A(k, m) = max_n A(k - 1, m - n) + c_n(T). The shortest T for which they take the whole batch is found by bisection, so
-    combinations are not enumerated (Oobleck 2.4.2 enumerates all, more than 10^8 for 100 nodes). Raises PlanError if there is
-    none. O(replicas x nodes x templates).
+    most: A(k, m) = max_n A(k - 1, m - n) + c_n(T). The shortest T for which they take the whole batch is found by bisection
+    (Oobleck 2.4.2 enumerates). Raises PlanError if there is none. O(replicas x nodes x templates).
     """
     most = min(num_nodes // min(times), num_microbatches)
     if most < least_replicas:

@@ -23,13 +23,11 @@ MOST_MICROBATCHES = 2**20
 def plan_templates(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
     """Plan templates of n_0, n_0 + 1, ... nodes, and the replicas that use all nodes at first with the shortest step.
 
-    n_0 is the fewest nodes that hold a whole replica with all of its optimizer state; the largest template has the nodes that f
-    other replicas of n_0 nodes leave, or as many nodes as there are layers for. Every number of nodes from (f + 1) n_0 on is then
-    a sum of at least f + 1 of these. With g replicas_per_copy a replica has 1 / g of the state, and there are at least g (f + 1)
-    replicas: n_0 may become smaller. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its
-    share of the batch (`map_stages`). If the request leaves the microbatch size open, it is halved from the size that makes
-    layers efficient as long as n_0 gets smaller or steps get shorter; if nothing fits, layers are fully recomputed. Raises
-    PlanError, with advice, if the nodes or their memory cannot give the fault tolerance.
+    n_0 is the fewest nodes that hold a whole replica with all of its optimizer state (1 / g of it with g replicas_per_copy); the
+    largest template has the nodes that f other replicas of n_0 nodes leave, or as many as there are layers for. Each is the best
+    mapping of the chain of layers to its GPUs for its share of the batch (`map_stages`). An open microbatch size is halved from
+    the size that makes layers efficient as long as n_0 gets smaller or steps get shorter; if nothing fits, layers are fully
+    recomputed. Raises PlanError, with advice, if the nodes or their memory cannot give the fault tolerance.
     """
     tolerance = Tolerance(fault_tolerance, replicas_per_copy)
     num_nodes = _count_nodes(request, tolerance)

@@ -19,20 +19,23 @@ from tests.unit.plan.planners.planning_cases import TWO_ENCODERS, request
 class Sized:
     """A candidate of so many GPUs and seconds."""
 
-    def __init__(self, num_gpus: int, seconds: float) -> None:
-        self.num_gpus, self.seconds = num_gpus, seconds
+    def __init__(self, num_gpus: int, seconds: float, is_small: bool = True) -> None:
+        self.num_gpus, self.seconds, self.is_small = num_gpus, seconds, is_small
+
+    def fits(self, asked) -> bool:
+        return self.is_small
 
 
 def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
     asked = request(num_gpus=8)
     slow, best, near, equal, huge, unfit = (
-        Sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5))
+        Sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5, False))
     )
-    given = {"seconds": lambda each: each.seconds, "fits": lambda each: each is not unfit}
+    given = {"seconds": lambda _, each: each.seconds}
     candidates = [slow, best, huge, near, unfit, equal]
     assert choose_near(asked, candidates, **given, within=1.1) == [(equal, 1.0), (best, 1.0), (near, 1.09)]
     assert choose_near(asked, candidates, **given)[0] == (equal, 1.0)
-    assert choose_near(asked, candidates, **given, least_seconds=lambda each: each.seconds, within=1.1)[-1] == (near, 1.09)
+    assert choose_near(asked, candidates, **given, least_seconds=lambda _, each: each.seconds, within=1.1)[-1] == (near, 1.09)
     with pytest.raises(PlanError):
         choose_near(asked, [huge, unfit], **given)
 
