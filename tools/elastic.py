@@ -135,10 +135,7 @@ class Comparison:
         return self.samples_per_step / seconds if seconds else 0.0
 
     def least_share(self, *, fault_tolerance: int) -> float | None:
-        """Return the least ratio, at any moment with steps, of throughput with templates to that of the best plan made anew.
-
-        fault_tolerance: lost nodes that the plan made anew must survive; 0 also allows a single replica.
-        """
+        """Return the least ratio, at any moment, of throughput to that of the best plan made anew with this fault tolerance."""
         spans = [span for span in self.runs["templates"].spans if span.step_seconds]
         fresh = ((self.fresh.step_seconds(span.num_nodes, fault_tolerance=fault_tolerance), span.step_seconds) for span in spans)
         return min((best / own for best, own in fresh if best and own), default=None)
@@ -220,10 +217,7 @@ def print_comparison(compared: Comparison) -> None:
 
 
 def draw(compared: Comparison, path: str | Path) -> None:
-    """Write a PNG of throughput over time, one panel for each run; needs matplotlib (the extra `plots`).
-
-    Dotted lines are the means without steps that were lost again.
-    """
+    """Write a PNG of throughput over time, a panel a run, dotted without lost steps; needs matplotlib (the extra `plots`)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 5.0), dpi=110, layout="constrained")

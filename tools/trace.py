@@ -51,10 +51,7 @@ class TimelineDifference:
 
 
 def compare_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
-    """Sum up both timelines by kind and lane. A lane's idle time is the whole step's duration less its computations.
-
-    Raises DataError if their lanes differ. O(events).
-    """
+    """Sum up both by kind and lane; idle is the whole step less computations. Raises DataError if lanes differ. O(events)."""
     if first.lanes != second.lanes:
         raise DataError(
             f"the timelines have different lanes ({_describe(first)} against {_describe(second)}); compare steps of the same plan"

@@ -68,10 +68,7 @@ class BalancerRow:
     """True if neither a search nor `auto` should try it on other placements."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item of a global batch; raises AssignmentError as `read_batch` does.
-
-        If microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more microbatches.
-        """
+        """Place a global batch, in more microbatches if `tokens_per_microbatch` asks for it; raises AssignmentError."""
         balance: Callable[..., Assignment] = self.balance
         if has_unequal_shares(graph, plan):
             if not self.keeps_samples_whole:

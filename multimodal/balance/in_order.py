@@ -23,10 +23,7 @@ def balance_in_order(work: BatchWork, *, plan: Plan) -> Assignment:
 
 
 def balance_sorted(work: BatchWork, *, plan: Plan) -> Assignment:
-    """Balance like `balance_in_order`, with samples sorted by LLM tokens, longest first, so that microbatches hold similar ones.
-
-    Ties go by sample id. O(n log n).
-    """
+    """Balance like `balance_in_order`, with samples sorted by LLM tokens, longest first; ties go by id. O(n log n)."""
     return _deal_in_order(np.argsort(-work.arrays.num_tokens, kind="stable"), work, plan=plan)
 
 

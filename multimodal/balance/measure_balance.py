@@ -72,10 +72,7 @@ def measure_balance(
     options: BalanceOptions,
     bytes_per_token: Mapping[str, int],
 ) -> BalanceMeasure:
-    """Balance every batch; raises AssignmentError.
-
-    bytes_per_token: unit -> bytes of one token on the network before the unit takes it.
-    """
+    """Balance every batch; bytes_per_token: of what each unit takes from the network. Raises AssignmentError."""
     measure = BalanceMeasure({name: [] for name in graph.unit_names})
     for lengths in batches:
         start = time.perf_counter()

@@ -33,10 +33,7 @@ Microbatches = tuple[Integers, Integers]
 
 
 def follow_llm(llm: Groups, work: BatchWork, *, plan: Plan, encoded: Groups | None = None) -> Assignment:
-    """Place encoders and generators beside the LLM's microbatches.
-
-    encoded: the samples that encoders process in each microbatch, if they differ from the LLM's.
-    """
+    """Place encoders and generators beside the LLM's microbatches; encoded: the samples that encoders process, if others."""
     return _place_units(follow_samples, llm, work, plan=plan, encoded=llm if encoded is None else encoded)
 
 
@@ -106,10 +103,7 @@ def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
 
 
 def order_by_time(groups: Groups) -> Microbatches:
-    """List microbatches in execution order: all replicas' first ones, then all second ones, and so on.
-
-    A replica with fewer microbatches than others has empty ones instead, which keep its turn when microbatches are dealt.
-    """
+    """List microbatches in execution order; replicas with fewer than others have empty ones, which keep their turn."""
     counts, empty = np.diff(groups.microbatch_starts), len(groups.atom_starts) - 1
     rounds = np.arange(counts.max(initial=0))[:, None]
     numbers = np.where(rounds < counts, groups.microbatch_starts[:-1] + rounds, empty)
@@ -131,10 +125,7 @@ def deal(starts: Integers, atoms: Integers, *, num_replicas: int, shares: tuple[
 
 
 def turns_of(shares: tuple[int, ...]) -> Integers:
-    """Return the owner of each turn, [sum of shares], spread evenly at all times.
-
-    The k-th turn of an owner with a share of n comes when k / n of all turns are over; ties go to the first owner.
-    """
+    """Return the owner of each turn, [sum of shares]: the k-th of an owner with n comes after k / n of all; ties: the first."""
     owners = np.repeat(np.arange(len(shares)), shares)
     numbers = np.arange(len(owners)) - np.repeat(row_starts(shares)[:-1], shares) + 1
     return owners[np.lexsort((owners, numbers / np.array(shares)[owners]))]
@@ -192,8 +183,5 @@ def balance_items(
 
 
 def cut_replicas(atoms: Integers, amounts: Integers, sizes: Integers, *, counts: Integers) -> Groups:
-    """Cut the atoms of each replica into at most `counts` microbatches of nearly equal amounts; none is empty.
-
-    atoms: replica after replica; amounts: one per atom; sizes: [num_replicas] atoms of each.
-    """
+    """Cut the atoms of each replica (sizes: [num_replicas]) into at most `counts` microbatches of nearly equal amounts."""
     return Groups(atoms, *cut_evenly(amounts, row_starts(sizes), counts))

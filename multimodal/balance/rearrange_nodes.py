@@ -65,10 +65,7 @@ class NodeVolumes:
 
 
 def read_volumes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> NodeVolumes:
-    """Bring a volume matrix into one form; duplicate entries of a sparse one are added.
-
-    volume: [num_ranks, num_ranks] whole numbers of bytes, at least 0, dense or scipy sparse; a row's sum fits int64.
-    """
+    """Bring a matrix [num_ranks, num_ranks] of bytes, dense or scipy sparse, into one form; duplicate entries are added."""
     from scipy.sparse import csr_matrix  # loaded when first used
 
     exact = csr_matrix(volume).astype(np.int64)  # A copy, so that the caller's array does not change.

@@ -54,10 +54,7 @@ def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
 
 
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message between two rank groups; every source rank sends its share at the same time.
-
-    num_bytes: of the whole message.
-    """
+    """Return the cost of a message of so many bytes in all; every source rank sends its share at the same time."""
     if set(source_ranks) == set(target_ranks):
         return TransferCost(0.0, 0.0)
     is_inside = cluster.is_one_node((*source_ranks, *target_ranks))
@@ -71,10 +68,7 @@ def cost_inside_node(num_bytes: float, *, source_ranks: Sequence[int], cluster: 
 
 
 def cost_between_nodes(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message to another node; its shares pass the network cards of the source ranks.
-
-    If other ranks use these cards as well, the number of the first card is the link that messages share.
-    """
+    """Return the cost of a message over the source ranks' network cards; their first is the link if others use them as well."""
     nics = sorted({cluster.nic(rank) for rank in source_ranks})
     bandwidth = min(
         cluster.inter_node.bandwidth_gbytes_per_second * len(nics),

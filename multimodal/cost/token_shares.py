@@ -140,10 +140,7 @@ class RankShare:
         return self.shares.positions_of(self.rank)
 
     def local_rows(self, rows: Integers) -> tuple[Bools, Integers]:
-        """Return the indices of rows of the whole sequence among this rank's tokens.
-
-        rows: [num_rows]. Returns (is_held: [num_rows]; local: [num_held], in the order of rows).
-        """
+        """Return which rows of the sequence this rank holds, [num_rows], and the indices of those among its tokens, in order."""
         local = np.full(len(self.shares.owner_of_token), -1)
         local[self.positions] = np.arange(self.num_tokens)
         local_rows = local[rows]

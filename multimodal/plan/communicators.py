@@ -140,10 +140,7 @@ def embedding_ranks(unit: UnitPlan, tensor_rank: int, *, are_tied: bool) -> tupl
 
 
 def max_communicators_per_rank(graph: ModelGraph, plan: Plan) -> int:
-    """Return the most communicators of any rank: its groups, the tracks of messages, and the group of all ranks.
-
-    Groups of the same ranks count once. O(ranks).
-    """
+    """Return the most communicators of a rank: groups of different ranks, tracks of messages, and the group of all. O(ranks)."""
     groups: Iterable[tuple[int, ...]] = {ranks for ranks in group_ranks(graph, plan) if len(ranks) > 1}
     of_ranks = Counter(rank for ranks in groups for rank in ranks)
     num_tracks = 2 * len({track for track, *_ in _links(graph, plan)})

@@ -85,10 +85,7 @@ def _processes(count: int) -> str:
 
 
 def split_units(plan: Plan, *, ranks_per_node: int) -> dict[str, tuple[int, ...]]:
-    """Return the units with tensor parallel groups on several nodes -> the first such group.
-
-    Ranks are numbered node by node, as launchers number them.
-    """
+    """Return the units with tensor parallel groups on several nodes -> the first such group; ranks are numbered node by node."""
     found: dict[str, tuple[int, ...]] = {}
     for name, unit in plan.units.items():
         for stage in (stage for replica in unit.replicas for stage in replica.stages):
@@ -99,10 +96,7 @@ def split_units(plan: Plan, *, ranks_per_node: int) -> dict[str, tuple[int, ...]
 
 
 def describe_placement(graph: ModelGraph, plan: Plan, *, ranks_per_node: int, is_given: bool) -> Iterator[str]:
-    """Yield notes for the user: units that are not in the model's order, and groups that are split over nodes.
-
-    is_given: True if the plan comes from a file.
-    """
+    """Yield notes on units that are not in the model's order (unless the plan comes from a file) and groups split over nodes."""
     order = sorted(graph.unit_names, key=lambda name: min(plan.units[name].ranks))
     if not is_given and order != list(graph.unit_names):
         yield f"ranks go to {', '.join(order)}, in this order, so that fewer tensor parallel groups lie across two nodes"

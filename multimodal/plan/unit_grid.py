@@ -64,10 +64,7 @@ def place_stages(
 
 
 def fold_stages(plan: Plan) -> Plan:
-    """Return the plan with all stages of two ranges of a unit's layers folded into a V (ZB-V); other units stay as they are.
-
-    Stage p of P then holds the unit's ranges p and 2 P - 1 - p instead of p and P + p.
-    """
+    """Return the plan with stages of two ranges folded into a V (ZB-V): p of P holds p and 2 P - 1 - p instead of p and P + p."""
 
     def folded(replica: Replica) -> Replica:
         ranges = sorted(each for stage in replica.stages for each in stage.layer_ranges)

@@ -17,10 +17,7 @@ def sort_descending(values: Sequence[float]) -> list[int]:
 
 
 def dominant_shares(units: Sequence[Sequence[float]], *, members: Sequence[int]) -> list[float]:
-    """Return, for each member, the largest share that it has in any unit's total over the members; 0 where it has no load.
-
-    units: [num_units][num_samples] loads. O(units x members).
-    """
+    """Return each member's largest share of a unit's total over the members, or 0; units: [num_units][num_samples] loads."""
     shares = [0.0] * len(members)
     for loads in units:
         total = sum_in_order(loads, members)

@@ -55,10 +55,7 @@ def post_balance(
 
 
 def _place_greedily(lengths: Integers, additive: Integers | None, padded: Integers | None, *, num_bins: int) -> NDArray[np.int32]:
-    """Return the bin of each item as the kernel does without refinement: by the greedy step for the form of the cost.
-
-    For padded attention it is the least bound's cut alone.
-    """
+    """Return the bins as the kernel does without refinement; for padded attention by the least bound's cut alone."""
     order = np.argsort(-lengths, kind="stable")
     added = [0] * len(order) if additive is None else additive[order].tolist()
     if padded is None:

@@ -28,10 +28,7 @@ class PipelineStep(NamedTuple):
     """Index of the microbatch in the order in which the pipeline runs them."""
 
     def needed(self, num_virtual_stages: int) -> "PipelineStep | None":
-        """Return the step whose output this one takes (the forward before it, the backward after it), or None.
-
-        A backward of the last virtual stage also needs its own forward, which the same stage has run before.
-        """
+        """Return the step whose output this one takes, or None; a last backward's own forward is on the same stage."""
         needed = self.virtual_stage - 1 if self.is_forward else self.virtual_stage + 1
         return self._replace(virtual_stage=needed) if 0 <= needed < num_virtual_stages else None
 
@@ -74,10 +71,7 @@ def _one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Sequence
 def step_ends(
     order: Sequence[int], *, steps: Sequence[PipelineStep], num_stages: int, forward: Seconds, backward: Seconds
 ) -> dict[PipelineStep | None, float]:
-    """Return the end of every step if the pipeline starts at 0 and runs its microbatches in this order; None ends at 0. O(steps).
-
-    steps: a result of `pipeline_steps`.
-    """
+    """Return the ends of the `pipeline_steps` of microbatches in this order if the pipeline starts at 0; None ends at 0."""
     free_at = [0.0] * num_stages
     ends: dict[PipelineStep | None, float] = {None: 0.0}
     for step in steps:

@@ -12,10 +12,7 @@ LinearLayers = Mapping[str, Mapping[str, bool]]
 
 
 def resolve_adapters(graph: ModelGraph, linear_layers: LinearLayers) -> ModelGraph:
-    """Return the model with the patterns of every unit's `lora` replaced by the linear layers that they match.
-
-    Raises ModelError for a pattern that matches none.
-    """
+    """Return the model with the patterns of each `lora` replaced by what they match; raises ModelError if one matches nothing."""
     return replace(graph, units=tuple(_resolved(unit, linear_layers[unit.name]) for unit in graph.units))
 
 

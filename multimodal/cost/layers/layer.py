@@ -264,10 +264,7 @@ class Layer(ABC):
 
     @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Bytes kept by a layer that has a backward; called by `activation_bytes`. The load's numbers may be arrays.
-
-        If its weights are trained, the inputs of its products are kept, too.
-        """
+        """Bytes kept by a layer with a backward, with its products' inputs if its weights are trained; loads may be arrays."""
 
     def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes kept for one microbatch's load; 0 without a backward."""
@@ -309,11 +306,7 @@ class Layer(ABC):
 
     @classmethod
     def passes_gradient(cls, need: BackwardNeed) -> bool:
-        """True if a gradient passes through the layer.
-
-        In a deep layer this holds even if nothing upstream is trained: only the input gradient of its first matrix is saved,
-        which is not modelled here.
-        """
+        """True if a gradient passes through the layer; in a deep one also if only its own weights are trained."""
         return need.sends_gradient or (need.trains_weights and cls.is_deep)
 
     @property

@@ -82,10 +82,7 @@ def count_segments(unit: Unit, layers: range) -> int:
 
 
 def read_model(path: str | Path) -> ModelGraph:
-    """Read a YAML or JSON model file, or the config.json of a Hugging Face folder, and check its kinds of layer.
-
-    A ModelError names the file and the line or key.
-    """
+    """Read a model file, or a Hugging Face folder's config.json, and check its kinds of layer; a ModelError names the place."""
     if Path(path).is_dir():
         return _with_known_kinds(read_graph(path))
     graph = read_file(path, lambda value: _with_known_kinds(ModelGraph.from_dict(value)), error=ModelError)

@@ -161,10 +161,7 @@ class ComputationSeconds:
 
     @memoized
     def _before_segments(self, unit: str, stage: int) -> Floats:
-        """[2, kinds, num_segments + 1, num_microbatches] seconds and waits of a stage's segments before each one, and of all.
-
-        Time that belongs to no segment is shared evenly.
-        """
+        """[2, kinds, num_segments + 1, num_microbatches] seconds and waits before each segment; time of none is shared evenly."""
         rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
         whole = self.of_unit(unit, of_subsets=False)[:, :, stage]
         of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]

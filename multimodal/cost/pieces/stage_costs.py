@@ -152,10 +152,7 @@ class StageCosts:
         return collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
 
     def over_unlike(self, reduction: Action) -> float:
-        """Seconds of one ring over all ranks that have a shard of some layers, of a unit whose replicas are not alike.
-
-        Returns those of the slowest rank: one with the largest share of the layers.
-        """
+        """Seconds of a ring over the holders of some layers, of a unit with unlike replicas: those of the largest share."""
         unit, stage = self.stages.plan.units[reduction.unit], self.stages.plan.virtual_stage(*reduction[1:4])
         assert isinstance(reduction.covers, LayerRange)
         layers = stage.layers[reduction.covers.first : reduction.covers.end]

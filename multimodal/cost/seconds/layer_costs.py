@@ -191,10 +191,7 @@ class _Prepared(NamedTuple):
         return self.curves.attention.at(*counted_tokens(cut.attending, counts=self.counts))
 
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
-        """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation.
-
-        Nothing else runs while tokens travel to experts and back.
-        """
+        """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
         tensor = self.waiting_for_tensor_ranks(load) + self.collectives.experts.at(load.num_tokens, 0)
         again = tensor if self.recompute == "full" else 0.0
         if not self.collectives.is_spread or not cut.num_gathered:

@@ -64,10 +64,7 @@ class LayerProfile:
     """Seconds of steps outside of layers; None: those that follow from the cluster's description."""
 
     def find(self, unit: str, kind: str, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
-        """Return a layer's curves; if only other sizes were profiled, the nearest one's, with the work scaled to the ranks.
-
-        None if this kind of layer was not profiled in this unit.
-        """
+        """Return a layer's curves, of the nearest profiled size scaled to the ranks; None if no such layer was profiled."""
         known = [(tensor, context) for name, other, tensor, context in self.curves if (name, other) == (unit, kind)]
         if not known:
             return None

@@ -50,10 +50,7 @@ class PlannerRow:
     """False if it is only for models in which no encoder feeds another one."""
 
     def plan_best(self, request: PlanningRequest) -> PredictedRun:
-        """Plan as well as the planner's user would: with its best microbatch size and its best balancer (`plan_tuned`).
-
-        Raises PlanError if nothing fits.
-        """
+        """Plan as well as its user would (`plan_tuned`: best microbatch size and balancer); raises PlanError if nothing fits."""
         return (plan_to_fit if self.searches_others else plan_tuned)(self, request)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:

@@ -98,10 +98,7 @@ def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -
 def shared_stage_sizes(
     request: PlanningRequest, units: Sequence[str], *, context_of: Sequence[str] | None = None
 ) -> list[StageSize]:
-    """Return every tp and cp that units may share: a fixed cp, else all that suit any of them.
-
-    context_of: units that share only the cp. Raises PlanError if fixed sizes leave none.
-    """
+    """Return every tp that units share with a cp that `context_of` (default: they) fix, or that suits any; raises PlanError."""
     tensor = _shared({unit: tensor_parallel_sizes(request, unit) for unit in units}, flag="tensor-model-parallel-size")
     units = context_of or units
     fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
@@ -135,10 +132,7 @@ def micro_batch_sizes(request: PlanningRequest) -> list[int]:
 
 
 def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int) -> Sequence[int]:
-    """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
-
-    Two sizes, since the largest may lose a little by reducing gradients over more replicas.
-    """
+    """Return the two largest data parallel sizes that fit, ascending: the largest may lose a little by reducing gradients."""
     return [size for size in sizes if size * gpus_per_replica <= num_gpus][-2:]
 
 

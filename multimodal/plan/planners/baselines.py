@@ -147,10 +147,7 @@ def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tupl
 
 
 def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Floats, Integers]:
-    """Return, by the number of GPUs used, the least sum with one more unit, and its row.
-
-    before: [num_gpus + 1] the least sums of the units before it.
-    """
+    """Return, by the number of GPUs used, the least sum with one more unit, and its row; before: the least sums without it."""
     least, rows = np.full(len(before), np.inf), np.full(len(before), -1)
     latency = options.chain_seconds / options.data
     allowed = np.flatnonzero(options.stage_seconds / options.data <= limit)
@@ -166,10 +163,7 @@ def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Float
 
 
 def plan_fsdp(request: PlanningRequest) -> PlannedRun:
-    """Plan all units on all ranks, with tp 1 and pp 1, and weights shared by all of a unit's ranks.
-
-    Raises PlanError if that does not fit, or if other sizes or another sharding are fixed.
-    """
+    """Plan all units on all ranks, with tp 1, pp 1 and shared weights; raises PlanError if that does not fit, or must not be."""
     if request.sharding not in (None, "optim_grads_params"):
         raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")
     asked = request.changed(sharding="optim_grads_params")
@@ -235,10 +229,7 @@ def _divide_gpus(request: PlanningRequest, options: Mapping[str, UnitOptions]) -
 
 
 def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:
-    """Divide GPUs in proportion to work, with a minimum for each unit; the largest remainders are rounded up.
-
-    Units below their minimum get it, and the others share the rest. fewest must sum to at most `num_gpus`.
-    """
+    """Divide GPUs in proportion to work, but at least `fewest` to each unit; the largest remainders are rounded up."""
     lifted: set[str] = set()
     while True:
         left = num_gpus - sum(fewest[unit] for unit in lifted)

@@ -136,11 +136,7 @@ class PlanSearch:
             self.trials.try_run(chosen.run, RANKING)
 
     def _look_at_layouts(self, request: PlanningRequest) -> None:
-        """Simulate layouts quickly.
-
-        A kind's estimates are corrected by the mean ratio of its simulations to them; those of a kind without simulations by the
-        smallest such ratio of any kind of the same placement.
-        """
+        """Simulate layouts quickly; estimates are corrected by the mean ratio of their kind, or the least of their placement."""
         trials = self.trials
 
         def takes_more() -> bool:
@@ -187,10 +183,7 @@ class PlanSearch:
                 del position[index]
 
     def _try_layout(self, layout: Layout, forms: dict[Placed, Form], best: float) -> PredictedRun | None:
-        """Simulate a layout quickly with the best form of its placement, unless its bound is above the best.
-
-        The first layout of a placement, and one that does not fit with that form, is tried with each suitable form.
-        """
+        """Simulate a layout quickly with its placement's best form, or else each, unless its bound is above the best."""
         run = layout.to_run()
         if self.trials.least_step_seconds(run) > best:
             return None
@@ -235,10 +228,7 @@ class PlanSearch:
         return next(filter(fits, names)) if fits(names[-1]) else names[-1]
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
-        """Tune the other planners' plans that can get below the best (`tune`).
-
-        Planners that find no plan are left out, and so are plans that no run could follow.
-        """
+        """Tune the other planners' plans that can get below the best (`tune`), and that a run could follow."""
         below = self._least_seconds(RANKING)
         for planner in planners:
             tuned = [each for each in tune(planner, self.trials, below=below) if not each.run.repeats_encoders]
@@ -265,10 +255,7 @@ class PlanSearch:
             self.varied[chosen.key] = self.trials.placed(chosen)
 
     def next_to_vary(self) -> PlannedRun | None:
-        """Return the best run of a kind of plan without varied runs, if it is close to the best run; else one of the best.
-
-        The best variants of the best plan hardly differ, while those of another kind may be better.
-        """
+        """Return the best run of a kind of plan without varied runs, if it is close to the best run; else one of the best."""
         best = self.best(len(self.trials.found))
         waiting = [each.run for each in best[:NUM_FINALISTS] if each.run.key not in self.varied]
         close = (each.run for each in best if each.prediction.iteration_seconds <= CLOSE * best[0].prediction.iteration_seconds)
@@ -331,10 +318,7 @@ class PlanSearch:
         return self._fitting(FINAL)[0]
 
     def settle(self, best: PredictedRun) -> PredictedRun:
-        """Change one flag of the best judged run at a time until no neighbour is better, whatever the budget.
-
-        Neighbours that are promising when ranked are judged.
-        """
+        """Change one flag of the best run at a time until no neighbour that ranks well is judged better, whatever the budget."""
         tried = set[str]()
         while True:
             ranked = self.trials.try_run(best.run, RANKING)

@@ -14,10 +14,7 @@ from multimodal.values.model_graph import Unit
 
 
 def plan_cornstarch(request: PlanningRequest, *, is_frozen_aware: bool = True) -> PlannedRun:
-    """Plan with the backwards that freezing leaves (Cornstarch 4.2). Raises PlanError if nothing fits.
-
-    is_frozen_aware: False plans as if every backward took twice its forward, the baseline of Cornstarch's Table 3.
-    """
+    """Plan (Cornstarch 4.2); is_frozen_aware: False takes every backward for twice its forward (Table 3's baseline)."""
     asked = request.changed(is_frozen_aware=is_frozen_aware)
     return choose_run(asked, _candidates(asked))
 

@@ -85,10 +85,7 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
 
 
 def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
-    """List every unit's parallelisms for Alg. 1.
-
-    virtual_stages: of the LLM, if no number is fixed. leaves_ranks: True if every other unit needs a rank of its own.
-    """
+    """List the parallelisms for Alg. 1; virtual_stages: unless fixed; leaves_ranks: True if every other unit needs own ranks."""
     backbone = request.graph.backbone.name
     virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
     names = request.graph.unit_names

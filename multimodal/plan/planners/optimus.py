@@ -255,10 +255,7 @@ class _Search:
 def best_partition(
     best: PredictedRun, request: PlanningRequest, *, predict: Callable[[PlannedRun], PredictedRun | None]
 ) -> PredictedRun:
-    """Return a run with a partition that is improved move by move, while that shortens the step.
-
-    predict: simulates a run; returns None if it is impossible or does not fit. Moves are those of `other_partitions`.
-    """
+    """Return a run whose partition is improved by `other_partitions` while steps get shorter; predict: None if impossible."""
     tried: set[str] = set()
     is_better = True
     while is_better:

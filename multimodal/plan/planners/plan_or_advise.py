@@ -22,10 +22,7 @@ SEARCH_BUDGET_SECONDS = 1.0
 def plan_or_advise(
     planner: PlannerRow, request: PlanningRequest, *, plan: Callable[[PlanningRequest], PredictedRun] | None = None
 ) -> PredictedRun:
-    """Plan; if nothing fits, raise PlanError with a sufficient number of GPUs, or with the unit that never fits.
-
-    plan: runs the planner, by default `plan_to_fit`.
-    """
+    """Plan (by default `plan_to_fit`); if nothing fits, raise PlanError with enough GPUs, or with the unit that never fits."""
     try:
         return plan(request) if plan else plan_to_fit(planner, request)
     except NothingFitsError as problem:

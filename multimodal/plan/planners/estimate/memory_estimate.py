@@ -83,10 +83,7 @@ class LayerMemory(NamedTuple):
 def range_bytes(
     request: PlanningRequest, unit: str, ranges: tuple[Range, ...], size: StageSize, weight_copies: int
 ) -> tuple[float, float]:
-    """Return the static bytes of layer ranges per rank, and the activations of one average sample on all ranks.
-
-    weight_copies: ranks that hold the same weights, context parallel ones included.
-    """
+    """Return the static bytes of layer ranges per rank, and the activations of one average sample on all ranks."""
     layers = request.graph.unit(unit).layers
     counts = Counter(layers[layer] for first, end in ranges for layer in range(first, end))
     static = sum(count * layer_memory(request, unit, kind).static_bytes(weight_copies) for kind, count in counts.items())
@@ -102,10 +99,7 @@ def stage_bytes(request: PlanningRequest, unit: str, layout: UnitLayout, stage_i
 
 @memoized
 def working_bytes(request: PlanningRequest, unit: str, size: StageSize) -> float:
-    """Return the bytes that a rank needs while one layer of the unit runs: recomputed activations and gathered weights.
-
-    Counted as in `StepMemory`; of units that share ranks, one works at a time.
-    """
+    """Return the bytes of a rank while a layer runs, as in `StepMemory`: recomputed activations, gathered weights and keys."""
     shape, kinds = request.graph.unit(unit).transformer, dict.fromkeys(request.graph.unit(unit).layers)
     samples = heavy_count(request, unit, request.default_micro_batch_size)
     working = 0.0
@@ -138,10 +132,7 @@ def samples_within(request: PlanningRequest, unit: str, average: ArrayLike) -> N
 
 
 def heaviest_share(request: PlanningRequest, unit: str, *, count: int, of: int) -> float:
-    """Return the mean tokens of the `count` heaviest of `of` balanced microbatches, relative to an average microbatch.
-
-    These are in flight together if a balancer puts the heaviest first.
-    """
+    """Return the mean tokens of the `count` heaviest of `of` balanced microbatches, relative to an average microbatch."""
     if not request.loads.spreads[unit][0]:
         return 1.0
     sums = _microbatch_tokens(request, unit)

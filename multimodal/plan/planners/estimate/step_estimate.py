@@ -156,10 +156,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *
 
 
 def replicas_seconds(request: PlanningRequest, num_bytes: float, layout: UnitLayout, *, first_rank: int) -> float:
-    """Return the seconds of reducing a stage's gradients over its replicas, or of gathering its weights.
-
-    num_bytes: of the whole stage. first_rank: of its first replica; the other replicas' ranks follow.
-    """
+    """Return the seconds of reducing or gathering a stage's bytes over its replicas, the first of which has `first_rank`."""
     size, per_node = layout.tensor_parallel_size, request.cluster.gpus_per_node
     latency, per_byte = _ring_costs(request.cluster, first_rank % per_node, layout.weight_copies, size)
     return latency + per_byte * num_bytes / size if layout.weight_copies > 1 else 0.0

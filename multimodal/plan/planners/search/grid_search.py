@@ -130,10 +130,7 @@ def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
 
 
 def grid_estimate(request: PlanningRequest, grid: Grid, *, known: KnownRanges | None = None) -> float:
-    """Return the expected step of a grid, with gathers and reductions hidden as far as possible.
-
-    known: cache of the ranges of grids of the same shape.
-    """
+    """Return the expected step of a grid, with collectives hidden if possible; known: ranges of grids of the same shape."""
     if grid.virtual_stages == 1:
         return grid.seconds(request, has_spread=True)
     known, ranges = {} if known is None else known, []

@@ -151,11 +151,7 @@ def _of_batch(
     *,
     keeps_all: bool,
 ) -> _Step:
-    """Simulate a batch, or extrapolate linearly from two parts of it.
-
-    With varying lengths, the slope is uncertain; it is kept between that of the work alone (no additional waits) and that of a
-    step without fixed costs.
-    """
+    """Simulate a batch, or extrapolate from two parts, between the work alone (no more waits) and a step without fixed costs."""
     if len(sample_counts) == 1:
         return simulate(lengths)
     part, half = sample_counts
@@ -221,10 +217,7 @@ class PreparedStep(NamedTuple):
 def prepare_step(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
 ) -> PreparedStep:
-    """Place the samples as the run would; plan: the run's, or a share of its replicas.
-
-    is_checked: True if the assignment is validated. Raises AssignmentError.
-    """
+    """Place samples as the run would on its plan, or on a share of its replicas; raises AssignmentError."""
     row, builder = BUILDERS[run.schedule], None
     assignment = assign(run, request, plan, lengths, is_checked=is_checked)
     shape = assignment.shape(request.graph, plan)

@@ -121,10 +121,7 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
 
 
 def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int) -> int:
-    """Return the smallest common divisor of all data parallel sizes and the batch that reduces the computations enough.
-
-    Units without work do not count; replicas that share experts count as one.
-    """
+    """Return the least common divisor of the busy units' data parallel sizes (of groups that share experts) that is enough."""
     sizes = [unit.data_parallel_size // unit.expert_parallel_size for unit in _busy_units(run.plan, request)]
     common = math.gcd(request.global_batch_size, *sizes)
     num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)

@@ -77,10 +77,7 @@ class Trials:
         return OF_HEAVY_SAMPLES[QUICK].share / QUICK.share if self.has_heavy_samples else 1.0
 
     def least_step_seconds(self, run: PlannedRun) -> float:
-        """Return a lower bound of the run's step for all balancers and schedules: the busiest ranks' work. O(stages).
-
-        Counted on average microbatches: balancers move work between replicas, schedules in time.
-        """
+        """Return a lower bound of the run's step for all balancers and schedules: the busiest ranks' average work. O(stages)."""
         like_run = self._request_of(run.micro_batch_size, run.recompute, run.tp_comm_overlap)
         per_microbatch = self.request.global_batch_size / run.micro_batch_size
         busy: dict[int, float] = defaultdict(float)
@@ -139,10 +136,7 @@ class Trials:
         return (run.key, RANKING) in self.found and self.found[run.key, RANKING] is None
 
     def expected(self) -> list[PredictedRun]:
-        """Return the runs that fit, by their expected seconds, which are those of the ranking or else of the quick simulation.
-
-        Runs that turned out not to fit are included as if they took longer: a variant of theirs may fit.
-        """
+        """Return the runs that fit, by their ranked or else corrected quick seconds; misfits as if they took longer."""
         factors, ranked = self.corrections(), {each.run.key: each for each in self.fitting(RANKING)}
 
         def seconds(glance: PredictedRun) -> float:
@@ -169,10 +163,7 @@ def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRu
 
 
 def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
-    """Return the run with the shortest step, each simulated with the balancer that is tried first on its plan.
-
-    A single run is not simulated; the first is returned if none fits the memory.
-    """
+    """Return the run with the shortest simulated step, of several with their first balancers; the first if none fits."""
     waiting = list(runs)
     if len(waiting) == 1:
         return waiting[0]

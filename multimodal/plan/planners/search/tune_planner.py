@@ -37,10 +37,7 @@ class HopelessError(BraidError):
 
 
 def plan_tuned(planner: Planner, request: PlanningRequest) -> PredictedRun:
-    """Return a planner's plan with the microbatch size and the balancer that make its step shortest, judged.
-
-    A microbatch size in the request is kept. Raises PlanError if nothing fits.
-    """
+    """Return a planner's plan with the best microbatch size, unless fixed, and balancer, judged; raises PlanError."""
     started = time.perf_counter()
     trials = Trials(request)
     found = judge_tuned(planner, tune(planner, trials), trials)

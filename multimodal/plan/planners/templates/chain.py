@@ -24,10 +24,7 @@ TICKS = 2**36
 
 
 class StageTables(NamedTuple):
-    """A chain of pieces, and the costs of a stage of pieces [first, end) on a number of GPUs.
-
-    The tables are [num_sizes, num_pieces, num_pieces + 1], by size, first and end.
-    """
+    """Costs of stages of pieces [first, end) on a number of GPUs, [num_sizes, num_pieces, num_pieces + 1]."""
 
     forward: Integers
     """Ticks of one microbatch: whole numbers, so that sums do not depend on their order."""
@@ -160,10 +157,7 @@ def list_chain(request: PlanningRequest, tolerance: Tolerance) -> Chain:
 
 
 def _of_ranges(values: Floats, combine: np.ufunc = np.add) -> Floats:
-    """Return sums (or maxima) over all ranges [first, end) of the last axis: [..., num_pieces, num_pieces + 1].
-
-    Each range is summed separately from its first entry on, so that ranges of equal entries have equal sums.
-    """
+    """Return sums (or maxima) over all ranges [first, end) of the last axis, each from its first entry on: [..., first, end]."""
     count = values.shape[-1]
     rows = np.where(np.arange(count) >= np.arange(count)[:, None], values[..., None, :], 0.0)
     totals = combine.accumulate(rows, axis=-1)

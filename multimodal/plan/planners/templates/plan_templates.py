@@ -143,10 +143,7 @@ def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[Pipe
 
 
 def size_chains(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the longest sequences of sizes in which each divides the next: such stages fill nodes in any order.
-
-    1, 2, 4, 8 are one sequence; 1, 2, 3, 6 give two.
-    """
+    """Return the longest sequences of sizes in which each divides the next: of 1, 2, 3, 6 two. Their stages fill nodes."""
 
     def extend(run: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         later = [size for size in sizes if size > run[-1] and size % run[-1] == 0]
@@ -174,10 +171,7 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
 
 
 def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
-    """Return the node of each stage: large stages first, in pipeline order, each on the first node with room.
-
-    Sizes that divide each other and the node fill all nodes in this way, and neighbours of one size share nodes.
-    """
+    """Return the node of each stage: large stages first, in pipeline order, each on the first node with room."""
     free: list[int] = []
     placed: dict[int, int] = {}
     for stage in sorted(range(len(gpus)), key=lambda stage: -gpus[stage]):

@@ -174,10 +174,7 @@ def simulate_templates(
 def simulate_restarts(
     step_seconds: Callable[[int], float | None], changes: Sequence[NodeChange], *, num_nodes: int, until: float, pauses: Pauses
 ) -> Simulated:
-    """Simulate a run that restarts from its newest checkpoint at every change.
-
-    step_seconds: number of nodes -> the seconds of a step on them; None: too few.
-    """
+    """Simulate restarts from the newest checkpoint at every change; step_seconds: by the number of nodes, None if too few."""
     clock, nodes = _Clock(), num_nodes
     for seconds, change, end in _with_ends(changes, until):
         now_seconds = step_seconds(nodes)

@@ -46,10 +46,7 @@ def plan_instances(
 
 
 def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
-    """Return the run of a set's instances at the start.
-
-    It uses 1F1B, for which templates are planned, the passes that cost nothing, and a balancer that keeps samples whole.
-    """
+    """Return the run of a set's first instances: 1F1B, passes that cost nothing, a balancer that keeps samples whole."""
     run = PlannedRun(
         plan_instances(templates, templates.instances, llm=request.graph.backbone.name),
         planner=planner,
