@@ -90,11 +90,7 @@ class IntegerCosts:
 
 
 def integer_costs(lengths: ArrayLike, *, cost: LengthCost) -> IntegerCosts:
-    """Turn lengths into integer costs.
-
-    lengths: [num_items] whole numbers of tokens, at least one item. Raises AssignmentError if one is no whole number or is
-    negative, or if a batch of all of them could cost 2^61 tokens or more. O(n).
-    """
+    """Turn at least one length into integer costs; raises AssignmentError for one that is no count, or 2^61 tokens in all."""
     tokens, longest = _read_lengths(lengths)
     num_items, weight = len(tokens), cost.quadratic_weight
     match cost.form:

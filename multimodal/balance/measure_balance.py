@@ -90,10 +90,7 @@ def measure_balance(
 
 
 def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
-    """Return [num_replicas, num_replicas] bytes of each new batch that each replica loaded as raw data. O(atoms).
-
-    before: the assignment of atoms to the replicas that load them; after: the assignment that makes the new batches.
-    """
+    """Return [num_replicas, num_replicas] bytes of each batch of `after` that each replica loaded for `before`. O(atoms)."""
     loaded, made = before.placed[unit], after.placed[unit]
     of_atoms = work.of_unit(unit).num_tokens
     sources = np.zeros(len(of_atoms), np.int64)

@@ -14,10 +14,7 @@ from multimodal.values.plan import Plan
 
 
 def balance_llm_only(work: BatchWork, *, plan: Plan) -> Assignment:
-    """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the LLM's microbatches.
-
-    This is the best that balancing before the batch is drawn can do ("pre-balancing", OrchMLLM 3.2).
-    """
+    """Balance the LLM's work, the best that is possible before the batch is drawn ("pre-balancing", OrchMLLM 3.2)."""
     return follow_llm(balance_llm(work, plan=plan), work, plan=plan)
 
 

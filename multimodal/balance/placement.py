@@ -59,11 +59,7 @@ def _place_units(
 
 
 def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict[str, PlacedAtoms]:
-    """Give every generator the LLM's microbatches as they are, dealt round robin to the generator's own replicas.
-
-    The LLM's microbatches are dealt in the order of `order_by_time`, so that a generator with as many replicas keeps the LLM's
-    placement. O(samples).
-    """
+    """Deal the LLM's microbatches (`order_by_time`) round robin to every generator's replicas. O(samples)."""
     groups = Groups(np.arange(len(llm.sample_ids)), llm.atom_starts, llm.microbatch_starts)
     placed: dict[str, PlacedAtoms] = {}
     for unit in graph.generators:
@@ -73,10 +69,7 @@ def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict
 
 
 def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Sequence[SampleLengths]) -> Assignment:
-    """Remove from a generator's microbatches the samples for which it generates nothing, and microbatches that become empty.
-
-    lengths: the global batch. Nothing else changes; an assignment without generators is returned as it is. O(samples).
-    """
+    """Remove samples without images from a generator's microbatches, and those that become empty. O(samples)."""
     if not graph.generators:
         return assignment
     placed, arrays = dict(assignment.placed), LengthBatch.of(lengths).arrays
@@ -92,10 +85,7 @@ def as_computed(assignment: Assignment, lengths: Sequence[SampleLengths], *, gra
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
-    """Give all replicas of units with shared experts equally many microbatches: replicas with fewer get empty ones.
-
-    In empty microbatches they compute tokens of other replicas. Without such units the assignment is returned as it is.
-    """
+    """Give replicas that share experts equally many microbatches: empty ones, in which they compute others' tokens."""
     if not plan.units_with_shared_experts:
         return assignment
     evened = {name: assignment.placed[name].with_even_counts() for name in plan.units_with_shared_experts}

@@ -57,10 +57,7 @@ def balance_unlike(work: BatchWork, *, plan: Plan, balance: Callable[..., Assign
 
 
 def share_microbatches(count: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of `count` microbatches for each replica, in proportion to its share; at least one each if possible.
-
-    Each gets the whole part of its proportion; the rest goes to those with the largest remainders. O(replicas log replicas).
-    """
+    """Return each replica's number of microbatches by its share, one at least if possible; largest remainders round up."""
     total = sum(shares)
     counts = [count * share // total for share in shares]
     by_rest = sorted(range(len(shares)), key=lambda each: (-(count * shares[each] % total), each))

@@ -35,10 +35,7 @@ def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Clust
 
 
 def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of exchanging rows inside a group, as between two units that spread tokens over the same ranks.
-
-    num_bytes: of all rows. Every rank sends 1/n of them and receives as many; 1/n of those that it sends stay on the rank.
-    """
+    """Return the cost of exchanging rows of so many bytes in a group: each rank sends 1/n, and keeps 1/n of these."""
     num_ranks = len(ranks)
     latency_us, bandwidth = _link_of_one(ranks, cluster)
     return TransferCost(latency_us * 1e-6, num_bytes * (num_ranks - 1) / num_ranks**2 / (bandwidth * 1e9))

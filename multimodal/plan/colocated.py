@@ -15,11 +15,7 @@ from multimodal.values.validate import validate_plan
 def plan_colocated(
     graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, layer_seconds: LayerSeconds = EVEN
 ) -> Plan:
-    """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
-
-    Arguments as in `plan_disaggregated`. Raises PlanError if a unit's replicas do not fill the ranks, or a given data parallel
-    size differs.
-    """
+    """Lay every unit over all ranks, with dp `world_size / (tp x cp x pp)`; arguments, errors: as in `plan_disaggregated`."""
     spread = {
         name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()
     }

@@ -75,10 +75,7 @@ def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ..
 
 
 def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks of all process groups of units; groups may be repeated, or have a single rank.
-
-    num_state_copies: copies of the optimizer state; None: one copy, for which replicas that are alike need no additional groups.
-    """
+    """Yield the ranks of all process groups of units, some repeatedly or single; num_state_copies: as in `RunOptions`."""
     for name, unit in plan.units.items():
         if unit.is_unlike or num_state_copies is not None:
             yield from sharing_groups(graph, name, unit, num_copies=num_state_copies or 1)

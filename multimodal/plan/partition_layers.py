@@ -58,10 +58,7 @@ _table_of = lru_cache(maxsize=256)(_Table)
 
 
 def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> tuple[Range, ...]:
-    """Partition a unit's layers; the first and the last one (embedding, projector, head) stay with a transformer layer.
-
-    seconds: one per layer of `unit.layers`. Raises PlanError when there are fewer transformer layers than stages.
-    """
+    """Partition by the seconds of layers; outermost ones stay with a transformer layer. Raises PlanError if these are too few."""
     pieces = unit_pieces(unit)
     if not 1 <= num_stages <= len(pieces):
         raise PlanError(

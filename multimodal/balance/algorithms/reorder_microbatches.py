@@ -35,11 +35,7 @@ class PipelineStep(NamedTuple):
 
 @lru_cache(maxsize=16)
 def pipeline_steps(num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[PipelineStep, ...]:
-    """Return all steps of a pipeline, each after the step that it needs; those of one stage in execution order.
-
-    That order is 1F1B (stage s starts with num_stages - s - 1 forwards) or, where stages hold several chunks, interleaved 1F1B.
-    O(steps).
-    """
+    """Return all steps of (interleaved) 1F1B, each after the one it needs; those of a stage in execution order. O(steps)."""
     waiting = []
     for stage in range(num_stages):
         queue = deque(_one_f_one_b(stage, num_stages, num_microbatches))

@@ -37,10 +37,7 @@ class StageCosts:
 
     @memoized
     def alike(self, unit: str) -> Sequence[tuple[StageKey, Bools]]:
-        """Return a unit's stages grouped by their work: one stage of each group, and its members, [num_stages, num_replicas].
-
-        Stages are alike if they have the same layers, and the same links between the ranks that compute them together.
-        """
+        """Return stages grouped by layers and links: one stage of each group, and its members, [num_stages, num_replicas]."""
         plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, Bools]]()
         shape, known = (plan.num_virtual_stages, plan.data_parallel_size), dict[object, object]()
         for replica, each in enumerate(plan.replicas):
@@ -213,10 +210,7 @@ def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed
 
 
 def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
-    """Return the seconds of the slowest rank; a profile gives measured ones, including a step's other work outside of layers.
-
-    Without a profile: the optimizer's bytes over the memory bandwidth; 0 if the cluster does not give it.
-    """
+    """Return the slowest rank's seconds, as a profile has them, or the optimizer's bytes over the memory bandwidth, or 0."""
     # Replicas that are alike need one rank of each kind only.
     units = stages.plan.units
     held = {

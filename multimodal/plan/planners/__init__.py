@@ -54,10 +54,7 @@ class PlannerRow:
         return (plan_to_fit if self.searches_others else plan_tuned)(self, request)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
-        """Plan, and record the planner's name and time in the plan; raises PlanError, which names the planner, if nothing fits.
-
-        Units without work in the data are placed afterwards, by one rule for all planners (`place_idle_units`).
-        """
+        """Plan, place units without work (`place_idle_units`), and record name and time; raises PlanError with the name."""
         started = time.perf_counter()
         if (fed := fed_encoders(request.graph)) and not self.takes_fed_encoders:
             raise PlanError(

@@ -137,10 +137,7 @@ def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: in
 
 
 def fewest_enough(works: Callable[[int], bool], *, too_few: int, first: int, most: int) -> int | None:
-    """Return a number that works while the one before it does not; None if none up to `most` is found. O(log) trials.
-
-    Doubles the first number to try until something works, then halves the gap to the last one that was too few.
-    """
+    """Return a number that works while the one before does not, by doubling and halving; None if none up to `most` does."""
     enough = first
     while not works(enough):
         too_few, enough = enough, 2 * enough

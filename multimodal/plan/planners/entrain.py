@@ -139,10 +139,7 @@ def gpu_block(request: PlanningRequest) -> int:
 
 
 def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
-    """Divide a replica's GPUs over units in proportion to their work, at least one block each (Entrain's ProportionalAllocation).
-
-    block: GPUs are allotted in groups of this size, so that none are wasted on numbers that a unit's tensor parallelism forbids.
-    """
+    """Divide a replica's GPUs, in blocks, in proportion to work, one at least (Entrain's ProportionalAllocation)."""
     blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
     return {unit: block * count for unit, count in blocks.items()}
 

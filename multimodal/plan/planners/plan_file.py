@@ -18,11 +18,7 @@ def plan_text(
     cluster: str | Path,
     simulate_flags: str = "",
 ) -> str:
-    """Return the content of a plan file that will have this name.
-
-    made_for: the plan's purpose, as lines of name and value. cluster: the file of the machine. simulate_flags: flags of
-    tools/simulate.py that reproduce the prediction.
-    """
+    """Return the content of a plan file of this name; made_for: name -> value; simulate_flags: that predict it again."""
     lines = [f"# A plan by the planner '{run.planner}'"]
     if not run.repeats_encoders:
         lines += ["# Run it with", f"#   pretrain_mllm.py --plan {name} {run.training_flags(cluster)}"]

@@ -78,10 +78,7 @@ class PlannedRun:
         return " ".join(flags)
 
     def training_flags(self, cluster: str | Path) -> str:
-        """Return the flags of pretrain_mllm.py; like predictions, they have sequence parallelism with tensor parallelism.
-
-        cluster: the file of the machine; given if the schedule uses durations, which the run must take from it as the plan did.
-        """
+        """Return the flags of pretrain_mllm.py; cluster: the machine's file, which schedules that use durations take."""
         flags = [self.flags]
         if self.sharding != "optim":
             flags.append(f"--data-parallel-sharding-strategy {self.sharding}")

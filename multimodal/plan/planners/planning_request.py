@@ -278,11 +278,7 @@ class PlanningRequest:
         return self.transformer_impl != "transformer_engine" or not self._needs_local_layers(schedule)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
-        """Passes that every planned run has, so that collectives over replicas hide behind computations as far as possible.
-
-        Replicas that share an optimizer gather updated weights while others compute, and reduce gradients layer by layer.
-        Replicas that share weights do both in every layer anyway.
-        """
+        """Passes of every planned run: they hide collectives over replicas, unless these share weights, which hides them."""
         has_copies = any(
             unit.data_parallel_size * unit.context_parallel_size > 1 and unit_is_trainable(self.graph, name)
             for name, unit in plan.units.items()

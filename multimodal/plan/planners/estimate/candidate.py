@@ -61,11 +61,7 @@ class Candidate:
         return plain_schedule(has_virtual_stages=any(layout.virtual_stages > 1 for layout in self.layouts.values()))
 
     def build_plan(self, graph: ModelGraph) -> Plan:
-        """Give each group of units ranks of its own, on which its units lie together (Optimus, DIP).
-
-        Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp). Raises PlanError if the units of a group
-        differ in their number of ranks.
-        """
+        """Give each group ranks of its own, in Megatron's order; raises PlanError if its units differ in number of ranks."""
         for group in self.groups:
             counts = {unit: self.layouts[unit].num_ranks for unit in group}
             if len(set(counts.values())) != 1:
@@ -139,10 +135,7 @@ def with_replicas(
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float, balance: str = "none") -> PlannedRun:
-    """Return a run of a plan with the request's options, as far as these change anything in it, and those of its schedule.
-
-    Without tensor parallelism there are no collectives to overlap, and without copies nothing is shared.
-    """
+    """Return a run of a plan with the request's options, as far as these change anything in it, and those of its schedule."""
     overlaps = request.tp_comm_overlap and any(max(unit.tensor_sizes) > 1 for unit in plan.units.values())
     has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in plan.units.values())
     if overlaps != request.tp_comm_overlap or (request.zero_stage == 3 and not has_copies):

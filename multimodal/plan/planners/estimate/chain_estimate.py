@@ -43,10 +43,7 @@ def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatc
 
 
 def slowdown_by_lengths(works: NDArray[np.float64], *, num_lanes: int, num_chunks: int) -> float:
-    """Return the ratio of a step of equal ranges on microbatches of these works, in this order, to one of average microbatches.
-
-    works: one for each microbatch; their number is a multiple of the lanes. O(num_chunks x num_lanes x microbatches).
-    """
+    """Return the ratio of a step of equal ranges on these works, in order, a multiple of the lanes, to one of average ones."""
     even, count = [ChainRange(1.0, 2.0)] * (num_lanes * num_chunks), len(works)
     return _run(even, num_lanes, count, works / works.mean()) / _run(even, num_lanes, count)
 

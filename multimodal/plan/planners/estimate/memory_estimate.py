@@ -28,10 +28,7 @@ SEED = 0
 
 
 def draw_microbatches(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return the weights of microbatches that a balancer makes of randomly drawn samples, the heaviest first.
-
-    The next heaviest sample always goes to the lightest microbatch. weights: of the samples; size: samples per microbatch.
-    """
+    """Return the weights of microbatches of drawn samples, balanced longest first, the heaviest first; size: in samples."""
     drawn = weights[np.random.default_rng(SEED).integers(len(weights), size=NUM_DRAWN * size)]
     bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
     return np.sort([drawn[list(each)].sum() for each in bins])[::-1]

@@ -140,10 +140,7 @@ def estimate_seconds(request: PlanningRequest, candidate: Candidate, *, has_spre
 
 
 def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, first_rank: int = 0) -> float:
-    """Return the seconds of reducing the slowest stage's gradients over the unit's replicas and context parallel shares.
-
-    Gathering what the optimizer updated is left out, since more of it is hidden. first_rank: of the unit.
-    """
+    """Return the seconds of reducing the slowest stage's gradients over its holders; first_rank: of the unit."""
     if layout.weight_copies == 1:
         return 0.0
     weights = request.trained_weights[unit]

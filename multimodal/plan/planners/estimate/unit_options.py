@@ -128,10 +128,7 @@ def _in_flight_downstream(request: PlanningRequest, unit: str, size: StageSize, 
 
 
 def pareto_rows(*columns: Floats | Integers) -> Integers:
-    """Return the rows that no other row beats or equals in all columns (smaller is better), one of each set of equals.
-
-    Rows are compared in blocks in lexical order, in which a row comes after all rows that beat it. O(n x kept).
-    """
+    """Return the rows that none beats or equals in all columns (smaller is better), one of each set of equals. O(n x kept)."""
     values = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
     order = np.lexsort(values.T[::-1])
     kept = np.zeros((0, values.shape[1] - 1))

@@ -131,11 +131,7 @@ NUM_STEPS = 8
 
 
 def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: PlanningRequest) -> PredictedRun:
-    """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
-
-    Of equals, the one with more GPUs. A search by simulation gets an equal share of the time budget for each. Raises PlanError if
-    no number of GPUs is enough.
-    """
+    """Return the plan for 8/8, ..., 1/8 of the GPUs, the first with most tokens per second and GPU; raises PlanError."""
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
     budget = request.time_budget_seconds / len(sizes)
     best: PredictedRun | None = None

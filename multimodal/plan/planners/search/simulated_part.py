@@ -136,10 +136,7 @@ def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int 
 
 
 def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
-    """Keep one of every `share` replicas of each unit with work (`keep_replicas`); other units move onto ranks of the LLM.
-
-    None if the replicas of the units overlap in part, or if the LLM's stages are too few or too small for another unit's.
-    """
+    """Keep one of `share` replicas of busy units; others move onto the LLM's ranks. None if they overlap, or find no room."""
     alone = [name for name in request.loads.idle_units if plan.units[name].data_parallel_size == 1]
     if share == 1 or not alone:
         return keep_replicas(plan, share)

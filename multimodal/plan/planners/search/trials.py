@@ -149,10 +149,7 @@ class Trials:
 
 
 def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRun | None, float]:
-    """Simulate a run with the fidelity by which runs are ranked, for planners whose formula cannot decide between several.
-
-    Returns None if the run is impossible, or does not fit the memory; and the nominal seconds that the simulation took.
-    """
+    """Simulate a run about as runs are ranked; None if it is impossible or does not fit; and the nominal seconds of that."""
     fidelity = RANKING._replace(kept_replicas=1)
     nominal = nominal_seconds(run, request, fidelity)
     try:

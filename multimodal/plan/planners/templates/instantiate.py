@@ -48,10 +48,7 @@ def instantiate(
 
 
 def share_batch(times: Mapping[int, PipelineTimes], sizes: Sequence[int], *, num_microbatches: int) -> Instantiation:
-    """Share a batch among replicas in whole microbatches so that the slowest one is as fast as possible; each gets one at least.
-
-    sizes: nodes of each replica. Raises PlanError if there are fewer microbatches than replicas.
-    """
+    """Share whole microbatches so that the slowest replica (of `sizes` nodes) is fastest; raises PlanError if these are few."""
     if num_microbatches < len(sizes):
         raise PlanError(_cannot_share(num_microbatches, len(sizes)))
     ordered = sorted(sizes, reverse=True)

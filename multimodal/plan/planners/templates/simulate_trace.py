@@ -24,11 +24,7 @@ class NodeChange(NamedTuple):
 
 
 def read_trace(path: str | Path, *, num_nodes: int) -> tuple[NodeChange, ...]:
-    """Read a trace: lines `seconds,nodes` such as `3600,-2`, in the order of time; # begins a comment.
-
-    num_nodes: at the start. Raises ConfigError, with the line, if the file is no trace, or exceeds num_nodes or falls below 0
-    nodes.
-    """
+    """Read lines `seconds,nodes` such as `3600,-2`, in order; # begins a comment. Raises ConfigError with the line."""
     changes: list[NodeChange] = []
     left = num_nodes
     for number, text in enumerate(read_text(path, error=ConfigError).splitlines(), start=1):
@@ -139,10 +135,7 @@ class _Clock:
 def simulate_templates(
     reconfigurer: Reconfigurer, changes: Sequence[NodeChange], *, until: float, pauses: Pauses, seed: int = 0
 ) -> Simulated:
-    """Simulate a run with templates; a loss costs the running step, a join waits for its end.
-
-    Lost nodes are drawn at random. With fewer nodes than f + 1 replicas need, the run saves, waits, and then restarts.
-    """
+    """Simulate a run; nodes are lost at random, with the running step; with too few, it saves, waits and restarts."""
     draw, clock = random.Random(seed), _Clock()
     pipelines: tuple[Pipeline, ...] | None = reconfigurer.start()
     step_seconds = reconfigurer.step_seconds(pipelines or ())
