@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.layer_execution import DEFAULT_EXECUTION, LayerExecution, SystemLayerCosts
@@ -37,10 +36,9 @@ class PaperRequest(PlanningRequest):
         """Seconds of single layers."""
         return self._system_costs(self.graph, self.cluster, self.vocab_size, self.profile, self.num_overlapped_parts)
 
-    def run_options(self, **options: Any) -> RunOptions:
+    def run_options(self, run: PlannedRun) -> RunOptions:
         """Return the options by which such a run is computed and its memory counted."""
-        ours = super().run_options(**options)
-        return replace(ours, layer_costs=self._system_costs, num_overlapped_parts=self.num_overlapped_parts)
+        return replace(super().run_options(run), layer_costs=self._system_costs, num_overlapped_parts=self.num_overlapped_parts)
 
     @property
     def _system_costs(self) -> Callable[..., LayerCosts]:

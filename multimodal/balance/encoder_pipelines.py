@@ -1,7 +1,5 @@
 """Deals an encoder's microbatches to its pipelines on the ranks of one LLM replica, by their idle time."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from multimodal.cost.model_costs import ModelCosts
@@ -21,8 +19,8 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
     encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
     """
     graph, plan = costs.shape.graph, costs.shape.plan
-    found = {unit.name: _pipelines(plan, unit.name, llm=graph.backbone.name) for unit in graph.encoders}
-    beside = {name: pipelines for name, pipelines in found.items() if pipelines is not None}
+    found = {unit.name: pipelines_beside(plan, unit.name, llm=graph.backbone.name) for unit in graph.encoders}
+    beside = {name: each for name, each in found.items() if each is not None and each.shape[1] > 1}
     if not beside:
         return None
     placed, busy = dict(costs.assignment.placed), np.zeros(len(plan.lanes))
@@ -34,16 +32,16 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
     for name, pipelines in beside.items():
         seconds, _ = costs.computations.of_both(name)
         needed = _order_of_need(costs.assignment, graph, name)
-        owners = pipelines.owners[placed[name].replica_of_microbatch]
+        owners = np.argsort(pipelines.ravel())[placed[name].replica_of_microbatch] // pipelines.shape[1]
         on_busiest = _on_busiest_rank(plan, name, seconds)
-        turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines.replicas))
-        others = _busiest(plan, name, busy)[pipelines.replicas]
+        turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines))
+        others = _busiest(plan, name, busy)[pipelines]
         parts = None
         if not largest_first:  # [num_owners, m] each pipeline's part of an LLM replica's total
             totals = np.bincount(owners, on_busiest, len(others))[:, None] + np.cumsum(np.sort(others, axis=1), axis=1)
             levels = totals / np.arange(1, others.shape[1] + 1)
             parts = np.maximum(0.0, levels.min(axis=1, keepdims=True) - others)
-        replicas = _deal(on_busiest, turns, pipelines.replicas, others, parts)
+        replicas = _deal(on_busiest, turns, pipelines, others, parts)
         # Each replica has its microbatches in the order in which they are needed.
         old, order = placed[name], needed[np.argsort(replicas[needed], kind="stable")]
         starts, atoms = take_rows(old.atom_starts, np.arange(len(old.sample_ids)), order)
@@ -62,32 +60,17 @@ def lane_seconds(plan: Plan, unit: str, seconds: Floats, replicas: Integers) -> 
     return np.bincount(lanes, of_stages.T.ravel()[row_numbers(starts)], len(plan.lanes)).astype(np.float64)
 
 
-class _Pipelines(NamedTuple):
-    """An encoder's pipelines beside LLM replicas."""
-
-    replicas: Integers
-    """[num_llm_replicas, m] the encoder's replicas on the ranks of each LLM replica."""
-    owners: Integers
-    """[num_replicas] the LLM replica on whose ranks each encoder replica lies."""
-
-
-def _pipelines(plan: Plan, unit: str, *, llm: str) -> _Pipelines | None:
-    """Return the pipelines; None unless each LLM replica has equally many, more than one, and they are alike."""
+def pipelines_beside(plan: Plan, unit: str, *, llm: str) -> Integers | None:
+    """Return the encoder's replicas on the ranks of each LLM replica, [num_llm_replicas, m]; None unless all are, and alike."""
     if plan.units[unit].is_unlike:
         return None
-    num_owners = plan.units[llm].data_parallel_size
     owner_of_rank = {rank: index for index, replica in enumerate(plan.units[llm].replicas) for rank in replica.ranks}
-    owners: list[int] = []
-    for replica in plan.units[unit].replicas:
-        found = {owner_of_rank.get(rank, -1) for rank in replica.ranks}
-        if len(found) > 1 or -1 in found:
-            return None
-        owners += found
-    counts = np.bincount(owners, minlength=num_owners)
-    if counts.min() != counts.max() or counts.max() == 1:
+    found = [{owner_of_rank.get(rank, -1) for rank in replica.ranks} for replica in plan.units[unit].replicas]
+    if any(len(each) > 1 or -1 in each for each in found):
         return None
-    by_owner = np.argsort(owners, kind="stable").reshape(num_owners, -1)
-    return _Pipelines(by_owner, np.array(owners, np.int64))
+    owners = [each.pop() for each in found]
+    counts = np.bincount(owners, minlength=plan.units[llm].data_parallel_size)
+    return np.argsort(owners, kind="stable").reshape(len(counts), -1) if counts.min() == counts.max() else None
 
 
 def _order_of_need(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:

@@ -13,7 +13,7 @@ from multimodal.values.arrays.rows import Integers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 
 
@@ -48,10 +48,7 @@ def _place_units(
     graph, arrays, needed = work.graph, work.arrays, order_by_time(encoded)
     placed: dict[str, PlacedAtoms] = {}
     for unit in graph.encoders:
-        held = plan.units[unit.name]
-        atoms, *starts = place_encoder(
-            needed, work, unit=unit.name, num_replicas=held.data_parallel_size, shares=held.microbatch_shares
-        )
+        atoms, *starts = place_encoder(needed, work, unit.name, plan.units[unit.name])
         items = arrays.items_of(unit.name)[atoms]
         placed[unit.name] = PlacedAtoms(arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items], *starts)
     of_llm = PlacedAtoms(arrays.sample_ids[llm.atoms], np.full(len(llm.atoms), -1), *llm[1:])
@@ -121,46 +118,40 @@ def turns_of(shares: tuple[int, ...]) -> Integers:
     return owners[np.lexsort((owners, numbers / np.array(shares)[owners]))]
 
 
-def follow_samples(
-    microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int, shares: tuple[int, ...] = ()
-) -> Groups:
+def follow_samples(microbatches: Microbatches, work: BatchWork, unit: str, held: UnitPlan) -> Groups:
     """Keep an encoder's items with their samples: one microbatch per LLM microbatch, or of the encoder's own size.
 
-    microbatches: the LLM's, in execution order. They are dealt over the encoder's replicas, so that a sample's items are on the
-    replica of its own number if encoder and LLM have equally many. shares: as for `deal`.
+    microbatches: the LLM's, in execution order, which are dealt over the encoder's replicas.
     """
-    starts, items = _items_of(microbatches, work, unit=unit)
+    starts, items = _items_of(microbatches, work, unit)
     if (size := work.options.encoder_micro_batch_sizes.get(unit)) is not None:
         starts = np.append(np.arange(0, len(items), size), len(items))
-    return deal(starts, items, num_replicas=num_replicas, shares=shares)
+    return deal(starts, items, num_replicas=held.data_parallel_size, shares=held.microbatch_shares)
 
 
-def _items_of(microbatches: Microbatches, work: BatchWork, *, unit: str) -> Microbatches:
+def _items_of(microbatches: Microbatches, work: BatchWork, unit: str) -> Microbatches:
     """Return the items that an encoder processes for microbatches of samples, sample by sample, in document order."""
     starts, samples = microbatches
     item_starts, items = take_rows(*work.item_rows(unit), samples)
     return item_starts[starts], items
 
 
-def balance_items(
-    microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int, shares: tuple[int, ...] = ()
-) -> Groups:
+def balance_items(microbatches: Microbatches, work: BatchWork, unit: str, held: UnitPlan) -> Groups:
     """Balance an encoder's items over its replicas by their own work, wherever their samples are (OrchMLLM, Alg. 1-5).
 
     Each replica takes its items in the order in which the LLM needs them, and cuts them into runs of nearly equal work: as many
-    as if each LLM microbatch with items had one and they were dealt over the replicas, or of the encoder's own size.
-
-    microbatches: the LLM's, in execution order. shares: as for `deal`, of the work and of the microbatches; a replica with a
-    share of n takes n of as many equal parts as the shares add up to.
+    as if each LLM microbatch with items had one and they were dealt over the replicas, or of the encoder's own size. A replica
+    with a share of n takes n of as many equal parts of the work, and of the microbatches, as the shares add up to.
     """
-    starts, needed = _items_of(microbatches, work, unit=unit)
+    num_replicas = held.data_parallel_size
+    starts, needed = _items_of(microbatches, work, unit)
     if not len(needed):
         return Groups(needed, np.zeros(1, np.int64), np.zeros(num_replicas + 1, np.int64))
     # Groups of items that stay together are numbered in the order of samples and items.
     group_of_item = np.arange(len(needed))
     if work.options.granularity is Granularity.SAMPLE:
         _, group_of_item = np.unique(work.of_unit(unit).samples, return_inverse=True)
-    shares = shares or (1,) * num_replicas
+    shares = held.microbatch_shares or (1,) * num_replicas
     num_parts = np.repeat(shares, num_replicas // len(shares))
     bins = post_balance(work.amounts(unit, group_of_item), num_bins=int(num_parts.sum()), cost=work.cost(unit))
     replicas = np.repeat(np.arange(num_replicas), num_parts)[bins[group_of_item[needed]]]

@@ -76,13 +76,7 @@ class PlanReview:
                 self._predicted[unit] = self._predicted.get(unit, 0.0) + costs.compute(event.action).seconds
 
     def _costs(self, step: Step) -> ModelCosts:
-        request, run = self._request, self.planned.choice.run
-        options = request.run_options(
-            recompute=run.recompute,
-            transformer_impl=run.transformer_impl,
-            sharding=run.sharding,
-            tp_comm_overlap=run.tp_comm_overlap,
-        )
+        request, options = self._request, self._request.run_options(self.planned.choice.run)
         lengths = tuple(step.lengths.values())
         return ModelCosts(step.shape, step.assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 

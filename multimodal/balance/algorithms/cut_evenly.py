@@ -1,5 +1,6 @@
 """Cuts sequences into runs of nearly equal amounts."""
 
+from bisect import bisect_left
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -35,11 +36,9 @@ def _cut(amounts: list[int], count: int) -> list[int]:
     count = min(count, len(amounts))
     if count <= 0:
         return []
-    lowest, highest = max(max(amounts), -(-sum(amounts) // count)), sum(amounts)
-    while lowest < highest:
-        middle = (lowest + highest) // 2
-        lowest, highest = (lowest, middle) if len(_cut_at_limit(amounts, middle)) <= count else (middle + 1, highest)
-    return _split_further(_cut_at_limit(amounts, lowest), amounts, count=count)
+    limits = range(max(max(amounts), -(-sum(amounts) // count)), sum(amounts) + 1)
+    limit = limits[bisect_left(limits, True, key=lambda limit: len(_cut_at_limit(amounts, limit)) <= count)]
+    return _split_further(_cut_at_limit(amounts, limit), amounts, count=count)
 
 
 def _cut_at_limit(amounts: list[int], limit: int) -> list[int]:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
+
 from multimodal.balance.algorithms.greedy_assignment import sort_descending, sum_in_order
 
 
@@ -152,31 +154,17 @@ def match_bottleneck(bottlenecks: Matrix, *, costs: Matrix) -> list[int]:
 
 
 def least_bottleneck(bottlenecks: Matrix) -> float:
-    """Return the least T for which every row can have a column of its own with an entry <= T."""
-    candidates = sorted({entry for row in bottlenecks for entry in row})
-    low, high = 0, len(candidates) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _can_match(bottlenecks, candidates[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return candidates[low]
+    """Return the least T for which every row can have a column of its own with an entry <= T (binary search)."""
+    from scipy.sparse import csr_matrix  # loaded when first used
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
+    entries = np.array(bottlenecks)
+    candidates: list[float] = np.unique(entries).tolist()
 
-def _can_match(bottlenecks: Matrix, threshold: float) -> bool:
-    row_of_column = [-1] * len(bottlenecks[0])
+    def suffices(threshold: float) -> bool:
+        return bool(maximum_bipartite_matching(csr_matrix(entries <= threshold), perm_type="column").min() >= 0)
 
-    def augment(row: int, seen: list[bool]) -> bool:
-        for column, entry in enumerate(bottlenecks[row]):
-            if entry <= threshold and not seen[column]:
-                seen[column] = True
-                if row_of_column[column] < 0 or augment(row_of_column[column], seen):
-                    row_of_column[column] = row
-                    return True
-        return False
-
-    return all(augment(row, [False] * len(row_of_column)) for row in range(len(bottlenecks)))
+    return candidates[bisect_left(candidates, True, key=suffices)]
 
 
 def _least_cost_matching(costs: Matrix) -> list[int]:

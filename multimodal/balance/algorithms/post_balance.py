@@ -1,6 +1,6 @@
 """Post-balancing: spreads the items of a drawn batch over bins so that the costliest bin costs as little as possible."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -90,11 +90,8 @@ def partition_padded(additive: Sequence[int], padded: Sequence[int], *, num_bins
             begin = end
         return segments
 
-    low, high = cost(0, 1), cost(0, len(padded))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(cut(middle)) <= num_bins else (middle + 1, high)
-    bins = cut(low)
+    bounds = range(cost(0, 1), cost(0, len(padded)) + 1)
+    bins = cut(bounds[bisect_left(bounds, True, key=lambda bound: len(cut(bound)) <= num_bins)])
     bins += [[] for _ in range(num_bins - len(bins))]
     _fill_empty_bins(bins, additive, padded)
     return bins

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from multimodal.balance.encoder_pipelines import pipelines_beside
 from multimodal.plan.planners.allowed_sizes import (
     data_parallel_sizes,
     largest_fitting,
@@ -25,7 +26,7 @@ from multimodal.plan.planners.search.run_variants import other_partitions, with_
 from multimodal.plan.planners.search.trials import simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.plan import Plan, Replica
+from multimodal.values.plan import Plan
 
 SCHEDULES = ("optimus", "optimus-lean", "nested")
 """Each keeps fewer activations than the one before it, and is used if that one does not fit."""
@@ -294,18 +295,9 @@ def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
     Replica k of an encoder then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A
     unit whose replicas do not lie inside is left as it is.
     """
-    llm = plan.units[graph.backbone.name]
-    llm_replica = {rank: index for index, replica in enumerate(llm.replicas) for rank in replica.ranks}
     units = dict(plan.units)
     for unit in graph.encoders:
-        inside: list[list[Replica]] = [[] for _ in llm.replicas]
-        for replica in units[unit.name].replicas:
-            owners = {llm_replica.get(rank, -1) for rank in replica.ranks}
-            if len(owners) > 1 or -1 in owners:
-                break
-            inside[owners.pop()].append(replica)
-        else:
-            if len(set(map(len, inside))) == 1:
-                replicas = tuple(each for row in zip(*inside, strict=True) for each in row)
-                units[unit.name] = replace(units[unit.name], replicas=replicas)
+        if (rows := pipelines_beside(plan, unit.name, llm=graph.backbone.name)) is not None:
+            replicas = [units[unit.name].replicas[index] for index in rows.T.ravel().tolist()]
+            units[unit.name] = replace(units[unit.name], replicas=tuple(replicas))
     return Plan(units)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
+
+if TYPE_CHECKING:
+    from multimodal.plan.planners.planned_run import PlannedRun
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Microbatch sizes that a planner may choose from if the user leaves the size open."""
@@ -288,20 +291,13 @@ class PlanningRequest:
         zero_stage = self.zero_stage if plan.has_alike_copies else 0
         return tuple(name for name, row in PASSES.items() if row.is_planned and zero_stage >= row.least_zero_stage)
 
-    def run_options(
-        self,
-        *,
-        recompute: Recompute | None,
-        transformer_impl: Implementation,
-        sharding: Sharding = "optim",
-        tp_comm_overlap: bool = False,
-    ) -> RunOptions:
-        """Return those options of such a run that affect costs."""
+    def run_options(self, run: "PlannedRun") -> RunOptions:
+        """Return those options of a run that affect costs."""
         return RunOptions(
-            recompute,
-            replace(self, sharding=sharding).zero_stage,
-            transformer_impl=transformer_impl,
-            num_overlapped_parts=OVERLAPPED_PARTS if tp_comm_overlap else 1,
+            run.recompute,
+            replace(self, sharding=run.sharding).zero_stage,
+            transformer_impl=run.transformer_impl,
+            num_overlapped_parts=OVERLAPPED_PARTS if run.tp_comm_overlap else 1,
         )
 
     def backward_need(self, unit: str, kind: str) -> BackwardNeed:

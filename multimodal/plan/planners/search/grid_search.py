@@ -44,7 +44,7 @@ def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> 
     (`chain_seconds`). Then cuts are moved while that shortens the estimate. Yields nothing if units cannot share tp and dp.
     known_seconds: the best estimate so far; grids far above it are not improved.
     """
-    search = _GridSearch(request, known_seconds)
+    search = _GridSearch(request)
     try:
         shapes = list(list_shapes(request))
     except PlanError:
@@ -54,13 +54,14 @@ def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> 
         yield search.look_at(shapes, [1])
     if fixed != 1:
         most = max((shape.num_pieces for shape in shapes), default=0)
-        yield search.improve(search.look_at(shapes, [fixed] if fixed else range(2, most + 1)))
+        found = search.look_at(shapes, [fixed] if fixed else range(2, most + 1))
+        improved = (search.move_cuts(each) if each[0] <= SLACK * known_seconds else each for each in found)
+        yield sorted(improved, key=lambda each: each[0])
 
 
 @dataclass
 class _GridSearch:
     request: PlanningRequest
-    known_seconds: float
     _ranges: dict[GridShape, KnownRanges] = field(default_factory=dict)
 
     @memoized
@@ -96,11 +97,6 @@ class _GridSearch:
         work = self.chain_seconds(shape.size) / shape.num_stages
         count = -(-self.request.num_microbatches // shape.data_parallel_size)
         return (count + (shape.num_stages - 1) / virtual_stages) * work
-
-    def improve(self, found: list[ScoredGrid]) -> list[ScoredGrid]:
-        """Improve the cuts of the best grids, and return all, sorted by their new estimates."""
-        improved = (self.move_cuts(each) if each[0] <= SLACK * self.known_seconds else each for each in found)
-        return sorted(improved, key=lambda each: each[0])
 
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
         """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""

@@ -13,7 +13,6 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_seconds
-from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
 from multimodal.plan.planners.encoders_replicated import RepeatedStep
@@ -259,17 +258,11 @@ def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
     return np.bincount(compiled.lane_of_entry, work, arrays.num_lanes).astype(np.float64)
 
 
-def _run_options(run: PlannedRun, request: PlanningRequest) -> RunOptions:
-    return request.run_options(
-        recompute=run.recompute, transformer_impl=run.transformer_impl, sharding=run.sharding, tp_comm_overlap=run.tp_comm_overlap
-    )
-
-
 def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     """Return the optimizer's seconds, which the simulation leaves out."""
     return update_seconds(
         StageLayers(request.graph, run.plan, request.vocab_size),
-        options=_run_options(run, request),
+        options=request.run_options(run),
         cluster=request.cluster,
         profile=request.profile.step if request.profile is not None else None,
     )
@@ -278,8 +271,7 @@ def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
 def _step_costs(
     run: PlannedRun, request: PlanningRequest, shape: StepShape, assignment: Assignment, lengths: Sequence[SampleLengths]
 ) -> StepCosts:
-    options = _run_options(run, request)
-    given = lengths, request.cluster, request.vocab_size, options, request.profile
+    given = lengths, request.cluster, request.vocab_size, request.run_options(run), request.profile
     if shape.plan is run.plan:
         return ModelCosts(shape, assignment, *given)
     whole = ModelCosts(replace(shape, plan=run.plan), assignment, *given)

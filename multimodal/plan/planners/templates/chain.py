@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from multimodal.kernels import kernels
 from multimodal.plan.partition_layers import Range, unit_pieces
 from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
-from multimodal.plan.planners.estimate.layer_times import layer_times
+from multimodal.plan.planners.estimate.grid import chain_pieces
 from multimodal.plan.planners.estimate.memory_estimate import heavy_count, layer_memory, working_bytes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.templates.template_set import Tolerance
@@ -80,9 +80,9 @@ class Chain:
         """[2, num_sizes, num_pieces]: of one microbatch's forward and backward; NaN if a piece's unit cannot have the size."""
         found = np.full((2, len(self.sizes), len(self.pieces)), np.nan)
         for row, size in enumerate(self.sizes):
-            for column, (unit, (first, end), _) in enumerate(self.pieces):
-                if size in tensor_parallel_sizes(self.request, unit):
-                    found[:, row, column] = [sum(each[first:end]) for each in layer_times(self.request, unit, StageSize(size))]
+            for column, piece in enumerate(chain_pieces(self.request, StageSize(size))):
+                if size in tensor_parallel_sizes(self.request, piece.unit):
+                    found[:, row, column] = piece[2:]
         return found
 
     @cached_property
