@@ -30,13 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.runtime import platform
-from megatron.runtime.orchestrator.profile_layers import (
-    ProfiledLayer,
-    ProfileOptions,
-    join_profile,
-    layers_of,
-    profile_layer,
-)
+from megatron.runtime.orchestrator.profile_layers import ProfiledLayer, ProfileOptions, join_profile, layers_of, profile_layer
 from megatron.runtime.profiler import LayerTimes
 from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.seconds.layer_curves import PackedSize

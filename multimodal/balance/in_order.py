@@ -43,9 +43,7 @@ def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignm
     options, num_replicas = work.options, plan.units[work.graph.backbone.name].data_parallel_size
     if options.num_microbatches is not None:
         starts, _ = cut_evenly(
-            np.ones(len(samples), np.int64),
-            np.array([0, len(samples)]),
-            np.array([options.num_microbatches * num_replicas]),
+            np.ones(len(samples), np.int64), np.array([0, len(samples)]), np.array([options.num_microbatches * num_replicas])
         )
     elif options.tokens_per_microbatch is not None:
         starts = _pack(work.arrays.num_tokens[samples], most=options.tokens_per_microbatch)

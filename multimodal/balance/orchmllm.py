@@ -57,8 +57,4 @@ def _balance_samples(work: BatchWork, amounts: Integers, cost: LengthCost, *, pl
     microbatches = row_numbers(starts) * count + bins
     atom_starts, atoms = group_rows(microbatches, samples, num_replicas * count)
     busy = np.flatnonzero(np.diff(atom_starts))
-    return Groups(
-        atoms,
-        np.append(atom_starts[busy], len(atoms)),
-        row_starts(np.bincount(busy // count, minlength=num_replicas)),
-    )
+    return Groups(atoms, np.append(atom_starts[busy], len(atoms)), row_starts(np.bincount(busy // count, minlength=num_replicas)))

@@ -95,8 +95,7 @@ class AssignedLoads:
         busiest = max(parts, key=dealer.work)
         num_gathered = dealer.num_ranks * max(part.cut.num_tokens for part in parts)
         return ComputedLoad(
-            of_all_ranks(add_loads(busiest), dealer.num_ranks),
-            CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered),
+            of_all_ranks(add_loads(busiest), dealer.num_ranks), CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered)
         )
 
     @memoized

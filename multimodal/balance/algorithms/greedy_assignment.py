@@ -70,12 +70,7 @@ def stratify(
 
 
 def _spread(
-    samples: Sequence[int],
-    *,
-    units: Sequence[Sequence[float]],
-    members: Sequence[int],
-    weights: Sequence[float],
-    num_bins: int,
+    samples: Sequence[int], *, units: Sequence[Sequence[float]], members: Sequence[int], weights: Sequence[float], num_bins: int
 ) -> list[int]:
     """Return the bin of each of these samples, which go one after the other where the largest load is then least.
 

@@ -40,10 +40,7 @@ class PredictedRun(NamedTuple):
 
 
 def plan_to_fit(
-    planner: Planner,
-    request: PlanningRequest,
-    *,
-    predict: Callable[[PlannedRun, PlanningRequest], Prediction] = judge_run,
+    planner: Planner, request: PlanningRequest, *, predict: Callable[[PlannedRun, PlanningRequest], Prediction] = judge_run
 ) -> PredictedRun:
     """Plan, simulate, and plan again with less memory while the simulated peak does not fit.
 
