@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from multimodal.cost.memoize import memoized
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.templates.instantiate import share_batch
 from multimodal.plan.planners.templates.plan_templates import plan_templates
@@ -72,10 +73,6 @@ class FreshPlans:
     request: PlanningRequest
     templates: TemplateSet
 
-    @cached_property
-    def _known(self) -> dict[tuple[int, int], TemplateSet | None]:
-        return {}
-
     def step_seconds(self, num_nodes: int, *, fault_tolerance: int = 0) -> float | None:
         """Return the step seconds of the best plan; None if no plan fits."""
         planned = self._plan(num_nodes, fault_tolerance)
@@ -94,16 +91,13 @@ class FreshPlans:
         )
         return min(alike, default=None)
 
+    @memoized
     def _plan(self, num_nodes: int, fault_tolerance: int) -> TemplateSet | None:
-        key = num_nodes, fault_tolerance
-        if key not in self._known:
-            gpus, size = num_nodes * self.templates.gpus_per_node, self.templates.micro_batch_size
-            try:
-                asked = self.request.changed(num_gpus=gpus, micro_batch_size=size)
-                self._known[key] = plan_templates(asked, fault_tolerance=fault_tolerance)
-            except PlanError:
-                self._known[key] = None
-        return self._known[key]
+        gpus, size = num_nodes * self.templates.gpus_per_node, self.templates.micro_batch_size
+        try:
+            return plan_templates(self.request.changed(num_gpus=gpus, micro_batch_size=size), fault_tolerance=fault_tolerance)
+        except PlanError:
+            return None
 
 
 @dataclass(frozen=True)

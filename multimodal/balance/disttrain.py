@@ -55,9 +55,8 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
         of_chunks = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
         yield _reordered(llm, partial(_fill_waits, of_chunks, num_stages=seconds.shape[1]))
     sizes = seconds.sum(axis=(0, 1))
-    rising = partial(np.argsort, kind="stable")
-    yield _reordered(llm, lambda own: np.concatenate((rising(sizes[own])[::2], rising(sizes[own])[1::2][::-1])))
-    yield _reordered(llm, lambda own: rising(-sizes[own]))
+    yield _reordered(llm, partial(_light_outside, sizes))
+    yield _reordered(llm, lambda own: np.argsort(-sizes[own], kind="stable"))
     yield llm
 
 
@@ -83,6 +82,12 @@ def _fill_waits(seconds: Floats, own: slice, *, num_stages: int) -> npt.ArrayLik
         return range(own.stop - own.start)
     forward, backward = seconds[:, :, own]
     return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)
+
+
+def _light_outside(sizes: Floats, own: slice) -> npt.ArrayLike:
+    """Return an order in which sizes rise towards the middle and fall again."""
+    rising = np.argsort(sizes[own], kind="stable")
+    return np.concatenate((rising[::2], rising[1::2][::-1]))
 
 
 def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:

@@ -35,10 +35,6 @@ class TokenEmbeddingLayer(Layer):
         """No FLOPs: a lookup."""
         return LayerFlops(0.0)
 
-    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Nothing is counted: token ids take a few bytes."""
-        return ActivationBytes()
-
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Rows are read and written. The sums behind the first layers (deepstack: read two, write one) count here, too."""
         moved, num_added = float(bytes_per_element * self.unit.transformer.hidden_size), self.graph.num_carried(self.unit.name, 0)

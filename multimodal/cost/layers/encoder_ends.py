@@ -144,10 +144,6 @@ class JoinedTokensLayer(Layer):
     fits = staticmethod(lambda unit: unit.join is not None)
     num_products = 0
 
-    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Nothing is counted: the indices of rows take a few bytes."""
-        return ActivationBytes()
-
 
 class ProjectorLayer(Layer):
     """Two products with a GELU between them (Qwen2-VL's patch merger); repeated for each deepstack layer."""

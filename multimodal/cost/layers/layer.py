@@ -1,6 +1,5 @@
 """Costs of a layer: the base class of all kinds of layers, and the values that it returns."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -129,7 +128,7 @@ class SegmentWork(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer(ABC):
+class Layer:
     """One layer of a unit. A kind of layer is a subclass, registered in `registry.py`; all tensor parallel ranks count together.
 
     FLOPs are counted as in Megatron's formula: 2 per multiply-add, causal attention at half its square, no recomputation; norms,
@@ -262,9 +261,9 @@ class Layer(ABC):
     def _num_counted(self, load: UnitLoad) -> int:
         return counted_tokens(load, counts=self.counts)[0]
 
-    @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes kept by a layer with a backward, with its products' inputs if its weights are trained; loads may be arrays."""
+        return ActivationBytes()
 
     def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes kept for one microbatch's load; 0 without a backward."""

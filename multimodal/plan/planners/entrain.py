@@ -84,7 +84,7 @@ def _factorisations(request: PlanningRequest, unit: Unit, gpus: int, data: int) 
 def iteration_seconds(request: PlanningRequest, candidate: Candidate) -> float:
     """Return T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
     stages = unit_stage_seconds(request, candidate)
-    count = candidate.num_microbatches(request, request.graph.backbone.name)
+    count = candidate.unit_microbatches(request, request.graph.backbone.name)
     slowest = max(max(seconds) for seconds in stages.values())
     return sum(map(sum, stages.values())) + (count - 1) * slowest + count * reshard_seconds(request, candidate)
 

@@ -168,7 +168,7 @@ class _Search:
             slowest += sum(map(max, rounds))  # in a full pipeline all stages change ranges together
             bubbles += (sum(stages) - max(stages)) / layout.virtual_stages
         llm = self.graph.backbone.name
-        count = candidate.num_microbatches(self.request, llm)
+        count = candidate.unit_microbatches(self.request, llm)
         if count < candidate.layouts[llm].pipeline_parallel_size:  # nothing to interleave
             bubbles *= candidate.layouts[llm].virtual_stages
         return count * slowest + max(bubbles + ends, encoding_seconds) + reducing
@@ -186,7 +186,7 @@ class _Search:
                 for name in names:
                     layout = candidate.layouts[name]
                     busiest = max(stage_times(self.request, name, layout.stage_size, layout.stages))
-                    encoding += busiest * candidate.num_microbatches(self.request, name)
+                    encoding += busiest * candidate.unit_microbatches(self.request, name)
                 found.append(_Scored(candidate, self._seconds(candidate, encoding), schedule))
         return sorted(found, key=lambda each: each.seconds)
 

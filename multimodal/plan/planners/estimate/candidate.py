@@ -81,7 +81,7 @@ class Candidate:
         """The kind of placement: estimates have about the same error for all layouts of a kind."""
         return "all units on all ranks" if self.groups else "ranks of its own for each unit"
 
-    def num_microbatches(self, request: PlanningRequest, unit: str) -> int:
+    def unit_microbatches(self, request: PlanningRequest, unit: str) -> int:
         """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
         return -(-request.num_microbatches // self.layouts[unit].data_parallel_size)
 
@@ -99,7 +99,7 @@ class Candidate:
         own = depth - stage_index if is_plain else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
         behind = self._in_flight_downstream(request.graph, unit) / layout.data_parallel_size
         factor = row.in_flight if fills or not row.only_encoders_keep_more else 1.0
-        return request.default_micro_batch_size * min(factor * (own + behind), self.num_microbatches(request, unit))
+        return request.default_micro_batch_size * min(factor * (own + behind), self.unit_microbatches(request, unit))
 
     def _in_flight_downstream(self, graph: ModelGraph, unit: str) -> float:
         """Return the microbatches that units downstream keep in flight, over all their replicas."""

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
-from multimodal.plan.planners.estimate.candidate import Candidate, build_run
+from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.step_estimate import (
@@ -18,9 +17,9 @@ from multimodal.plan.planners.estimate.step_estimate import (
     slowdown,
 )
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
-from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.unit_grid import place_stages
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 
@@ -52,14 +51,13 @@ class GridShape(NamedTuple):
         return self.num_stages * virtual_stages <= self.num_pieces and (self.num_stages > 1 or virtual_stages == 1)
 
 
-@dataclass(frozen=True)
-class Grid:
+@dataclass(frozen=True, kw_only=True)
+class Grid(Candidate):
     """All units on one grid of stages."""
 
     shape: GridShape
     held: Mapping[str, Mapping[int, tuple[Range, ...]]]
     """Unit -> stage of the grid -> its layer ranges there, in the order in which microbatches reach the stages."""
-    layouts: Mapping[str, UnitLayout]
     stage_seconds: tuple[float, ...]
     """Seconds of one microbatch in all ranges of each stage of the grid."""
     ranges: tuple[tuple[Piece, ...], ...]
@@ -86,15 +84,18 @@ class Grid:
 
     @property
     def placement(self) -> str:
-        """The kind of placement, as in `Candidate`."""
+        """The kind of placement."""
         return "one chain over a grid"
 
-    def to_run(self, request: PlanningRequest, *, seconds: float) -> PlannedRun:
-        """Assign ranks."""
+    @property
+    def schedule(self) -> str:
+        """The simplest builder that fits the grid."""
+        return plain_schedule(has_virtual_stages=self.virtual_stages > 1)
+
+    def build_plan(self, graph: ModelGraph) -> Plan:
+        """Give every stage of the grid its ranks."""
         (tensor, context), data = self.shape.size, self.shape.data_parallel_size
-        place = partial(place_stages, tensor=tensor, context=context, data=data)
-        plan = Plan({name: place(self.held[name]) for name in request.graph.unit_names})
-        return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=self.virtual_stages > 1), seconds=seconds)
+        return Plan({name: place_stages(self.held[name], tensor=tensor, context=context, data=data) for name in graph.unit_names})
 
     def seconds(self, request: PlanningRequest, *, has_spread: bool = False) -> float:
         """Return the expected step: interleaving divides the warm-up; has_spread: as in `estimate_seconds`."""
@@ -107,14 +108,13 @@ class Grid:
         exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in self.layouts.items())
         return max(ends + count * slowest * waits, heaviest, through_all) + exposed
 
-    def fits(self, request: PlanningRequest) -> bool:
+    def fits(self, request: PlanningRequest, *, schedule: str | None = None) -> bool:
         """Return True if the units' estimated bytes fit together in every stage of the grid."""
-        candidate = Candidate(self.layouts)
         total, working = ([0.0] * self.num_stages for _ in range(2))
         for unit, stages in self.held.items():
             layout = self.layouts[unit]
             for index, stage in enumerate(stages):
-                samples = candidate.samples_in_flight(request, unit, index)
+                samples = self.samples_in_flight(request, unit, index, schedule=schedule)
                 total[stage] += stage_bytes(request, unit, layout, index, num_samples=samples)
                 working[stage] = max(working[stage], working_bytes(request, unit, layout.stage_size))
         return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes
@@ -170,4 +170,4 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
     (tensor, context), data = shape.size, shape.data_parallel_size
     layouts = {unit: UnitLayout(tensor, data, tuple(stages.values()), context) for unit, stages in frozen.items()}
     ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
-    return Grid(shape, frozen, layouts, tuple(stage_seconds), ranges_of)
+    return Grid(layouts, shape=shape, held=frozen, stage_seconds=tuple(stage_seconds), ranges=ranges_of)

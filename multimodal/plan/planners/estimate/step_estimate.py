@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ def unit_stage_seconds(request: PlanningRequest, candidate: Candidate) -> Mappin
 def lower_bound_seconds(request: PlanningRequest, candidate: Candidate) -> float:
     """Return the busiest lane's work: no schedule of average microbatches is shorter."""
     stages = unit_stage_seconds(request, candidate)
-    busy = {unit: candidate.num_microbatches(request, unit) * max(seconds) for unit, seconds in stages.items()}
+    busy = {unit: candidate.unit_microbatches(request, unit) * max(seconds) for unit, seconds in stages.items()}
     return max(sum(busy[unit] for unit in group) for group in candidate.all_groups)
 
 
@@ -117,7 +117,7 @@ def estimate_seconds(request: PlanningRequest, candidate: Candidate, *, has_spre
     encoders = {unit.name for unit in request.graph.encoders}
     chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
     chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in groups), default=0.0)
-    counts = {unit: candidate.num_microbatches(request, unit) for unit in stages}
+    counts = {unit: candidate.unit_microbatches(request, unit) for unit in stages}
     depth = sum(max(len(stages[unit]) for unit in group) for group in groups)  # stages that a microbatch passes in sequence
     waits = {
         unit: slowdown(request, (unit,), num_stages=depth, num_microbatches=counts[unit]) if has_spread else 1.0
@@ -180,18 +180,7 @@ def exposed_reduction_seconds(
     return of_first + max(0.0, whole - of_first - BACKWARD_SHARE * stage_seconds)
 
 
-class Sized(Protocol):
-    """Something that takes GPUs and memory."""
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs in all."""
-
-    def fits(self, request: PlanningRequest) -> bool:
-        """Return True if the estimated peak is within the planned memory."""
-
-
-Choice = TypeVar("Choice", bound=Sized)
+Choice = TypeVar("Choice", bound=Candidate)
 
 
 def choose_near(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from random import Random
@@ -33,8 +32,6 @@ MEAN_MOVED = 4
 SEED = 0
 
 ScoredGrid = tuple[float, Grid]
-KnownRanges = dict[tuple[int, str, Range, str, Range], ChainRange]
-"""(Lane, unit and layers of the first piece, and of the last one) -> range; for one shape, so moves only cost what changes."""
 
 
 def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> Iterator[list[ScoredGrid]]:
@@ -44,78 +41,70 @@ def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> 
     (`chain_seconds`). Then cuts are moved while that shortens the estimate. Yields nothing if units cannot share tp and dp.
     known_seconds: the best estimate so far; grids far above it are not improved.
     """
-    search = _GridSearch(request)
     try:
         shapes = list(list_shapes(request))
     except PlanError:
         return
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     if fixed in (None, 1):
-        yield search.look_at(shapes, [1])
+        yield _look_at(request, shapes, [1])
     if fixed != 1:
         most = max((shape.num_pieces for shape in shapes), default=0)
-        found = search.look_at(shapes, [fixed] if fixed else range(2, most + 1))
-        improved = (search.move_cuts(each) if each[0] <= SLACK * known_seconds else each for each in found)
+        found = _look_at(request, shapes, [fixed] if fixed else range(2, most + 1))
+        improved = (_move_cuts(request, each) if each[0] <= SLACK * known_seconds else each for each in found)
         yield sorted(improved, key=lambda each: each[0])
 
 
-@dataclass
-class _GridSearch:
-    request: PlanningRequest
-    _ranges: dict[GridShape, KnownRanges] = field(default_factory=dict)
+def _look_at(request: PlanningRequest, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
+    """Return the best grids with these numbers of ranges per stage, trying first those that are best with even ranges."""
+    found: list[ScoredGrid] = []
+    least = math.inf
+    forms = [
+        (_even_seconds(request, shape, each), shape, each) for shape in shapes for each in takewhile(shape.can_hold, numbers)
+    ]
+    for bound, shape, number in sorted(forms):
+        if bound > BOUND_SLACK * least or len(found) == MOST_ESTIMATED:
+            break
+        grid = cut_grid(request, shape, virtual_stages=number)
+        if _least_seconds(request, grid) <= BOUND_SLACK * least and fits(request, grid):
+            found.append((grid_estimate(request, grid), grid))
+            least = min(least, found[-1][0])
+    kept: list[ScoredGrid] = []
+    for seconds, grid in sorted(found, key=lambda each: each[0]):
+        num_alike = sum(other.shape == grid.shape for _, other in kept)
+        if seconds <= SLACK * least and len(kept) < MOST_PER_KIND and num_alike < MOST_PER_SHAPE:
+            kept.append((seconds, grid))
+    return kept
 
-    @memoized
-    def chain_seconds(self, size: StageSize) -> float:
-        return sum(piece.seconds for piece in chain_pieces(self.request, size))
 
-    def estimate(self, grid: Grid) -> float:
-        return grid_estimate(self.request, grid, known=self._ranges.setdefault(grid.shape, {}))
+def _even_seconds(request: PlanningRequest, shape: GridShape, virtual_stages: int) -> float:
+    """Return the seconds with perfectly even ranges, including the pipeline's filling and draining."""
+    work = _whole_chain_seconds(request, shape.size) / shape.num_stages
+    return (-(-request.num_microbatches // shape.data_parallel_size) + (shape.num_stages - 1) / virtual_stages) * work
 
-    def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
-        """Return the best grids with these numbers of ranges per stage, trying first those that are best with even ranges."""
-        found: list[ScoredGrid] = []
-        least = math.inf
-        forms = [
-            (self.even_seconds(shape, number), shape, number) for shape in shapes for number in takewhile(shape.can_hold, numbers)
-        ]
-        for bound, shape, number in sorted(forms):
-            if bound > BOUND_SLACK * least or len(found) == MOST_ESTIMATED:
-                break
-            grid = cut_grid(self.request, shape, virtual_stages=number)
-            if _least_seconds(self.request, grid) <= BOUND_SLACK * least and fits(self.request, grid):
-                found.append((self.estimate(grid), grid))
-                least = min(least, found[-1][0])
-        kept: list[ScoredGrid] = []
-        for seconds, grid in sorted(found, key=lambda each: each[0]):
-            num_alike = sum(other.shape == grid.shape for _, other in kept)
-            if seconds <= SLACK * least and len(kept) < MOST_PER_KIND and num_alike < MOST_PER_SHAPE:
-                kept.append((seconds, grid))
-        return kept
 
-    def even_seconds(self, shape: GridShape, virtual_stages: int) -> float:
-        """Return the seconds with perfectly even ranges, including the pipeline's filling and draining."""
-        work = self.chain_seconds(shape.size) / shape.num_stages
-        count = -(-self.request.num_microbatches // shape.data_parallel_size)
-        return (count + (shape.num_stages - 1) / virtual_stages) * work
+@memoized
+def _whole_chain_seconds(request: PlanningRequest, size: StageSize) -> float:
+    return sum(piece.seconds for piece in chain_pieces(request, size))
 
-    def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
-        """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""
-        draw, (best, grid) = Random(SEED), scored
-        pieces, shape = chain_pieces(self.request, grid.shape.size), grid.shape
-        cuts = [0, *accumulate(map(len, grid.ranges))]
-        count = grid.num_microbatches(self.request)
-        nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
-        for _ in range(min(NUM_MOVES, MOST_NODES // nodes) if len(cuts) > 2 else 0):
-            first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
-            end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
-            moved = [cut + step * (first <= index < end) for index, cut in enumerate(cuts)]
-            if moved[first] == moved[first - 1] or moved[end] == moved[end - 1]:
-                continue
-            other = build_grid(pieces, tuple(pairwise(moved)), shape=shape)
-            seconds = self.estimate(other)
-            if seconds <= best and fits(self.request, other):
-                best, grid, cuts = seconds, other, moved
-        return best, grid
+
+def _move_cuts(request: PlanningRequest, scored: ScoredGrid) -> ScoredGrid:
+    """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""
+    draw, (best, grid) = Random(SEED), scored
+    pieces, shape = chain_pieces(request, grid.shape.size), grid.shape
+    cuts, count = [0, *accumulate(map(len, grid.ranges))], grid.num_microbatches(request)
+    nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
+    for _ in range(min(NUM_MOVES, MOST_NODES // nodes) if len(cuts) > 2 else 0):
+        first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
+        end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
+        moved = [cut + step * (first <= index < end) for index, cut in enumerate(cuts)]
+        if moved[first] == moved[first - 1] or moved[end] == moved[end - 1]:
+            continue
+        other = build_grid(pieces, tuple(pairwise(moved)), shape=shape)
+        seconds = grid_estimate(request, other)
+        if seconds <= best and fits(request, other):
+            best, grid, cuts = seconds, other, moved
+    return best, grid
 
 
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
@@ -125,11 +114,11 @@ def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
     return max(count * max(grid.stage_seconds), count * grid.stage_seconds[-1] + filling)
 
 
-def grid_estimate(request: PlanningRequest, grid: Grid, *, known: KnownRanges | None = None) -> float:
-    """Return the expected step of a grid, with collectives hidden if possible; known: ranges of grids of the same shape."""
+def grid_estimate(request: PlanningRequest, grid: Grid) -> float:
+    """Return the expected step of a grid, with gathers and reductions hidden as far as possible."""
     if grid.virtual_stages == 1:
         return grid.seconds(request, has_spread=True)
-    known, ranges = {} if known is None else known, []
+    known, ranges = _known_ranges(request, grid.shape), []
     for position, pieces in enumerate(grid.ranges):
         key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers
         if key not in known:
@@ -140,6 +129,12 @@ def grid_estimate(request: PlanningRequest, grid: Grid, *, known: KnownRanges | 
     chunks = grid.virtual_stages
     waits = slowdown(request, grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
     return max(seconds * waits, *(heaviest_seconds(request, unit, grid.shape.size) for unit in grid.layouts))
+
+
+@memoized
+def _known_ranges(request: PlanningRequest, shape: GridShape) -> dict[tuple[int, str, Range, str, Range], ChainRange]:
+    """(Lane, unit and layers of the first piece, and of the last one) -> range; so moves only cost what changes."""
+    return {}
 
 
 def fits(request: PlanningRequest, grid: Grid) -> bool:

@@ -11,7 +11,6 @@ from multimodal.plan.planners.allowed_sizes import micro_batch_sizes, stage_size
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.grid import Grid
 from multimodal.plan.planners.estimate.layer_times import balanced_layout, stage_times
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
@@ -43,7 +42,7 @@ class Layout:
 
     request: PlanningRequest
     """The request with the layout's microbatch size, recomputation and sharding."""
-    form: Candidate | Grid
+    form: Candidate
     seconds: float
     whole: PlanningRequest | None = None
     """The request including units without work in the data; None if there are none."""
