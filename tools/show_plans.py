@@ -38,17 +38,34 @@ def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointS
 def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingReport | None = None) -> dict[str, Any]:
     """Return the JSON object of one plan; filling: of a plan whose schedule fills bubbles."""
     run, prediction = planned
-    flags = {"schedule": "schedule", "passes": "schedule_passes", "balance": "balance", "micro_batch_size": "micro_batch_size"}
-    flags |= {"recompute": "recompute_granularity", "sharding": "data_parallel_sharding_strategy"}
-    same = "planner", "planning_seconds", "transformer_impl", "tp_comm_overlap", "objective_seconds", "notes"
+    graph = request.graph
     return {
-        **{key: getattr(run, name) for name, key in (flags | dict(zip(same, same, strict=True))).items()},
-        **asdict(prediction),
-        "above_floor": dict(prediction.above_floor),
+        "planner": run.planner,
+        "iteration_seconds": prediction.iteration_seconds,
+        "ideal_seconds": prediction.ideal_seconds,
+        "mfu": prediction.mfu,
         "num_gpus_used": run.num_gpus,
+        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
+        "peak_memory_bytes": prediction.peak_memory_bytes,
         "units": {name: unit_sizes(unit) for name, unit in run.plan.units.items()},
-        "max_communicators_per_rank": max_communicators_per_rank(request.graph, run.plan),
+        "planning_seconds": run.planning_seconds,
+        "bubble": dict(prediction.bubble),
+        "floor_seconds": prediction.floor_seconds,
+        "busiest_seconds": prediction.busiest_seconds,
+        "above_floor": dict(prediction.above_floor),
+        "schedule": run.schedule,
+        "schedule_passes": list(run.passes),
+        "balance": run.balance,
+        "micro_batch_size": run.micro_batch_size,
+        "recompute_granularity": run.recompute,
+        "transformer_impl": run.transformer_impl,
+        "tp_comm_overlap": run.tp_comm_overlap,
+        "data_parallel_sharding_strategy": run.sharding,
+        "objective_seconds": run.objective_seconds,
+        "max_communicators_per_rank": max_communicators_per_rank(graph, run.plan),
         "checkpoint": size_of_checkpoint(run, request)._asdict(),
+        "replica_share": prediction.replica_share,
+        "notes": list(run.notes),
         **(asdict(filling) if filling else {}),
     }
 

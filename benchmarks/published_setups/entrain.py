@@ -93,7 +93,7 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
     request = setup.request(cluster)
     lengths = tuple(setup.lengths)[:BATCH_SIZE]
     assignment = assign(run, request, run.plan, lengths)
-    options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
+    options = request.run_options(run)
     costs = ModelCosts(assignment.shape(setup.graph, run.plan), assignment, lengths, cluster, request.vocab_size, options)
     return {
         unit: float(np.mean([_relative_deviation(costs, unit, replica) for replica in range(DATA_PARALLEL_SIZE)]))

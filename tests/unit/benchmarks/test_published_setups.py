@@ -12,6 +12,8 @@ from benchmarks.published_setups.orchmllm import pad_items
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from benchmarks.published_training import main
+from multimodal.plan.plan import Plan
+from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -77,7 +79,7 @@ def test_a_system_s_way_of_running_layers_reaches_planning_and_prediction() -> N
     execution = LayerExecution(repeated_collectives=0.5)
     setup = Setup("megatron", graph, (sample,), 8, 8, {}, execution=execution, num_overlapped_parts=4)
     request = setup.request(read_cluster("a40"))
-    options = request.run_options(recompute=None, transformer_impl="local")
+    options = request.run_options(PlannedRun(Plan({}), transformer_impl="local"))
     predicted = options.layer_costs(graph, request.cluster, 512, None, options.num_overlapped_parts)
     for found in (request.layer_costs, predicted):
         assert isinstance(found, SystemLayerCosts)

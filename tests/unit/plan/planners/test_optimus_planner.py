@@ -106,8 +106,7 @@ def test_a_plan_says_what_it_fills_and_a_run_of_its_flags_orders_work_alike(tmp_
     line = f"{flags} --global-batch-size 24 {run.training_flags(cluster)}".split()
     config = parse_arguments(line, environ={"WORLD_SIZE": "8"})
     schedules = ScheduleCache(TWO, run.plan, BUILDERS[config.training.schedule])
-    options = asked.run_options(recompute=run.recompute, transformer_impl="local", sharding=run.sharding)
-    assert build_predictor(config, schedules, vocab_size=4096).options == options
+    assert build_predictor(config, schedules, vocab_size=4096).options == asked.run_options(run)
 
 
 def test_encoders_that_do_not_lie_inside_replicas_of_the_llm_stay_as_they_are():
