@@ -12,10 +12,10 @@ from benchmarks.published_setups.orchmllm import pad_items
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from benchmarks.published_training import main
-from multimodal.plan.plan import Plan
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD, PLAIN
 
