@@ -12,7 +12,8 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
+from multimodal.plan.planners.planned_run import Sharding
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, counts_by_unit, padded_vocab_size, read_lengths
 

@@ -3,11 +3,14 @@
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from multimodal.cost.layers.layer import Implementation, Recompute
-from multimodal.plan.planners.planning_request import Sharding
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
+
+Sharding = Literal["optim", "optim_grads_params"]
+"""The state that replicas share, under Megatron's names: the optimizer's (ZeRO-1), or also gradients and weights (ZeRO-3)."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
 from multimodal.cost.unit_load import UnitLoad, sample_load
+from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need, unit_is_trainable
@@ -24,9 +25,6 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
-
-if TYPE_CHECKING:
-    from multimodal.plan.planners.planned_run import PlannedRun
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Microbatch sizes that a planner may choose from if the user leaves the size open."""
@@ -41,8 +39,6 @@ LEAST_PART_TOKENS = 8 * BLOCK_SIZE
 """Fewest tokens of a part of an item."""
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
-Sharding = Literal["optim", "optim_grads_params"]
-"""The state that replicas share, under Megatron's names: the optimizer's (ZeRO-1), or also gradients and weights (ZeRO-3)."""
 OVERLAPPED_PARTS = 4
 """Parts of `--tp-comm-overlap` unless a run says otherwise."""
 
@@ -291,7 +287,7 @@ class PlanningRequest:
         zero_stage = self.zero_stage if plan.has_alike_copies else 0
         return tuple(name for name, row in PASSES.items() if row.is_planned and zero_stage >= row.least_zero_stage)
 
-    def run_options(self, run: "PlannedRun") -> RunOptions:
+    def run_options(self, run: PlannedRun) -> RunOptions:
         """Return those options of a run that affect costs."""
         return RunOptions(
             run.recompute,

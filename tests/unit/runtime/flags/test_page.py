@@ -13,7 +13,7 @@ from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import Granularity, MicrobatchCount
 from multimodal.cost.layers.layer import Implementation, Recompute
-from multimodal.plan.planners.planning_request import Sharding
+from multimodal.plan.planners.planned_run import Sharding
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from tests.sanity.flag_tables import PAGE, phrases, with_tables
