@@ -81,49 +81,25 @@ def qwen(make: Callable[[], Any], processor: str, image_processor: str = "Qwen2V
 EAR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 4, "chunk_length": 1, "padding_side": "right"}
 CLIP = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False, **SQUARE}
 STRIDES = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+GOT_OCR = {"image_processor_type": "GotOcr2ImageProcessor", **SQUARE}
+ROWS = {"image_processor_type": "PixtralImageProcessor", "patch_size": PATCH, "size": {"longest_edge": 10}}
+PIXTRAL = Family(pixtral, "PixtralProcessor", "[IMG]", {"image_token_index": "[IMG]"}, ROWS, {"patch_size": PATCH})
+INTERNVL = Family(LLAVAS["internvl"], "InternVLProcessor", "<IMG_CONTEXT>", {"image_token_id": "<IMG_CONTEXT>"}, GOT_OCR)
+THINKER = {f"{kind}_token_index": f"<|{kind.upper()}|>" for kind in ("image", "audio")}
+THINKER |= {f"{kind}_start_token_id": f"<|{kind}_bos|>" for kind in ("vision", "audio")}
+THINKER |= {f"{kind}_end_token_id": f"<|{kind}_eos|>" for kind in ("vision", "audio")}
+EYE_AND_EAR = {**EAR, **BOUNDS, "image_processor_type": "Qwen2VLImageProcessor"}
+OMNI = Family(omni_thinker, "Qwen2_5OmniProcessor", "<|vision_bos|><|IMAGE|><|vision_eos|>", THINKER, EYE_AND_EAR)
+SOUND = "<|audio_bos|><|AUDIO|><|audio_eos|>", {"audio_token_index": "<|AUDIO|>"}, EAR
 FAMILIES = {
     "llava": Family(LLAVAS["clip and llama"], "LlavaProcessor", "<image>", {"image_token_index": "<image>"}, CLIP, STRIDES),
     "qwen2-vl": qwen(qwen2_vl, "Qwen2VLProcessor"),
     "qwen2.5-vl": qwen(qwen2_5_vl, "Qwen2_5_VLProcessor"),
     "qwen3-vl": qwen(qwen3_vl, "Qwen3VLProcessor"),
-    "internvl": Family(
-        LLAVAS["internvl"],
-        "InternVLProcessor",
-        "<IMG_CONTEXT>",
-        {"image_token_id": "<IMG_CONTEXT>"},
-        {"image_processor_type": "GotOcr2ImageProcessor", **SQUARE},
-        {"image_seq_length": (GRID // 2) ** 2},
-        needs_torchvision=True,
-    ),
-    "pixtral": Family(
-        pixtral,
-        "PixtralProcessor",
-        "[IMG]",
-        {"image_token_index": "[IMG]"},
-        {"image_processor_type": "PixtralImageProcessor", "patch_size": PATCH, "size": {"longest_edge": 10}},
-        {"patch_size": PATCH},
-        needs_torchvision=True,
-    ),
-    "qwen2.5-omni": Family(
-        omni_thinker,
-        "Qwen2_5OmniProcessor",
-        "<|vision_bos|><|IMAGE|><|vision_eos|>",
-        {
-            **{f"{kind}_token_index": f"<|{kind.upper()}|>" for kind in ("image", "audio")},
-            **{f"{kind}_start_token_id": f"<|{kind}_bos|>" for kind in ("vision", "audio")},
-            **{f"{kind}_end_token_id": f"<|{kind}_eos|>" for kind in ("vision", "audio")},
-        },
-        {**EAR, **BOUNDS, "image_processor_type": "Qwen2VLImageProcessor"},
-        needs_torchvision=True,
-    ),
-    "qwen2-audio": Family(
-        partial(qwen2_audio, max_tokens=50),
-        "Qwen2AudioProcessor",
-        "<|audio_bos|><|AUDIO|><|audio_eos|>",
-        {"audio_token_index": "<|AUDIO|>"},
-        EAR,
-        hears=True,
-    ),
+    "internvl": INTERNVL._replace(options={"image_seq_length": (GRID // 2) ** 2}, needs_torchvision=True),
+    "pixtral": PIXTRAL._replace(needs_torchvision=True),
+    "qwen2.5-omni": OMNI._replace(needs_torchvision=True),
+    "qwen2-audio": Family(partial(qwen2_audio, max_tokens=50), "Qwen2AudioProcessor", *SOUND, hears=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""The digits data: what is drawn, what is rendered, and that training and validation share nothing."""
+"""The digits to read and to draw: what is drawn and rendered, what training and validation do not share, and mixtures of both."""
 
 import pickle
 from collections import Counter
@@ -12,8 +12,10 @@ from examples.digits.handwritten_digits import (
     QUESTIONS,
     DigitsPicture,
     DigitsSource,
+    DigitsToDrawSource,
     Layout,
     PlacedGlyph,
+    in_turn,
     load_handwritten_digits,
     possible_layouts,
     render_ink,
@@ -21,25 +23,25 @@ from examples.digits.handwritten_digits import (
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.sample_lengths import ItemLengths
 
 pytest.importorskip("sklearn")
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "digits"
 IMAGE = ImageInput(patch_size=4, merge_size=2, in_channels=1, min_pixels=256, max_pixels=2560)
+TO_DRAW = ImageInput(patch_size=4, merge_size=1, in_channels=1, min_pixels=64, max_pixels=192)
 TOKENIZER = ByteTokenizer()
 
 
 def open_digits(num_samples: int = 300, **changes: Any) -> DigitsSource:
     """A source with the example's encoder."""
-    settings: dict[str, Any] = {
-        "seed": 5,
-        "split": "train",
-        "unit": "vision",
-        "image": IMAGE,
-        "tokenizer": TOKENIZER,
-        "seq_length": 256,
-    }
-    return DigitsSource(num_samples, **(settings | changes))
+    settings = {"seed": 5, "split": "train", "unit": "vision", "image": IMAGE, "tokenizer": TOKENIZER, "seq_length": 256}
+    return DigitsSource(num_samples, **settings | changes)
+
+
+def open_drawings(num_samples: int = 200, **changes: Any) -> DigitsToDrawSource:
+    settings = {"seed": 5, "split": "train", "unit": "painter", "image": TO_DRAW, "tokenizer": TOKENIZER, "seq_length": 64}
+    return DigitsToDrawSource(num_samples, **settings | changes)
 
 
 def shown_glyphs(source: DigitsSource) -> list[list[int]]:
@@ -98,13 +100,15 @@ def test_sizes_vary() -> None:
     assert (min(num_patches), max(num_patches)) == (16, 160)
 
 
-def test_a_sample_depends_on_seed_split_and_index_only() -> None:
-    first, again = open_digits(), open_digits(500)
+@pytest.mark.parametrize(("opened", "name"), [(open_digits, "sample"), (open_drawings, "question")])
+def test_a_sample_depends_on_seed_split_and_index_only(opened: Any, name: str) -> None:
+    first, again = opened(), opened(500)
     for index in (40, 3, 40):
-        assert first.sample(index) == again.sample(index)
         np.testing.assert_array_equal(first.item(index, 0).patches, again.item(index, 0).patches)
-    for other in (open_digits(seed=6), open_digits(split="valid")):
-        assert [first.sample(index) for index in range(20)] != [other.sample(index) for index in range(20)]
+    drawn, same, *others = (
+        [getattr(source, name)(index) for index in range(50)] for source in (first, again, opened(seed=6), opened(split="valid"))
+    )
+    assert drawn == same and drawn not in others
 
 
 def test_validation_shows_other_handwriting() -> None:
@@ -168,3 +172,52 @@ def test_the_example_describes_a_model_that_its_data_fits() -> None:
     assert vision.image is not None
     assert open_digits(image=vision.image).lengths(0).num_tokens > 0
     assert graph.backbone.transformer.num_layers % 6 == 0
+
+
+def test_the_image_shows_the_digits_that_the_question_names() -> None:
+    source, glyphs = open_drawings(), load_handwritten_digits()
+    for index in range(40):
+        digits = source.question(index)
+        assert TOKENIZER.decode(source.text(index).token_ids) == "draw " + "".join(map(str, digits))
+        pixels = source.item(index, 0)
+        assert pixels.grid == (2, 2 * len(digits))
+        picture = pixels.patches.reshape(2, -1, 4, 4).transpose(0, 2, 1, 3).reshape(8, -1)
+        for position, digit in enumerate(digits):
+            ink = (picture[:, 8 * position : 8 * position + 8] + 1) / 2
+            (found,) = np.flatnonzero((glyphs.ink == ink).all(axis=(1, 2)))[:1]
+            assert glyphs.digits[found] == digit
+
+
+def test_lengths_and_text_of_drawings_agree() -> None:
+    source = open_drawings()
+    for index in range(40):
+        lengths, text = source.lengths(index), source.text(index)
+        assert lengths.items == (ItemLengths("painter", 4 * len(source.question(index)), 0),)
+        assert len(text.token_ids) == lengths.num_tokens == lengths.num_text_tokens
+        assert int(text.is_target.sum()) == lengths.num_target_tokens == 2
+        ((item, start, num_tokens),) = text.item_starts
+        assert (item, num_tokens, text.token_ids[start]) == (0, 0, TOKENIZER.special.vision_start)
+
+
+def test_bounds_decide_how_many_digits_there_are() -> None:
+    counts = {len(open_drawings(image=ImageInput(4, 1, 1, 100, 150)).question(index)) for index in range(50)}
+    assert counts == {2}
+    with pytest.raises(ModelError, match="'painter'.*widen"):
+        open_drawings(image=ImageInput(4, 1, 1, 3136, 10000))
+    with pytest.raises(ConfigError, match="--seq-length is 8"):
+        open_drawings(seq_length=8)
+
+
+def test_sources_take_turns() -> None:
+    reading, drawing = open_digits(20), open_drawings(20)
+    both = in_turn([reading, drawing])
+    assert len(both) == 40
+    for index in range(len(both)):
+        source = (reading, drawing)[index % 2]
+        assert both.lengths(index).sample_id == index
+        assert both.lengths(index).items == source.lengths(index // 2).items
+        np.testing.assert_array_equal(both.text(index).token_ids, source.text(index // 2).token_ids)
+        np.testing.assert_array_equal(both.item(index, 0).patches, source.item(index // 2, 0).patches)
+        assert both.item_grid(index, 0) == source.item_grid(index // 2, 0)
+    with pytest.raises(IndexError):
+        both.lengths(40)

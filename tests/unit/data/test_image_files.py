@@ -1,5 +1,6 @@
 """Image files: formats, sizes, kinds of pixels, and what is wrong with damaged ones."""
 
+import io
 import re
 import struct
 import zlib
@@ -64,35 +65,15 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             read()
 
 
-def test_another_size_than_promised_is_an_error(tmp_path: Path) -> None:
-    """Lengths come from the manifest, so a file of another size would break them."""
-    Image.new("RGB", (7, 5)).save(tmp_path / "image.png")
-    with pytest.raises(
-        DataError, match=r"line 3: .*image\.png is 7x5 pixels but the manifest says 5x7; correct width and height"
-    ):
-        read_image(str(tmp_path / "image.png"), size=(5, 7), image_input=TINY, where="line 3")
+WHITE = Image.new("RGB", (8, 8), (255, 255, 255))
 
 
-def test_pixels_of_unknown_range_are_refused(tmp_path: Path) -> None:
-    """A floating-point image has no known black and white."""
-    Image.fromarray(np.zeros((4, 4), dtype=np.float32)).save(tmp_path / "image.tiff")
-    with pytest.raises(DataError, match=r"32-bit pixels .* convert it"):
-        read_image(str(tmp_path / "image.tiff"), size=(4, 4), image_input=TINY, where="line 3")
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_documented_formats_are_read(tmp_path: Path, name: str) -> None:
-    """Whatever the file is called."""
+@pytest.mark.parametrize(("name", "image"), [*((name, WHITE) for name in FORMATS), ("JPEG", Image.new("CMYK", (8, 8), (0,) * 4))])
+def test_the_documented_formats_are_read(tmp_path: Path, name: str, image: Image.Image) -> None:
+    """Whatever the file is called; in printers' JPEG, no ink is white."""
     path = str(tmp_path / "image.dat")
-    Image.new("RGB", (8, 8), (255, 255, 255)).save(path, format=name)
+    image.save(path, format=name)
     assert read_image_size(path, where="here") == (8, 8)
-    np.testing.assert_allclose(read_image(path, size=(8, 8), image_input=COLOUR, where="here").patches, 255, atol=2)
-
-
-def test_cmyk_is_seen_in_colour(tmp_path: Path) -> None:
-    """Printers' JPEG; no ink is white."""
-    path = str(tmp_path / "image.jpg")
-    Image.new("CMYK", (8, 8), (0, 0, 0, 0)).save(path)
     np.testing.assert_allclose(read_image(path, size=(8, 8), image_input=COLOUR, where="here").patches, 255, atol=2)
 
 
@@ -102,15 +83,6 @@ def test_an_animation_shows_its_first_picture(tmp_path: Path, name: str) -> None
     pictures = [Image.new("RGB", (8, 8), colour) for colour in ((0, 0, 0), (255, 255, 255))]
     pictures[0].save(path, format=name, save_all=True, append_images=pictures[1:])
     np.testing.assert_allclose(read_image(path, size=(8, 8), image_input=COLOUR, where="here").patches, 0, atol=2)
-
-
-@pytest.mark.parametrize("content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", b"P6 8 8 255\n" + bytes(192)])
-def test_other_formats_are_not_opened(tmp_path: Path, content: bytes) -> None:
-    """Pillow hands PostScript to an interpreter; it must not come so far, whatever the file is called."""
-    path = str(tmp_path / "image.png")
-    Path(path).write_bytes(content)
-    with pytest.raises(DataError, match=r"line 3: .*image\.png .*none of JPEG, PNG, WEBP, GIF, BMP, TIFF\); replace the file"):
-        read_image(path, size=(8, 8), image_input=COLOUR, where="line 3")
 
 
 def png_that_claims(width: int, height: int) -> bytes:
@@ -142,17 +114,35 @@ def test_a_bomb_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_image_size(str(path), where="line 3")
 
 
-def test_an_image_without_area_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "flat.png"
-    path.write_bytes(png_that_claims(0, 8))
-    with pytest.raises(DataError, match=r"line 3: .*flat\.png cannot be decoded as an image"):
-        read_image(str(path), size=(0, 8), image_input=COLOUR, where="line 3")
+def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+    content = io.BytesIO()
+    image.save(content, format=kind)
+    return content.getvalue()
 
 
-def test_colours_that_have_no_rgb_are_refused(tmp_path: Path) -> None:
-    Image.new("LAB", (8, 8)).save(tmp_path / "image.tiff")
-    with pytest.raises(DataError, match=r"line 3: .*image\.tiff has pixels of mode LAB, expected grey, RGB or CMYK; convert it"):
-        read_image(str(tmp_path / "image.tiff"), size=(8, 8), image_input=COLOUR, where="line 3")
+NO_FORMAT = r"none of JPEG, PNG, WEBP, GIF, BMP, TIFF\); replace the file"
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "message"),
+    [
+        # Lengths come from the manifest, so a file of another size would break them.
+        (saved(Image.new("RGB", (7, 5))), (5, 7), "is 7x5 pixels but the manifest says 5x7; correct width and height"),
+        # Of floating-point numbers, black and white are not known.
+        (saved(Image.fromarray(np.zeros((4, 4), np.float32)), "TIFF"), (4, 4), r"32-bit pixels .* convert it"),
+        (saved(Image.new("LAB", (8, 8)), "TIFF"), (8, 8), "has pixels of mode LAB, expected grey, RGB or CMYK; convert it"),
+        # Pillow hands PostScript to an interpreter; it must not come so far, whatever the file is called.
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", (8, 8), NO_FORMAT),
+        (b"P6 8 8 255\n" + bytes(192), (8, 8), NO_FORMAT),
+        (png_that_claims(0, 8), (0, 8), "cannot be decoded as an image"),
+    ],
+    ids=["another size", "unknown range", "Lab", "PostScript", "PPM", "no area"],
+)
+def test_what_is_no_image_as_promised_is_refused(tmp_path: Path, content: bytes, size: tuple[int, int], message: str) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"line 3: .*image\.png .*{message}"):
+        read_image(str(path), size=size, image_input=COLOUR, where="line 3")
 
 
 @pytest.mark.filterwarnings("ignore:")
