@@ -28,10 +28,7 @@ CONVOLUTIONS = {"conv_dim": (8, 8, 8), "conv_kernel": (10, 3, 2), "conv_stride":
 SEEN, STEP, MOST = 30, 20, 12
 """Samples that a token is made of, samples from one to the next, tokens of the Whisper's longest clip."""
 SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-CLIPS = {
-    "hubert": (SEEN + 4 * STEP, SEEN + 9 * STEP + 7, SEEN + 5 * STEP + 19),
-    "whisper": (9, 16, 2 * MOST),
-}
+CLIPS = {"hubert": (SEEN + 4 * STEP, SEEN + 9 * STEP + 7, SEEN + 5 * STEP + 19), "whisper": (9, 16, 2 * MOST)}
 """Samples, and frames."""
 
 

@@ -16,11 +16,7 @@ ONE = ("--vision-dp", 1, "--llm-pp", 1)
 
 
 def losses(
-    log: Path,
-    *flags: object,
-    environment: dict[str, str] | None = None,
-    sizes: tuple[object, ...] = ONE,
-    num_ranks: int = 1,
+    log: Path, *flags: object, environment: dict[str, str] | None = None, sizes: tuple[object, ...] = ONE, num_ranks: int = 1
 ) -> list[float]:
     """Run and return the losses that were logged."""
     given = [*RUN, *sizes, "--log-json", log, *flags]

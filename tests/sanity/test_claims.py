@@ -77,7 +77,7 @@ PROOFS = {
         "flags and a plan for trainings of published models": (
             "distributed/test_recipe_files.py::test_a_recipe_starts_on_its_gpus_and_says_its_prediction",
             "distributed/test_recipe_files.py::test_a_recipe_trains_a_small_model_of_its_kind",
-        ),
+        )
     },
     "Adapters": {
         "LoRA on any linear layer": ("distributed/test_lora.py::test_loss_and_every_gradient_equal_one_process",),
@@ -127,7 +127,7 @@ PROOFS = {
         ),
     },
     "Frozen modules and projectors": {
-        "input gradients only, or nothing": (MASTER, f"{PRETRAIN}::test_a_frozen_encoder_trains_its_projector"),
+        "input gradients only, or nothing": (MASTER, f"{PRETRAIN}::test_a_frozen_encoder_trains_its_projector")
     },
     "Attention": {
         "who sees whom": (

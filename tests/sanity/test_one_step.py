@@ -7,10 +7,7 @@ import pytest
 from tests.sanity.repository import ROOT, list_python_files
 
 TRIPLE = {"graph", "plan", "assignment"}
-MADE_HERE = {
-    "multimodal/balance/placement.py": "as_computed",
-    "multimodal/values/validate.py": "validate_assignment",
-}
+MADE_HERE = {"multimodal/balance/placement.py": "as_computed", "multimodal/values/validate.py": "validate_assignment"}
 """The two functions that look at an assignment before it has a shape."""
 
 

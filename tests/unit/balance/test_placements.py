@@ -78,10 +78,7 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(place, build_sam
     )
     assert assignment.units["llm"] == (((Atom(1),), (Atom(2),), (Atom(0),)),)
     # 24 + 8 against 16 + 8 + 4; sample 1 is needed first, sample 0 last.
-    assert assignment.units["vision"] == (
-        ((Atom(1, 0),), (Atom(0, 1),)),
-        ((Atom(2, 0),), (Atom(0, 0),), (Atom(0, 2),)),
-    )
+    assert assignment.units["vision"] == (((Atom(1, 0),), (Atom(0, 1),)), ((Atom(2, 0),), (Atom(0, 0),), (Atom(0, 2),)))
 
 
 def test_by_default_encoders_have_as_many_microbatches_as_the_llm(place, build_sample):

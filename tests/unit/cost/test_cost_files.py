@@ -119,10 +119,7 @@ def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
 
 
 def test_ranks_place_virtual_stages_and_colocated_units():
-    units = {
-        "vision": {"stages": [TRAINED] * 2},
-        "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]},
-    }
+    units = {"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]}}
     plan = build_table_step(table_of(units))[0].plan
     assert plan.lanes == ((0,), (1,))
     assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]

@@ -10,12 +10,7 @@ from megatron.runtime.orchestrator.profile_layers import packed_sizes, sizes_bet
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import NodeLink
 from multimodal.cost.communication import collective_seconds
-from multimodal.cost.layers.collectives import (
-    GATHERED_AT_ONCE_BYTES,
-    LayerCollectives,
-    count_groups_at_once,
-    held_key_bytes,
-)
+from multimodal.cost.layers.collectives import GATHERED_AT_ONCE_BYTES, LayerCollectives, count_groups_at_once, held_key_bytes
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.seconds.layer_costs import NO_SECONDS, LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic

@@ -108,11 +108,7 @@ def unequal() -> StepShape:
     [
         ("F vision/0/0/1", [], []),
         ("F llm/0/0/1", ["F vision/0/0/0"], ["RF llm/0/0/1<vision/0/0/0"]),
-        (
-            "F llm/1/0/0",
-            ["F vision/0/0/1", "F vision/0/0/2"],
-            ["RF llm/1/0/0<vision/0/0/1", "RF llm/1/0/0<vision/0/0/2"],
-        ),
+        ("F llm/1/0/0", ["F vision/0/0/1", "F vision/0/0/2"], ["RF llm/1/0/0<vision/0/0/1", "RF llm/1/0/0<vision/0/0/2"]),
         ("B llm/1/0/0", ["F llm/1/0/0"], ["F llm/1/0/0"]),
         (
             "B vision/0/0/1",
