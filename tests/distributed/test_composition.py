@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -74,7 +75,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     beside = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20, "vocab_size": 30}
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
     whisper = WhisperConfig(**shape, **beside, **ids, max_source_positions=MAX_TOKENS, init_std=0.3)
-    WhisperForConditionalGeneration(whisper).save_pretrained(folder / "whisper")
+    ear = WhisperForConditionalGeneration(whisper)
+    randomize_vectors(ear)
+    ear.save_pretrained(folder / "whisper")
     SiglipVisionModel(SiglipVisionConfig(**vision)).save_pretrained(folder / "siglip")
     CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)).save_pretrained(folder / "clip")
     return folder
@@ -195,17 +198,18 @@ def test_the_layers_of_a_whisper_are_trained_here(folders: Path, ranks: RankPool
 
 
 def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
-    """A clip of the longest length, behind which nothing is: the same rows, behind the norm."""
+    """Two clips of the longest length, behind which nothing is, in one microbatch: the same rows, behind the norm."""
     graph = multimodal.compose(llm=folders / "llm", encoders={"audio": folders / "whisper"}, output=tmp_path / "model.yaml")
     sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
-    case = comparison.case_of(graph, (SampleShape((("audio", 2 * MAX_TOKENS, 1),), 7, 3),), sizes)
+    case = comparison.case_of(graph, (SampleShape((("audio", 2 * MAX_TOKENS, 1),) * 2, 7, 3),), sizes)
     (found,) = ranks.run(heard, case, world_size=1)
     from transformers import WhisperForConditionalGeneration
 
     ear = WhisperForConditionalGeneration.from_pretrained(folders / "whisper").model.encoder.double().eval()
-    frames = torch.from_numpy(case.source.frames(0, 0)).double()  # type: ignore[attr-defined]
+    frames = np.stack([case.source.frames(0, item) for item in range(2)])  # type: ignore[attr-defined]
     with torch.no_grad(), double_precision():
-        assert torch.allclose(torch.from_numpy(found), ear(frames.t()[None]).last_hidden_state[0], atol=1e-12)
+        expected = ear(torch.from_numpy(frames).double().transpose(1, 2)).last_hidden_state.flatten(0, 1)
+    assert torch.allclose(torch.from_numpy(found), expected, rtol=0, atol=1e-12)
 
 
 def save_apart(case: GradientCase, target: str) -> None:
