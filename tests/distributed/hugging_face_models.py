@@ -35,11 +35,15 @@ def build(name: str, **config: Any) -> Any:
     return kind(kind.config_class(**config))
 
 
+def tiny(name: str, **config: Any) -> Callable[..., Any]:
+    return partial(build, name, **config)
+
+
 def scaled(kind: str, **factors: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **factors}}
 
 
-llama = partial(build, "LlamaForCausalLM", **SHAPE, attention_bias=True, mlp_bias=True)
+llama = tiny("LlamaForCausalLM", **SHAPE, attention_bias=True, mlp_bias=True)
 FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -51,32 +55,28 @@ GEMMA["pad_token_id"] = None  # transformers never train the row of the token th
 TEXT_MODELS: Mapping[str, Callable[..., Any]] = {
     "llama": llama,
     # Llama 3.2: low frequencies are slowed down, and word embeddings tied.
-    "llama of long contexts": partial(
-        build, "LlamaForCausalLM", **PLAIN | {"num_attention_heads": 2}, **scaled("llama3", **LLAMA3), tie_word_embeddings=True
+    "llama of long contexts": tiny(
+        "LlamaForCausalLM", **PLAIN | {"num_attention_heads": 2}, **scaled("llama3", **LLAMA3), tie_word_embeddings=True
     ),
     # YaRN: the pairs between those that turn often and rarely are divided by something between 1 and the factor.
-    "llama with biases in its mlp": partial(
-        build,
+    "llama with biases in its mlp": tiny(
         "LlamaForCausalLM",
         **{**PLAIN, "head_dim": 16, "max_position_embeddings": 128, "mlp_bias": True},
         **scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
     ),
     # LongRoPE: sequences of more than 6 tokens, which most samples are, have factors of their own.
-    "llama of two lengths": partial(
-        build,
+    "llama of two lengths": tiny(
         "LlamaForCausalLM",
         **{**PLAIN, "max_position_embeddings": 24, "attention_bias": True},
         **scaled("longrope", **FACTORS, original_max_position_embeddings=6),
     ),
     # Scores and logits are bounded by values that they exceed; every second layer has windows.
-    "gemma2": partial(
-        build,
+    "gemma2": tiny(
         "Gemma2ForCausalLM",
         **{**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
     ),
     # Layers with windows rotate by another base; the others' positions are scaled.
-    "gemma3": partial(
-        build,
+    "gemma3": tiny(
         "Gemma3ForCausalLM",
         **GEMMA,
         rope_parameters={
@@ -85,10 +85,9 @@ TEXT_MODELS: Mapping[str, Callable[..., Any]] = {
         },
         layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
     ),
-    "mistral": partial(build, "MistralForCausalLM", **SHAPE, sliding_window=3),  # samples are several windows long
+    "mistral": tiny("MistralForCausalLM", **SHAPE, sliding_window=3),  # samples are several windows long
     # Queries, keys and values in one tensor, gate and up in another; LongRoPE's factors of short sequences.
-    "phi3": partial(
-        build,
+    "phi3": tiny(
         "Phi3ForCausalLM",
         **{**PLAIN, "max_position_embeddings": 128, "original_max_position_embeddings": 32},
         **scaled("longrope", **FACTORS, original_max_position_embeddings=32),
@@ -96,20 +95,17 @@ TEXT_MODELS: Mapping[str, Callable[..., Any]] = {
         sliding_window=4,
     ),
     # Positions would slow down in sequences of more than 64 tokens.
-    "qwen2": partial(
-        build,
+    "qwen2": tiny(
         "Qwen2ForCausalLM",
         **{**PLAIN, **WINDOW, "max_position_embeddings": 64, "tie_word_embeddings": True},
         rope_parameters={"rope_type": "dynamic", "rope_theta": SHAPE["rope_theta"], "factor": 2.0},
     ),
-    "qwen3": partial(build, "Qwen3ForCausalLM", **SHAPE, head_dim=8),
+    "qwen3": tiny("Qwen3ForCausalLM", **SHAPE, head_dim=8),
     # Positions divided by one factor.
-    "qwen3 with biases": partial(
-        build, "Qwen3ForCausalLM", **PLAIN, **scaled("linear", factor=3.0), head_dim=8, attention_bias=True
-    ),
+    "qwen3 with biases": tiny("Qwen3ForCausalLM", **PLAIN, **scaled("linear", factor=3.0), head_dim=8, attention_bias=True),
 }
-mixtral = partial(build, "MixtralForCausalLM", **SHAPE, num_local_experts=4, experts_implementation="eager")
-qwen3_moe = partial(build, "Qwen3MoeForCausalLM", **SHAPE, **OF_QWEN3_MOE, head_dim=8, experts_implementation="eager")
+mixtral = tiny("MixtralForCausalLM", **SHAPE, num_local_experts=4, experts_implementation="eager")
+qwen3_moe = tiny("Qwen3MoeForCausalLM", **SHAPE, **OF_QWEN3_MOE, head_dim=8, experts_implementation="eager")
 MODELS_WITH_EXPERTS: Mapping[str, Callable[..., Any]] = {
     "mixtral": mixtral,
     "qwen3 with experts": qwen3_moe,
@@ -126,9 +122,9 @@ LLAMA = {**LAYERS, "model_type": "llama", "vocab_size": VOCABULARY}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
 INTERNVIT = {**LAYERS, "patch_size": [PATCH, PATCH], "image_size": [GRID * PATCH, GRID * PATCH]}
 TO_THE_END = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
-llava = partial(build, "LlavaForConditionalGeneration", image_token_index=IMAGE_TOKEN)
+llava = tiny("LlavaForConditionalGeneration", image_token_index=IMAGE_TOKEN)
 OF_INTERNVL = {"image_token_id": IMAGE_TOKEN, "tie_word_embeddings": False, "downsample_ratio": 0.5}
-internvl = partial(build, "InternVLForConditionalGeneration", **OF_INTERNVL)
+internvl = tiny("InternVLForConditionalGeneration", **OF_INTERNVL)
 LLAVAS: Mapping[str, Callable[..., Any]] = {
     "clip and llama": partial(llava, vision_config=CLIP, text_config=LLAMA),
     "clip with its class token": partial(llava, vision_config=CLIP, text_config=LLAMA, **TO_THE_END),
@@ -171,17 +167,15 @@ MROPE = {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.
 MROPE_TEXT = {**PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": MROPE}
 IDS = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
 # The upper layer of the LLM has a window, which images reach beyond.
-qwen2_vl = partial(
-    build,
+qwen2_vl = tiny(
     "Qwen2VLForConditionalGeneration",
     vision_config={key: value for key, value in EYE.items() if key != "intermediate_size"}
     | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
     text_config={**MROPE_TEXT, **WINDOW},
     **IDS,
 )
-qwen2_5_vl = partial(build, "Qwen2_5_VLForConditionalGeneration", vision_config=QWEN2_5_EYE, text_config=MROPE_TEXT, **IDS)
-qwen3_vl = partial(
-    build,
+qwen2_5_vl = tiny("Qwen2_5_VLForConditionalGeneration", vision_config=QWEN2_5_EYE, text_config=MROPE_TEXT, **IDS)
+qwen3_vl = tiny(
     "Qwen3VLForConditionalGeneration",
     vision_config={**QWEN_EYE, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
     text_config={**PLAIN, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_section": [3, 1, 2]}},

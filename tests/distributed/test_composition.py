@@ -62,14 +62,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     randomize_vectors(registers)
     registers.save_pretrained(folder / "registers")
     (folder / "registers" / "preprocessor_config.json").write_text(json.dumps(SMALLER))
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 8,
-        "patch_size": 2,
-    }
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision |= {"image_size": 8, "patch_size": 2}
     text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
     shape = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "num_mel_bins": 4}
     beside = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20, "vocab_size": 30}
@@ -87,13 +81,8 @@ OF_REGISTERS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "mlp_ratio", "image_size", "patch_size", "num_register_tokens"),
     *("initializer_range", "layerscale_value", "hidden_dropout_prob"),
 )
-SMALLER = {
-    "image_mean": [0.5] * 3,
-    "image_std": [0.5] * 3,
-    "do_center_crop": True,
-    "size": {"shortest_edge": 10},
-    "crop_size": {"height": 8, "width": 8},
-}
+SMALLER = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": True, "size": {"shortest_edge": 10}}
+SMALLER["crop_size"] = {"height": 8, "width": 8}
 """Than the images for which the DINOv2 with registers has positions."""
 
 
@@ -232,11 +221,8 @@ def test_adapters_and_projectors_are_written_apart(folders: Path, ranks: RankPoo
     config = json.loads((tmp_path / "apart" / "llm" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["modules_to_save"]) == (str(folders / "llm"), None)
     kept = {key.split(".", 3)[3] for key in load_file(tmp_path / "apart" / "projectors" / "model.safetensors")}
-    assert kept == {
-        *(f"mlp.linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")),
-        "norm.weight",
-        "norm.bias",
-    }
+    products = {f"mlp.linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")}
+    assert kept == products | {"norm.weight", "norm.bias"}
 
 
 def heard(case: GradientCase, unit_name: str = "audio") -> Any:

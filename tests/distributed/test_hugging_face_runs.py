@@ -251,9 +251,6 @@ def be_a_llava(folder: Path, *, image_token: int) -> None:
 
 BYTES = ("--tokenizer-type", "ByteTokenizer")
 WRONG_RUNS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
-    **{
-        name: (WRONG[name][0], BYTES, WRONG[name][1]) for name in ("another architecture", "a missing shard", "a tensor too many")
-    },
     "a config that contradicts the weights": (
         change_config(num_attention_heads=2),
         BYTES,

@@ -6,6 +6,7 @@ import sys
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,24 +42,16 @@ def tokenizer_file(tmp_path: Path) -> Path:
     """A word-level tokenizer.json that has an end token and an image placeholder, and nothing else special."""
     pytest.importorskip("tokenizers", reason="the optional package 'tokenizers' is not installed")
     vocabulary = {"[UNK]": 0, "two": 1, "cats": 2, "</s>": 3, "<image>": 4, "user": 5, "<|": 6, "|>": 7}
-    content = {
+    cut = {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    padded = {"strategy": {"Fixed": 5}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    content: dict[str, Any] = {
         "version": "1.0",
-        "truncation": {"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"},
-        "padding": {
-            "strategy": {"Fixed": 5},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "[UNK]",
-        },
+        "truncation": cut,
+        "padding": {**padded, "pad_token": "[UNK]"},
         "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
     }
+    content |= {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
+    content["model"] = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     return path
@@ -122,15 +115,8 @@ def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
     """The file is local or it is nothing."""
     with pytest.raises(ConfigError, match=r"gone\.json: no such file"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent / "gone.json")
-    for content in (
-        b"{",
-        b"",
-        b'{"version": "caf\xe9"}',
-        b"[" * 100_000,
-        b"[]",
-        b'{"tokenizer_class": "Llama"}',
-        b"\n\x0e\n\x05<unk>",
-    ):
+    no_table = (b"[]", b'{"tokenizer_class": "Llama"}', b"\n\x0e\n\x05<unk>")
+    for content in (b"{", b"", b'{"version": "caf\xe9"}', b"[" * 100_000, *no_table):
         tokenizer_file.write_bytes(content)
         with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json .*; give the file of that name"):
             build_tokenizer("HuggingFaceTokenizer", tokenizer_file)

@@ -13,22 +13,11 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
 from tests.unit.hugging_face.folders import written
 
-SMALL = {
-    "model_type": "dinov2",
-    "hidden_size": 384,
-    "image_size": 518,
-    "patch_size": 14,
-    "num_attention_heads": 6,
-    "num_hidden_layers": 12,
-}
+SMALL = {"model_type": "dinov2", "hidden_size": 384, "image_size": 518, "patch_size": 14}
+SMALL |= {"num_attention_heads": 6, "num_hidden_layers": 12}
 GIANT = {"model_type": "dinov2", "hidden_size": 1536, "num_attention_heads": 24, "num_hidden_layers": 40, "use_swiglu_ffn": True}
-PROCESSOR: dict[str, Any] = {
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_std": [0.229, 0.224, 0.225],
-    "do_center_crop": True,
-    "crop_size": {"height": 224, "width": 224},
-    "size": {"shortest_edge": 256},
-}
+PROCESSOR: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "do_center_crop": True}
+PROCESSOR |= {"crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 256}}
 """Of all published sizes."""
 TEXT = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 64}
 CLIP = {"architectures": ["CLIPModel"], "model_type": "clip", "vision_config": {"hidden_size": 32, "num_attention_heads": 2}}
@@ -84,11 +73,8 @@ def test_the_gate_of_the_largest_one_is_read_and_written(tmp_path: Path) -> None
     encoder, config = read_encoder(folder)
     unit = encoder.to_unit(config)
     assert (unit["ffn_hidden_size"], unit["activation"]) == (4096, "swiglu")
-    llava = {
-        "vision_config": GIANT,
-        "text_config": {"model_type": "qwen2", "vocab_size": 100},
-        "vision_feature_select_strategy": "full",
-    }
+    llava = {"vision_config": GIANT, "text_config": {"model_type": "qwen2", "vocab_size": 100}}
+    llava["vision_feature_select_strategy"] = "full"
     graph = ModelGraph.from_dict(LLAVA.to_graph(llava))
     assert architecture_of(graph) is LLAVA
     tower = written(graph)["vision_config"]

@@ -27,17 +27,8 @@ def balance(capsys, *flags):
 
 
 def base(path, **changes):
-    given = {
-        "lengths": path,
-        "units": "vision,audio,llm",
-        "replicas": "vision=4,audio=2,llm=4",
-        "global-batch-size": "32",
-        "microbatches": "2",
-        "balance": "orchmllm",
-        "gpus-per-node": "2",
-        "num-batches": "2",
-        **changes,
-    }
+    given = {"lengths": path, "units": "vision,audio,llm", "replicas": "vision=4,audio=2,llm=4", "global-batch-size": "32"}
+    given |= {"microbatches": "2", "balance": "orchmllm", "gpus-per-node": "2", "num-batches": "2", **changes}
     return [part for name, value in given.items() for part in (f"--{name}", value)]
 
 
