@@ -153,8 +153,8 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     lane_order = np.argsort(components, kind="stable")
     inside = InsideSlots.of(schedule) if schedule.has_inside else None
     nodes = _number_nodes(schedule, lane_order, inside)
-    receives = _receives(schedule, nodes, lane_order)
-    need_starts, needs = _needs_of_nodes(schedule, nodes, inside, unsent=receives.unsent)
+    receiver_starts, receivers, first_receives, unsent = _receives(schedule, nodes, lane_order)
+    need_starts, needs = _needs_of_nodes(schedule, nodes, inside, unsent=unsent)
     entries = np.flatnonzero(_are_entries(schedule))
     lane_of_entry = schedule.lane_of_slot[entries]
     kinds = np.full(nodes.num_nodes, NodeKind.COLLECTIVE, np.uint8)
@@ -169,8 +169,8 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
             kinds=kinds,
             need_starts=need_starts,
             needs=needs,
-            receiver_starts=receives.starts,
-            receivers=receives.lanes,
+            receiver_starts=receiver_starts,
+            receivers=receivers,
             seconds=zeros,
             latency_seconds=zeros,
             links=np.full(nodes.num_nodes, -1),
@@ -180,7 +180,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         slots=entries,
         lane_of_entry=lane_of_entry,
         component_of_lane=components,
-        receive_slots=receives.first_slots,
+        receive_slots=first_receives,
         computed=_computed_pieces(schedule, nodes, inside),
         tensor_parallel_seconds=zeros,
         inside=inside,
@@ -243,18 +243,11 @@ def _number_nodes(schedule: Schedule, lane_order: Integers, inside: InsideSlots 
     return _Nodes(alone, collectives, members, together, of_piece)
 
 
-class _Receives(NamedTuple):
-    """The lanes that receive what each node sends, in the order of `lane_order`, as rows."""
+def _receives(schedule: Schedule, nodes: _Nodes, lane_order: Integers) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return the lanes that receive what each node sends, in the order of `lane_order`, as rows (starts, lanes).
 
-    starts: Integers
-    lanes: Integers
-    first_slots: Integers
-    """[num_nodes] the slot of the first receive; -1: none."""
-    unsent: Integers
-    """The receives whose sends the schedule lacks."""
-
-
-def _receives(schedule: Schedule, nodes: _Nodes, lane_order: Integers) -> _Receives:
+    Also the slot of each node's first receive, -1 without one, and the receives whose sends the schedule lacks.
+    """
     slots = np.flatnonzero(schedule.work.resources[schedule.pieces] == _RECEIVE)
     sends = nodes.of_piece[schedule.pieces[slots]]
     unsent = schedule.pieces[slots[sends == _LACKING]]
@@ -263,7 +256,7 @@ def _receives(schedule: Schedule, nodes: _Nodes, lane_order: Integers) -> _Recei
     first_slots = np.full(nodes.num_nodes, -1)
     first_slots[sends[order][::-1]] = slots[order][::-1]
     starts = row_starts(np.bincount(sends, minlength=nodes.num_nodes))
-    return _Receives(starts, schedule.lane_of_slot[slots][order], first_slots, unsent)
+    return starts, schedule.lane_of_slot[slots][order], first_slots, unsent
 
 
 def _needs_of_nodes(

@@ -13,7 +13,6 @@ from multimodal.model.layers.generator_ends import position_features, random_pat
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.stage_input import pad_rows
-from multimodal.model.transformer_config import Precision
 
 NUM_TIMES = 1000
 """Times are scaled to this many steps before sines and cosines are taken (DDPM's number of steps)."""
@@ -26,21 +25,14 @@ class Modulation(torch.nn.Module):
     another.
     """
 
-    def __init__(self, *, hidden_size: int, precision: Precision, is_sequence_sharded: bool) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        device, dtype = torch.cuda.current_device(), precision.params_dtype
-        self.wide, self.hidden_size = precision.rotary_dtype, hidden_size
-        self.time_weight, self.time_bias, self.weight, self.bias = (
-            torch.nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-            for shape in (
-                (hidden_size, hidden_size),
-                (hidden_size,),
-                (NUM_MODULATIONS * hidden_size, hidden_size),
-                (NUM_MODULATIONS * hidden_size,),
-            )
-        )
+        self.wide, self.hidden_size = context.options.precision.rotary_dtype, context.config.hidden_size
+        size, num_outputs = self.hidden_size, NUM_MODULATIONS * self.hidden_size
+        self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
+        self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
         for parameter in self.parameters():
-            parameter.sequence_parallel = is_sequence_sharded  # type: ignore[attr-defined]
+            parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, times: Tensor) -> Tensor:
         """times: [num_items], in (0, 1); returns [num_items, 6 x hidden_size]."""
@@ -58,11 +50,7 @@ class ModulatedTransformerKind(TransformerKind):
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer and its modulation."""
         layer = super().build(context, index)
-        layer.modulation = Modulation(
-            hidden_size=context.config.hidden_size,
-            precision=context.options.precision,
-            is_sequence_sharded=context.config.sequence_parallel,
-        )
+        layer.modulation = Modulation(context)
         return layer
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:

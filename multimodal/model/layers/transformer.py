@@ -61,17 +61,15 @@ class TransformerKind(LayerKind):
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build megatron-core's layer from its spec."""
-        options = context.options
-        spec = transformer_layer_spec(
-            implementation=context.implementation,
-            choice=attention_choice(context.input_context, window=self.window(context.unit)),
-            recompute=options.recompute,
-            num_overlapped_parts=options.num_overlapped_parts,
-            has_head_norms=context.config.qk_layernorm,
-        )
-        if context.unit.transformer.qk_norm_spans_heads:
-            attention = spec.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = AllHeadsNorm
+        options, is_local = context.options, context.implementation == "local"
+        has_head_norms, spans_heads = context.config.qk_layernorm, context.unit.transformer.qk_norm_spans_heads
+        spec = _local_spec(options.num_overlapped_parts) if is_local else _transformer_engine_spec(has_head_norms)
+        choice, attention = self._choice(context.input_context), spec.submodules.self_attention
+        attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
+        if spans_heads or (has_head_norms and is_local):
+            attention.submodules.q_layernorm = attention.submodules.k_layernorm = AllHeadsNorm if spans_heads else Norm
+        params = {"choice": choice, "recompute": options.recompute == "selective", "repeats": options.recompute == "full"}
+        attention.submodules.core_attention = ModuleSpec(module=CoreAttention, params=params)
         if context.unit.transformer.has_layer_scale:
             add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
@@ -81,7 +79,7 @@ class TransformerKind(LayerKind):
         _add_biases(spec, context.unit)
         self.adapt(spec)
         config = context.config
-        if context.implementation != "local":
+        if not is_local:
             report_engine_waits()
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
@@ -105,7 +103,10 @@ class TransformerKind(LayerKind):
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
         """Derive masks and the other inputs of attention."""
-        attention_choice(context, window=self.window(context.unit)).prepare(packed)
+        self._choice(context).prepare(packed)
+
+    def _choice(self, context: InputContext) -> AttentionChoice:
+        return attention_choice(context, window=self.window(context.unit))
 
     def window(self, unit: Unit) -> int | None:
         """Return the number of tokens that the LLM's tokens attend to in the layer; None: all before them."""
@@ -173,30 +174,6 @@ def attention_choice(context: InputContext, *, window: int | None = None) -> Att
     )
     rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask, window=window)
     return choose_attention(options.attention_backend, rule=rule, shape=shape, is_shared=context.context_parallel_size > 1)
-
-
-def transformer_layer_spec(
-    *,
-    implementation: str,
-    choice: AttentionChoice,
-    recompute: str | None,
-    num_overlapped_parts: int = 1,
-    has_head_norms: bool = False,
-) -> ModuleSpec:
-    """Return the spec of one transformer layer.
-
-    choice: the attention backends; num_overlapped_parts: parts into which tensor parallel collectives are cut, each beside the
-    product of another (local implementation only); has_head_norms: True if the channels of every query and key are normalised.
-    Raises ConfigError if Transformer Engine is requested but not installed.
-    """
-    spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec(has_head_norms)
-    self_attention = spec.submodules.self_attention
-    self_attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
-    if has_head_norms and implementation == "local":
-        self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = Norm
-    params = {"choice": choice, "recompute": recompute == "selective", "repeats": recompute == "full"}
-    self_attention.submodules.core_attention = ModuleSpec(module=CoreAttention, params=params)
-    return spec
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:

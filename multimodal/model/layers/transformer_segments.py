@@ -78,14 +78,15 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
     for linear in layer.modules():
         if is_engine_linear(linear) and linear.fuse_wgrad_accumulation and not hasattr(linear.weight, "accumulate_gradient"):
             accumulate_into_buffers([linear.weight], _add_gradient)  # as whole passes do, after which hooks add nothing
+    parts = _Parts(layer, frequencies)
     return (
-        (LayerPart(_normed(_norm_before(layer, layer.input_layernorm, layer.self_attention.linear_qkv)), Exchange.GATHERED),),
-        (LayerPart(_qkv(layer.self_attention)),),
-        (LayerPart(_attention(layer.self_attention, frequencies)),),
-        (LayerPart(_branch_product(layer.self_attention.linear_proj), Exchange.SUMMED),),
-        (LayerPart(_sum_and_norm(layer), Exchange.GATHERED),),
-        (LayerPart(_branch_product(layer.mlp.linear_fc1)),),
-        (LayerPart(_down(layer.mlp), Exchange.SUMMED), LayerPart(_sum(layer))),
+        (LayerPart(parts.norm, Exchange.GATHERED),),
+        (LayerPart(parts.qkv),),
+        (LayerPart(parts.attention),),
+        (LayerPart(parts.projection, Exchange.SUMMED),),
+        (LayerPart(parts.sum_and_norm, Exchange.GATHERED),),
+        (LayerPart(parts.up),),
+        (LayerPart(parts.down, Exchange.SUMMED), LayerPart(parts.sum)),
     )
 
 
@@ -106,73 +107,55 @@ def _norm_before(layer: Any, norm: Module, linear: Any) -> Callable[[Tensor], Te
     )
 
 
-def _normed(norm: Callable[[Tensor], Tensor]) -> Any:
-    def run(state: State, given: StagePass) -> State:
+class _Parts:
+    """The parts of a layer; each takes the state before it, and returns the one behind it."""
+
+    def __init__(self, layer: Any, frequencies: Callable[[StagePass], Tensor | None]) -> None:
+        attention, mlp = layer.self_attention, layer.mlp
+        self._layer, self._attention, self._mlp, self._frequencies = layer, attention, mlp, frequencies
+        self._norm = _norm_before(layer, layer.input_layernorm, attention.linear_qkv)
+        self._mlp_norm = _norm_before(layer, layer.pre_mlp_layernorm, mlp.linear_fc1)
+        self._projection, self._up = _Product(attention.linear_proj), _Product(mlp.linear_fc1)
+        self._qkv = _Within(attention, linear_qkv=_Product(attention.linear_qkv))
+        self._down = _Within(mlp, linear_fc1=_AsIs(mlp.linear_fc1), linear_fc2=_Product(mlp.linear_fc2))
+
+    def norm(self, state: State, given: StagePass) -> State:
         (hidden,) = state
-        return hidden, norm(hidden)
+        return hidden, self._norm(hidden)
 
-    return run
-
-
-def _qkv(attention: Any) -> Any:
-    alone = _Within(attention, linear_qkv=_Product(attention.linear_qkv))
-
-    def run(state: State, given: StagePass) -> State:
+    def qkv(self, state: State, given: StagePass) -> State:
         residual, rows = state
-        return residual, *type(attention).get_query_key_value_tensors(alone, rows)
+        return residual, *type(self._attention).get_query_key_value_tensors(self._qkv, rows)
 
-    return run
-
-
-def _attention(attention: Any, frequencies: Callable[[StagePass], Tensor | None]) -> Any:
-    def run(state: State, given: StagePass) -> State:
+    def attention(self, state: State, given: StagePass) -> State:
         residual, query, key, value = state
-        alone = _Within(attention, get_query_key_value_tensors=lambda *_, **__: (query, key, value), linear_proj=_AsIs())
-        mixed, _ = type(attention).forward(
-            alone, query, attention_mask=None, rotary_pos_emb=frequencies(given), packed_seq_params=given.lengths
+        alone = _Within(self._attention, get_query_key_value_tensors=lambda *_, **__: (query, key, value), linear_proj=_AsIs())
+        mixed, _ = type(self._attention).forward(
+            alone, query, attention_mask=None, rotary_pos_emb=self._frequencies(given), packed_seq_params=given.lengths
         )
         return residual, mixed
 
-    return run
-
-
-def _branch_product(linear: Module) -> Any:
-    product = _Product(linear)
-
-    def run(state: State, given: StagePass) -> State:
+    def projection(self, state: State, given: StagePass) -> State:
         residual, rows = state
-        return residual, product(rows)[0]
+        return residual, self._projection(rows)[0]
 
-    return run
-
-
-def _sum_and_norm(layer: Any) -> Any:
-    norm = _norm_before(layer, layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
-
-    def run(state: State, given: StagePass) -> State:
+    def sum_and_norm(self, state: State, given: StagePass) -> State:
         residual, attended = state
-        hidden = _residual_sum(layer, layer.self_attn_bda, attended, bias_of(layer.self_attention.linear_proj), residual)
-        return hidden, norm(hidden)
+        bias = bias_of(self._attention.linear_proj)
+        hidden = _residual_sum(self._layer, self._layer.self_attn_bda, attended, bias, residual)
+        return hidden, self._mlp_norm(hidden)
 
-    return run
+    def up(self, state: State, given: StagePass) -> State:
+        residual, rows = state
+        return residual, self._up(rows)[0]
 
-
-def _down(mlp: Any) -> Any:
-    alone = _Within(mlp, linear_fc1=_AsIs(mlp.linear_fc1), linear_fc2=_Product(mlp.linear_fc2))
-
-    def run(state: State, given: StagePass) -> State:
+    def down(self, state: State, given: StagePass) -> State:
         residual, inner = state
-        return residual, type(mlp).forward(alone, inner)[0]
+        return residual, type(self._mlp).forward(self._down, inner)[0]
 
-    return run
-
-
-def _sum(layer: Any) -> Any:
-    def run(state: State, given: StagePass) -> State:
+    def sum(self, state: State, given: StagePass) -> State:
         residual, branch = state
-        return (_residual_sum(layer, layer.mlp_bda, branch, bias_of(layer.mlp.linear_fc2), residual),)
-
-    return run
+        return (_residual_sum(self._layer, self._layer.mlp_bda, branch, bias_of(self._mlp.linear_fc2), residual),)
 
 
 def _residual_sum(layer: Any, bias_dropout_add: Any, branch: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -91,8 +91,12 @@ class Projector(MergedTokens):
             add_bias_linear=True,
         )
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=self.group)
-        alone = [dataclasses.replace(context, unit=each) for each in deepstack_units(unit)]
-        self.deepstack = torch.nn.ModuleList(map(Projector, alone))
+        self.deepstack = torch.nn.ModuleList()
+        if unit.deepstack_layers:  # projectors of earlier layers, with the norm behind the merging
+            assert unit.image is not None
+            image = dataclasses.replace(unit.image, deepstack_layers=())
+            alone = dataclasses.replace(context, unit=dataclasses.replace(unit, image=image, projector_norm="merged"))
+            self.deepstack.extend(Projector(alone) for _ in unit.deepstack_layers)
 
     def forward(self, hidden: Tensor, given: StagePass) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank.
@@ -131,15 +135,6 @@ def output_size(context: LayerContext) -> int:
     if len(sizes) > 1:
         raise ModelError(f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size")
     return graph.projected_size(unit.name)
-
-
-def deepstack_units(unit: Unit) -> list[Unit]:
-    """Return one unit for each projector of an earlier layer: the same unit with the norm behind the merging."""
-    if not unit.deepstack_layers:
-        return []
-    assert unit.image is not None
-    alone = dataclasses.replace(unit, image=dataclasses.replace(unit.image, deepstack_layers=()), projector_norm="merged")
-    return [alone] * len(unit.deepstack_layers)
 
 
 def drops_tokens(unit: Unit) -> bool:

@@ -2,12 +2,10 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -46,7 +44,7 @@ class QueryProjector(MergedTokens):
             qk_layernorm=False,
         )
         self.queries = context.empty(unit.queries.num_queries, shape.hidden_size)
-        layers = (QueryLayer(unit, config=plain, groups=context.groups) for _ in range(shape.num_layers))
+        layers = (QueryLayer(dataclasses.replace(context, config=plain)) for _ in range(shape.num_layers))
         self.layers = torch.nn.ModuleList(layers)
         self.final_norm = Norm(plain, shape.hidden_size, eps=plain.layernorm_epsilon)
         self.weight, self.bias = context.empty(size, shape.hidden_size), context.empty(size)
@@ -66,18 +64,16 @@ class QueryProjector(MergedTokens):
 class QueryLayer(torch.nn.Module):
     """Attention among an item's queries, if they have it; attention to the item's tokens; MLP."""
 
-    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        assert unit.queries is not None
-        norm = {"eps": config.layernorm_epsilon}
-        queries: dict[str, Any] = {"groups": groups, "num_queries": unit.queries.num_queries}
-        has_self = unit.queries.has_self_attention
-        self.self_norm = Norm(config, config.hidden_size, **norm) if has_self else None
-        self.self_attention = SelfAttention(config, **queries) if has_self else None
-        self.cross_norm = Norm(config, config.hidden_size, **norm)
-        self.cross_attention = CrossAttention(config, **queries, token_size=unit.merged_size)
-        self.mlp_norm = Norm(config, config.hidden_size, **norm)
-        self.mlp = MLP(config, MLP_SUBMODULES, ffn_hidden_size=config.ffn_hidden_size, tp_group=groups.tp)
+        config, queries = context.config, context.unit.queries
+        assert queries is not None
+        norm = partial(Norm, config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.self_norm = norm() if queries.has_self_attention else None
+        self.self_attention = SelfAttention(context) if queries.has_self_attention else None
+        self.cross_norm, self.cross_attention = norm(), CrossAttention(context)
+        self.mlp_norm = norm()
+        self.mlp = MLP(config, MLP_SUBMODULES, ffn_hidden_size=config.ffn_hidden_size, tp_group=context.groups.tp)
 
     def forward(self, found: Tensor, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """found: [num_items x num_queries, 1, hidden_size]; tokens: [num_tokens, 1, merged_size], `counts` of each item."""
@@ -91,10 +87,12 @@ class QueryLayer(torch.nn.Module):
 class _Attention(torch.nn.Module):
     """Base of self-attention and cross-attention: heads shared out over tensor parallel ranks, and the output projection."""
 
-    def __init__(self, config: TransformerConfig, *, groups: ProcessGroupCollection) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.channels = config.kv_channels or 0
-        self._shared = {"config": config, "init_method": config.init_method, "bias": True, "tp_group": groups.tp}
+        config, queries = context.config, context.unit.queries
+        assert queries is not None
+        self.channels, self.num_queries = config.kv_channels or 0, queries.num_queries
+        self._shared = {"config": config, "init_method": config.init_method, "bias": True, "tp_group": context.groups.tp}
         self.linear_proj = DeferrableRowParallelLinear(
             config.hidden_size, config.hidden_size, input_is_parallel=True, skip_bias_add=False, **self._shared
         )
@@ -115,10 +113,9 @@ class _Attention(torch.nn.Module):
 class SelfAttention(_Attention):
     """Queries of one item attend to each other."""
 
-    def __init__(self, config: TransformerConfig, *, groups: ProcessGroupCollection, num_queries: int) -> None:
-        super().__init__(config, groups=groups)
-        self.num_queries = num_queries
-        self.linear_qkv = self.column_parallel(config.hidden_size, 3 * config.hidden_size)
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        self.linear_qkv = self.column_parallel(context.config.hidden_size, 3 * context.config.hidden_size)
 
     def forward(self, found: Tensor) -> Tensor:
         """found: [num_items x num_queries, 1, hidden_size]; returns as much."""
@@ -131,11 +128,11 @@ class SelfAttention(_Attention):
 class CrossAttention(_Attention):
     """Queries of an item attend to its tokens."""
 
-    def __init__(self, config: TransformerConfig, *, groups: ProcessGroupCollection, num_queries: int, token_size: int) -> None:
-        super().__init__(config, groups=groups)
-        self.num_queries = num_queries
-        self.linear_q = self.column_parallel(config.hidden_size, config.hidden_size)
-        self.linear_kv = self.column_parallel(token_size, 2 * config.hidden_size)
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        size = context.config.hidden_size
+        self.linear_q = self.column_parallel(size, size)
+        self.linear_kv = self.column_parallel(context.unit.merged_size, 2 * size)
 
     def forward(self, found: Tensor, tokens: Tensor, counts: Sequence[int]) -> Tensor:
         """found: [num_items x num_queries, 1, hidden_size]; tokens: [num_tokens, 1, token_size], `counts` of each item."""
