@@ -31,7 +31,7 @@ from rich.table import Table
 
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.attention.share_tokens import TokenDistribution, distribute_tokens, rank_workloads
+from multimodal.attention.share_tokens import TokenDistribution, distribute_tokens
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.sample_lengths import SampleLengths
@@ -167,7 +167,7 @@ def measure(mask: str, built: BitfieldMask, *, num_ranks: Sequence[int], seed: i
         least = max(np.ceil(mean), workloads.max()) / mean
         for method in METHODS:
             owners = distribute_tokens(workloads, num_ranks=count, method=method, seed=seed)
-            loads = rank_workloads(workloads, owners, num_ranks=count)
+            loads = np.bincount(owners, workloads, minlength=count)
             imbalance[method.value] = float(loads.max() / loads.mean())
         yield Row(mask, built.num_tokens, count, float(least), imbalance)
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.attention.share_tokens import TokenDistribution, rank_workloads, share_tokens
+from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
 from multimodal.cost.token_shares import BlockShares
 from tools.command_line import figure_folder
@@ -110,9 +110,8 @@ def draw_shares(axes: Axes, mask: BitfieldMask, shares: BlockShares) -> float:
     owners = np.repeat(shares.owners, SHARED_BLOCK_SIZE)[: mask.num_tokens]
     by_rank = np.array([to_rgb(color) for color in RANK_COLORS])[owners]  # [num_tokens, 3]
     axes.imshow(np.where(mask.to_dense()[:, :, None], by_rank[:, None], 0.93), interpolation="nearest")
-    loads = rank_workloads(
-        count_block_workloads(mask, block_size=SHARED_BLOCK_SIZE).num_blocks, shares.owners, num_ranks=shares.num_ranks
-    )
+    workloads = count_block_workloads(mask, block_size=SHARED_BLOCK_SIZE).num_blocks
+    loads = np.bincount(shares.owners, workloads, minlength=shares.num_ranks).astype(int)
     axes.set(xticks=[], yticks=[], xlabel=f"blocks of work: {', '.join(map(str, loads))}")
     return float(loads.max() / loads.mean())
 

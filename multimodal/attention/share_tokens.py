@@ -107,10 +107,3 @@ def _place_longest_first(workloads: NDArray[np.int64], *, num_ranks: int) -> NDA
         owners[block] = rank
         heappush(open_ranks, (load + int(workloads[block]), rank))
     return owners
-
-
-def rank_workloads(block_workloads: NDArray[np.integer], owners: NDArray[np.integer], *, num_ranks: int) -> NDArray[np.int64]:
-    """Return [num_ranks], int64: the workload of all blocks of each rank; its maximum over its mean is the imbalance."""
-    loads = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(loads, owners, block_workloads)
-    return loads
