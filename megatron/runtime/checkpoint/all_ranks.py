@@ -1,6 +1,7 @@
 """Steps that all ranks take together; a failure on one rank becomes the same CheckpointError on all."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -23,14 +24,21 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGrou
 
 
 def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
-    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`, of BraidErrors the message.
+    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`."""
+    with failing_together(what=what, group=group):
+        result = action()
+    return result
+
+
+@contextmanager
+def failing_together(*, what: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Raise CheckpointError on every rank if the body failed on any, of BraidErrors with their message.
 
     Ranks exchange one number that says if all went well, and more only if not.
     """
-    found: list[_Result] = []
     problem = None
     try:
-        found.append(action())
+        yield
     except BraidError as error:
         problem = str(error)
     except Exception as error:
@@ -38,10 +46,9 @@ def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGrou
     device = torch.device("cpu") if group is not None else torch.cuda.current_device()
     has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
-    if not has_failed.item():
-        return found[0]
-    message = next(filter(None, gather_objects(problem, group=group)))  # it may quote untrusted text from a checkpoint
-    raise CheckpointError("".join(character if character.isprintable() else ascii(character)[1:-1] for character in message))
+    if has_failed.item():
+        message = next(filter(None, gather_objects(problem, group=group)))  # it may quote untrusted text from a checkpoint
+        raise CheckpointError("".join(character if character.isprintable() else ascii(character)[1:-1] for character in message))
 
 
 def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.all_ranks import failing_together, on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.folder import complete_partial, open_partial, prune_checkpoints, remove_checkpoint
 from megatron.runtime.checkpoint.manifest import (
@@ -193,15 +193,11 @@ def load_checkpoint(
         return not is_adapter(key) or manifest.model["units"][key.split(".")[1]].get(of_unit) is not None
 
     model = [tensor for tensor in model_tensors(session.state) if is_saved(tensor.key)]
-
-    def read() -> tuple[TensorIndex, list[HeldTensor]]:
+    with failing_together(what=what):
         index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
         averages = {tensor.key: average_key(tensor.key) for tensor in model if takes_averages}
-        wanted = [replace(each, key=averages[each.key]) if averages.get(each.key) in index else each for each in model]
-        _check_shapes(path, wanted, index=index)
-        return index, wanted
-
-    index, model = on_this_rank(read, what=what)
+        model = [replace(each, key=averages[each.key]) if averages.get(each.key) in index else each for each in model]
+        _check_shapes(path, model, index=index)
     on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
     session.reload_optimizers()
     fresh_units: list[set[str]] = []

@@ -49,8 +49,16 @@ class LaneRun(ABC):
                 continue
             self.num_waits = 0
             HANDLERS[action.kind](self, action)
-            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE and index not in lane.fillers:
-                self._check_inside(action)
+            is_carrier = ACTION_TABLE[action.kind].resource is Resource.COMPUTE and index not in lane.fillers
+            if self.inside and is_carrier:
+                wait, (missed, *_) = min(self.inside.items())
+                found = (
+                    f"{self.num_waits} waits for tensor parallel collectives" if self.num_waits else "no wait that can be filled"
+                )
+                raise ScheduleError(
+                    f"{action_to_text(missed)}: was to run in wait {wait} (counted from 0) inside {action_to_text(action)}, "
+                    f"which has {found}; let it run in another one, or between computations"
+                )
         self.before_action(len(lane.actions))
         for action in tuple(self.collectives):
             self.finish_collective(action)
@@ -139,17 +147,6 @@ class LaneRun(ABC):
         if action in self.collectives:
             with self.clock.span(action):
                 self.collectives.pop(action)()
-
-    def _check_inside(self, carrier: Action) -> None:
-        """Raise an error if work was to run in a wait that the computation did not have."""
-        if not self.inside:
-            return
-        wait, (action, *_) = min(self.inside.items())
-        waits = f"{self.num_waits} waits for tensor parallel collectives" if self.num_waits else "no wait that can be filled"
-        raise ScheduleError(
-            f"{action_to_text(action)}: was to run in wait {wait} (counted from 0) inside {action_to_text(carrier)}, which has "
-            f"{waits}; let it run in another one, or between computations"
-        )
 
 
 HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {

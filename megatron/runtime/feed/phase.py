@@ -1,8 +1,7 @@
 """Phases of a training run: the step, and the sample of every data set, at which its batches and learning rate begin."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from megatron.runtime.feed.data_sets import RunData, data_set_name
 from multimodal.data.global_batches import DataPart, GlobalBatches
@@ -23,10 +22,6 @@ class Phase:
     """Data set (`data_set_name`) -> its samples consumed before this phase, for all data sets that were ever trained on."""
     learning_rate_first_step: int = 0
     """The step at which the learning rate began its schedule."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
     def go_on(self, batches: GlobalBatches, run_data: RunData) -> GlobalBatches:
         """Return the global batches of a run of this description, with each data set continued from where it was left."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.checkpoint.all_ranks import failing_together, on_this_rank
 from megatron.runtime.hugging_face.adapters import new_row_tensors
 from megatron.runtime.hugging_face.load_weights import check_finite, fill
 from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
@@ -50,13 +50,9 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
             f"but this run trains {session.graph.backbone.new_tokens or 'none'}, those that its tokenizer adds; add the adapter "
             "to the weights first (tools/convert.py --load-hf, --load-adapter, --save-hf)"
         )
-
-    def read() -> None:
-        with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
-            for tensor in own:
-                _fill_half(tensor, files, adapter, session)
-
-    on_this_rank(read, what=what)
+    with failing_together(what=what), WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
+        for tensor in own:
+            _fill_half(tensor, files, adapter, session)
     for piece in (piece for tensor in tensors if is_new_rows(tensor.key) and adapter.new_tokens for piece in tensor.pieces):
         piece.values.zero_()  # the folder has the sum
     plain = [tensor for tensor in tensors if not is_adapter(tensor.key)]
@@ -123,8 +119,7 @@ def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Ses
     names = name_weights(own, graph=adapter.graph, architecture=adapter.architecture, what=what)
     spelled = [as_spelled(names, spelling, prefix=PREFIX) for spelling in all_spellings(adapter.architecture)]
     theirs = max(spelled, key=lambda each: len(each.shapes.keys() & others))
-
-    def read() -> None:
+    with failing_together(what=what):
         if unknown := sorted(others - theirs.shapes.keys()):
             raise CheckpointError(
                 f"{adapter.folder / ADAPTER_WEIGHTS}: the model has nothing that is called {unknown[0]}; give adapters of this "
@@ -134,17 +129,11 @@ def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Ses
         with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
             fill(wanted, files, theirs)
 
-    on_this_rank(read, what=what)
-
 
 def _fill_projectors(plain: Sequence[HeldTensor], folder: Path, session: Session, *, what: str) -> None:
     """Fill the projectors of a composed model, which are in a folder of their own; collective."""
     own = [tensor for tensor in plain if is_of_projector(session.graph, tensor.key)]
     names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
-
-    def read() -> None:
-        with WeightFiles(folder) as files:
-            check_weights(files, names)
-            fill(own, files, names)
-
-    on_this_rank(read, what=what)
+    with failing_together(what=what), WeightFiles(folder) as files:
+        check_weights(files, names)
+        fill(own, files, names)

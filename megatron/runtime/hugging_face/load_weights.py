@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.checkpoint.all_ranks import failing_together, on_this_rank
 from megatron.runtime.hugging_face.adapters import VOCABULARIES
 from megatron.runtime.hugging_face.named_weights import NamedWeights, find_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
@@ -33,13 +33,9 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     vocab_size = described.backbone.vocab_size or 0
-
-    def read() -> None:
-        with WeightFiles(folder) as files:
-            theirs = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=vocab_size)
-            fill(tensors, files, theirs, new_rows=NewRows.of(graph))
-
-    on_this_rank(read, what=what)
+    with failing_together(what=what), WeightFiles(folder) as files:
+        theirs = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=vocab_size)
+        fill(tensors, files, theirs, new_rows=NewRows.of(graph))
     session.reload_optimizers()
 
 

@@ -57,7 +57,8 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     what, graph = f"saving to {folder}", session.graph
     session.complete_parameters()
     on_first_rank(lambda: check_adapter_target(folder, graph=graph, like=like), what=what)
-    tensors = [tensor for tensor in model_tensors(session.state) if _is_written(tensor, graph)]
+    keys = ((tensor, tensor.key.split(".", 4)) for tensor in model_tensors(session.state) if not is_new_rows(tensor.key))
+    tensors = [held for held, key in keys if is_adapter(held.key) or graph.unit(key[1]).trains_weights(int(key[3]))]
     if graph.backbone.new_tokens is not None:
         tensors += _new_rows(session)
     if like is None and is_composed(graph):
@@ -142,8 +143,3 @@ def _modules(keys: Iterable[str]) -> Sequence[str]:
         ending = next((each for each in endings if key.endswith(each)), f".{key.rpartition('.')[2]}")
         found[key.removeprefix(PREFIX).removesuffix(ending)] = None
     return list(found)
-
-
-def _is_written(tensor: HeldTensor, graph: ModelGraph) -> bool:
-    _, unit, _, layer, _ = tensor.key.split(".", 4)
-    return not is_new_rows(tensor.key) and (is_adapter(tensor.key) or graph.unit(unit).trains_weights(int(layer)))

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.all_ranks import failing_together, on_all_ranks, on_first_rank
 from megatron.runtime.hugging_face.adapters import gather_adapters
-from megatron.runtime.hugging_face.file_layout import FileLayout, cut_into_files, in_one_file, like_files
+from megatron.runtime.hugging_face.file_layout import cut_into_files, in_one_file, like_files
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, find_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import check_units, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
@@ -114,13 +114,9 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         beside = Path(graph.backbone.weights) if graph.backbone.weights is not None else None
         return Export(names, layout, written, beside=beside, processor=architecture.to_processor(graph))
     before = check_same_model(like, graph).backbone.vocab_size or 0
-
-    def lay_out() -> tuple[NamedWeights, FileLayout]:
-        with WeightFiles(like) as files:
-            theirs = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=before)
-            return theirs, like_files(theirs, files.weights, files.metadata)
-
-    names, layout = on_this_rank(lay_out, what=what)
+    with failing_together(what=what), WeightFiles(like) as files:
+        names = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=before)
+        layout = like_files(names, files.weights, files.metadata)
     if (vocab_size := graph.backbone.vocab_size or 0) != before:
         config = with_vocab_size(config, vocab_size)
     return Export(names, layout, config, like=like)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
+from megatron.runtime.checkpoint.all_ranks import failing_together, on_first_rank, on_this_rank
 from megatron.runtime.hugging_face.load_weights import NewRows, fill
 from megatron.runtime.hugging_face.named_weights import (
     NamedWeights,
@@ -61,15 +61,11 @@ def load_units(session: Session) -> None:
             continue
         what = f"loading unit '{unit.name}' from {unit.weights}"
         if unit.module is None:
-            on_all_ranks(partial(check_same_unit, session.graph, unit), what=what)
+            on_this_rank(partial(check_same_unit, session.graph, unit), what=what)
         theirs = name_unit(tensors, session.graph, unit, what=what)
-        on_all_ranks(partial(_read, tensors, Path(unit.weights), theirs, session.graph), what=what)
+        with failing_together(what=what), WeightFiles(Path(unit.weights)) as files:
+            fill((each for each in tensors if each.key in theirs.rows), files, theirs, new_rows=NewRows.of(session.graph))
     session.reload_optimizers()
-
-
-def _read(tensors: Iterable[HeldTensor], folder: Path, names: NamedWeights, graph: ModelGraph) -> None:
-    with WeightFiles(folder) as files:
-        fill((each for each in tensors if each.key in names.rows), files, names, new_rows=NewRows.of(graph))
 
 
 def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> NamedWeights:
@@ -85,9 +81,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
         return _encoder_names(own, unit, folder, what=what)
     if unit.role is not Role.BACKBONE:
         raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and encoders may have")
-
-    on_all_ranks(lambda: read_config(folder)[0].name, what=what)
-    architecture, config = read_config(folder)
+    architecture, config = on_this_rank(lambda: read_config(folder), what=what)
     alone = ModelGraph((unit,))
     names = name_weights(own, graph=alone, architecture=architecture, what=what)
     vocab_size = config.get("vocab_size", unit.vocab_size) or 0
@@ -101,8 +95,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
 
 def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
     """Return the names of an encoder with Braid's layers, in a folder that may contain other tensors, too."""
-    on_all_ranks(lambda: read_encoder(folder)[0].name, what=what)
-    encoder, _ = read_encoder(folder)
+    encoder, _ = on_this_rank(lambda: read_encoder(folder), what=what)
 
     def rows(key: str, shape: tuple[int, ...]) -> tuple[Rows, ...]:
         found = rows_of(encoder.names, unit, key.split(".", 2)[2], num_rows=shape[0])

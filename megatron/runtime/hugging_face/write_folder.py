@@ -22,8 +22,8 @@ from torch import Tensor
 from megatron.runtime.checkpoint.all_ranks import on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from megatron.runtime.hugging_face.file_layout import FileLayout, PlacedWeight
-from megatron.runtime.hugging_face.named_weights import NamedWeights, Part, parts_of
+from megatron.runtime.hugging_face.file_layout import FileLayout
+from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
 from megatron.runtime.hugging_face.weight_files import INDEX_NAME, WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
@@ -89,7 +89,10 @@ def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None
             try:
                 for part in parts_of(tensor, export.names) if problem is None else ():
                     place = export.layout.weights[part.key]
-                    _write_part(files.descriptor(place.file), part, place)
+                    values = part.piece.values.narrow(0, part.first_row, len(part.rows)).to(place.dtype)
+                    is_whole = len(part.columns) == place.row_size
+                    for row, content in zip(part.rows, [values] if is_whole else values, strict=False):
+                        _write_at(files.descriptor(place.file), _bytes_of(content), place.position(row, part.columns.start))
             except OSError as failure:
                 problem = failure
         if problem is not None:
@@ -128,13 +131,6 @@ def _copy_unused(files: _OpenFiles, export: Export) -> None:
         for key in unused:
             place = export.layout.weights[key]
             _write_at(files.descriptor(place.file), _bytes_of(source.read_whole(key)), place.start)
-
-
-def _write_part(descriptor: int, part: Part, place: PlacedWeight) -> None:
-    values = part.piece.values.narrow(0, part.first_row, len(part.rows)).to(place.dtype)
-    is_whole = len(part.columns) == place.row_size
-    for row, content in zip(part.rows, [values] if is_whole else values, strict=False):
-        _write_at(descriptor, _bytes_of(content), place.position(row, part.columns.start))
 
 
 def _write_at(descriptor: int, content: memoryview, position: int) -> None:

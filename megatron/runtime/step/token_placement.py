@@ -222,31 +222,29 @@ class TokenPlacement:
             pieces = [piece for atom in atoms for piece in self._step.output_of(place.unit, atom)]
             tokens: list[Any] = [first_token[piece.item] + self._conditions_behind(piece) for piece in pieces]
         else:
-            tokens = [first_token[atom] + _first_of_merged(self._item(place.unit, atom)) for atom in atoms]
+            firsts = ((first_token[atom], self._item(place.unit, atom)) for atom in atoms)
+            rows = ((first, item.num_tokens, item.num_output_tokens) for first, item in firsts)
+            tokens = [
+                first + np.arange(made) * count // max(1, made) for first, count, made in rows
+            ]  # the first that were merged
         return shares.owner_of_token[np.concatenate(tokens)] if tokens else np.empty(0, dtype=np.int64)
 
     @memoized
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
         is_by_item = self._sharing.method is TokenDistribution.BY_ITEM or self._step.graph.unit(place.unit).keeps_items_whole
         if not is_by_item or self._is_backbone(place):
-            return self._deal_blocks(place, part)
+            lengths, items = self._layout(place, part)
+            unit = self._step.graph.unit(place.unit)
+            rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode, window=unit.window_everywhere)
+            mask = build_packed_mask(lengths, items=items, rule=rule)
+            size, sharing = self._sizes[place.unit], self._sharing
+            return share_tokens(mask, num_ranks=size, method=sharing.method, block_size=sharing.block_size)
         dealer = self._dealer(place.unit)
         return dealer.deal(dealer.loads_of(self._item(place.unit, atom) for atom in self._atoms(place, part)))
 
     @memoized
     def _dealer(self, unit: str) -> ItemDealer:
         return ItemDealer(self._step.graph, unit, self._sizes[unit], self._sharing.block_size)
-
-    def _deal_blocks(self, place: MicrobatchPlace, part: int) -> TokenShares:
-        lengths, items = self._layout(place, part)
-        unit = self._step.graph.unit(place.unit)
-        rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode, window=unit.window_everywhere)
-        return share_tokens(
-            build_packed_mask(lengths, items=items, rule=rule),
-            num_ranks=self._sizes[place.unit],
-            method=self._sharing.method,
-            block_size=self._sharing.block_size,
-        )
 
     def _layout(self, place: MicrobatchPlace, part: int) -> tuple[tuple[int, ...], tuple[ItemSpan, ...]]:
         """Return the lengths of a sample subset's sequences, and the positions of encoders' items among its tokens."""
@@ -282,11 +280,6 @@ class TokenPlacement:
 def _context_rank(plan: Plan, end: MicrobatchPlace, rank: int) -> int | None:
     unit = plan.units[end.unit]
     return unit.context_parallel_rank(rank) if rank in unit.replicas[end.replica].ranks else None
-
-
-def _first_of_merged(item: ItemLengths) -> Rows:
-    """Return the first token that each row of an encoder's output was merged from, counted from the item's first token."""
-    return np.arange(item.num_output_tokens) * item.num_tokens // max(1, item.num_output_tokens)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

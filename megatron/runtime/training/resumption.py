@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ def _describe_training(run: Run) -> RunData:
         # Without projector_lr: earlier checkpoints do not have it, and rates of units follow the flags without a new schedule.
         "learning_rate": {name: value for name, value in settings.items() if "lr" in name and name != "projector_lr"},
         "trained": {"frozen": frozen, "frozen_projectors": projectors, "adapted": adapted},
-        "phase": run.phase.to_dict(),
+        "phase": asdict(run.phase),
     }
 
 
@@ -176,7 +176,7 @@ def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
         run.phase = find_phase(loaded.run_state, run.described_data, step=loaded.step, may_change=run.config.checkpoint.new_phase)
     except (TypeError, ValueError, KeyError, AttributeError) as problem:  # the content may be anything
         raise damaged(loaded.path, f"its phase cannot be read ({problem!r})") from problem
-    run.described_data = {**run.described_data, "phase": run.phase.to_dict()}
+    run.described_data = {**run.described_data, "phase": asdict(run.phase)}
     if run.phase.first_step == loaded.step and run.config.checkpoint.new_phase:
         logger.info("a new phase begins after step %d, %d samples", loaded.step, run.phase.first_sample)
     if first_step := run.phase.learning_rate_first_step:

@@ -1,5 +1,6 @@
 """Where a run goes on after a change of phase: every data set where it was left, the rest as it was."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -46,10 +47,10 @@ def test_a_data_set_comes_back_where_it_was_left_two_phases_later() -> None:
     first, second, third = describe((A, 0.75), (B, 0.25)), describe((C, 1.0), size=4), describe((B, 0.5), (C, 0.5))
     phase = find_phase(first, second, step=10, may_change=True)
     assert phase == Phase(10, 80, {A: 60, B: 20})
-    phase = find_phase({**second, "phase": phase.to_dict()}, third, step=13, may_change=True)
+    phase = find_phase({**second, "phase": asdict(phase)}, third, step=13, may_change=True)
     assert phase == Phase(13, 92, {A: 60, B: 20, C: 12})
     assert [part.position for part in phase.go_on(batches_of(third), third).parts] == [20, 12]
-    saved = {**third, "phase": phase.to_dict()}
+    saved = {**third, "phase": asdict(phase)}
     assert find_phase(saved, third, step=20, may_change=True) == phase, "the same command again is no new phase"
 
 
