@@ -33,7 +33,8 @@ def gather_then_multiply(share: Tensor, matrix: Tensor, link: RankLink | None) -
     parts = sequence_parts(len(share), num_parts=link.num_parts)
     for part, work in zip(parts, works, strict=True):
         work.wait()
-        _multiply(_in_blocks(rows, link)[:, part], matrix, into=_in_blocks(product, link)[:, part])
+        blocks, made = (each.unflatten(0, (link.group.size(), -1)) for each in (rows, product))  # by the rank that owns them
+        _multiply(blocks[:, part], matrix, into=made[:, part])
     return product, rows
 
 
@@ -72,11 +73,6 @@ def multiply_then_sum(rows: Tensor, matrix: Tensor, link: RankLink, *, added: Ad
         else:
             works.append(dist.all_reduce(result[part], group=link.group, async_op=True))
     return Arriving(result, tuple(works))
-
-
-def _in_blocks(rows: Tensor, link: RankLink) -> Tensor:
-    """Return rows by the rank that owns them: [num_ranks, num_rows / num_ranks, batch, size]."""
-    return rows.unflatten(0, (link.group.size(), -1))
 
 
 def _multiply(rows: Tensor, matrix: Tensor, *, into: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ def connect_world(backend: str, *, store: Store, rank: int, size: int, timeout: 
     def drop(_: None) -> None:
         dist.destroy_process_group()
 
-    if not _needs_attempts(backend, size):
+    if backend != "gloo" or size == 1:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         return
     _try_together(make, drop=drop, store=store, rank=rank, size=size, timeout=timeout)
@@ -50,7 +50,7 @@ def create_groups(
     RuntimeError.
     """
     listed, rank, size = [list(ranks) for ranks in rank_sets], dist.get_rank(), dist.get_world_size()
-    if not _needs_attempts(backend or dist.get_backend(), size):
+    if (backend or dist.get_backend()) != "gloo" or size == 1:
         return [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in listed]
     world = dist.distributed_c10d._world
     first = world.group_count
@@ -75,10 +75,6 @@ def create_groups(
     for group in _own(groups):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return groups
-
-
-def _needs_attempts(backend: str, size: int) -> bool:
-    return backend == "gloo" and size > 1
 
 
 def _own(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:

@@ -180,18 +180,15 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         choices=(flag.choices or None) if flag.parse is str else None,
         nargs="+" if flag.is_list else None,
         metavar=flag.metavar,
-        help=_escape(flag.help + default),
+        help=(flag.help + default).replace("%", "%%"),
     )
 
 
 def _add_switch(arguments: Any, *, spellings: tuple[str, str], dest: str, const: tuple[Any, Any], help_text: str) -> None:
     """Add a switch; its opposite, which overrules a configuration file, is accepted but not listed."""
-    arguments.add_argument(spellings[0], action=_StoreOnce, nargs=0, dest=dest, const=(const[0],), help=_escape(help_text))
+    shown = help_text.replace("%", "%%")
+    arguments.add_argument(spellings[0], action=_StoreOnce, nargs=0, dest=dest, const=(const[0],), help=shown)
     arguments.add_argument(spellings[1], action=_StoreOnce, nargs=0, dest=dest, const=(const[1],), help=argparse.SUPPRESS)
-
-
-def _escape(text: str) -> str:
-    return text.replace("%", "%%")
 
 
 ALIKE = 0.84

@@ -14,8 +14,8 @@ from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.modulated_transformer import ModulatedTransformerKind
 from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.opaque import OpaqueKind
-from multimodal.model.layers.projectors.mlp import LinearProjectorKind, MergedTokensKind, ProjectorKind
-from multimodal.model.layers.projectors.queries import QueryProjectorKind
+from multimodal.model.layers.projectors.mlp import LinearProjector, Projector, ProjectorKind, UnprojectedTokens
+from multimodal.model.layers.projectors.queries import QueryProjector, QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import (
     SlidingMoeTransformerKind,
@@ -39,11 +39,11 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "sliding_moe_transformer": SlidingMoeTransformerKind(),
     "modulated_transformer": ModulatedTransformerKind(),
     "opaque": OpaqueKind(),
-    "projector": ProjectorKind(),
-    "linear_projector": LinearProjectorKind(),
+    "projector": ProjectorKind(Projector),
+    "linear_projector": ProjectorKind(LinearProjector),
     "joined_tokens": JoinedTokensKind(),
-    "merged_tokens": MergedTokensKind(),
-    "query_projector": QueryProjectorKind(),
+    "merged_tokens": ProjectorKind(UnprojectedTokens),
+    "query_projector": QueryProjectorKind(QueryProjector),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),

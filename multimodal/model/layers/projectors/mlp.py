@@ -144,11 +144,13 @@ def drops_tokens(unit: Unit) -> bool:
 
 
 class ProjectorKind(LayerKind):
-    """Makes the rows that the LLM takes; their width is its hidden size."""
+    """Makes the rows that the LLM takes, of its hidden size, or those that other encoders take."""
 
     column_parallel: ClassVar[tuple[str, ...]] = ("linear_fc1",)
     row_parallel: ClassVar[tuple[str, ...]] = ("linear_fc2",)
-    module: type[Module] = Projector
+
+    def __init__(self, module: type[MergedTokens]) -> None:
+        self.module = module
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and project; returns [num_merged_tokens, output_size], with rows of zeros in the places of row ends."""
@@ -161,15 +163,3 @@ class ProjectorKind(LayerKind):
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return the number of neighbouring tokens that are merged."""
         return unit.merge_factor
-
-
-class MergedTokensKind(ProjectorKind):
-    """Makes rows for other encoders; their width is that of merged tokens."""
-
-    module = UnprojectedTokens
-
-
-class LinearProjectorKind(ProjectorKind):
-    """A projector of one product."""
-
-    module = LinearProjector

@@ -151,7 +151,6 @@ class QueryProjectorKind(ProjectorKind):
 
     column_parallel = ("linear_q", "linear_kv", "linear_qkv", "linear_fc1")
     row_parallel = ("linear_proj", "linear_fc2")
-    module = QueryProjector
 
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return 1: costs are counted in tokens, not in outputs."""
