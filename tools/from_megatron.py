@@ -39,7 +39,6 @@ _SIZES = {
     "data_parallel_size": ("llm-dp",),
     "expert_parallel_size": ("llm-ep", "expert-model-parallel-size"),
 }
-"""Size of the LLM -> flags."""
 _ENCODER_SIZES = {
     "tensor_parallel_size": ("encoder-tp", "encoder-tensor-model-parallel-size"),
     "pipeline_parallel_size": ("encoder-pipeline-model-parallel-size",),

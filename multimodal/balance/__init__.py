@@ -47,9 +47,7 @@ class BalancerRow:
 
     balance: Balancer
     meaning: str
-    """Its effect, in one line."""
     source: str = ""
-    """The paper that it comes from."""
     keeps_samples_whole: bool = False
     """True if a microbatch of an encoder holds the items of one LLM microbatch; chains of layers over all lanes need that."""
     places_items: bool = False

@@ -109,7 +109,6 @@ class BalanceOptions:
     """Unit -> its cost as a function of lengths in tokens; other units cost their FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8
     vocab_size: int = 32768
-    """Vocabulary of the LLM's head, whose work counts."""
     predictor: Predictor | None = None
     """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
 

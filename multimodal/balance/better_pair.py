@@ -24,7 +24,6 @@ class Pair:
     balance: str
     schedule: str
     seconds: float = math.inf
-    """Duration of the predicted step."""
     keeps_more: bool = False
     """True if the schedule keeps more activations than the chosen one."""
 

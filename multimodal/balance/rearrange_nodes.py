@@ -157,7 +157,6 @@ class NodeArrangement:
     ranks_per_node: int
     """Rank r is on node r // ranks_per_node."""
     bytes_per_element: int = 2
-    """Size of a number in an encoder's output."""
     num_decoding_ranks: int = 0
     """Ranks that decode the batch's samples in turn and send them on; 0: every rank loads what it needs."""
 

@@ -26,7 +26,6 @@ class AssignedLoads:
     assignment: Assignment
     lengths: Sequence[SampleLengths]
     item_block_size: int | None = None
-    """See `RunOptions.item_block_size`."""
 
     @memoized
     def of_microbatches(self, unit: str) -> UnitLoad:

@@ -43,10 +43,8 @@ class ModelCosts:
     shape: StepShape
     assignment: Assignment
     lengths: Sequence[SampleLengths]
-    """The global batch that the assignment places."""
     cluster: Cluster
     vocab_size: int
-    """Padded."""
     options: RunOptions = DEFAULT_OPTIONS
     profile: LayerProfile | None = None
     """Measured costs of layers, used instead of those that follow from the cluster's description."""

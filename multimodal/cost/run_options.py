@@ -19,7 +19,6 @@ class RunOptions:
     """Shared by replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
-    """The implementation whose activations are counted."""
     num_overlapped_parts: int = 1
     """Parts into which a transformer layer's tensor parallel collectives and the products beside them are cut; 1: not cut."""
     item_block_size: int | None = DEFAULT_BLOCK_SIZE

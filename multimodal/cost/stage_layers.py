@@ -25,7 +25,6 @@ class StageLayers:
     graph: ModelGraph
     plan: Plan
     vocab_size: int
-    """Padded."""
 
     def tensor_size(self, stage: StageKey) -> int:
         """Return the tensor parallel size of a stage."""

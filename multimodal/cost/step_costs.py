@@ -30,11 +30,8 @@ class PieceCosts(NamedTuple):
     seconds: Floats
     """Seconds of a computation or a collective; for a send, the seconds in which its link is occupied."""
     tensor_parallel_seconds: Floats
-    """See `ComputeCost`."""
     latency_seconds: Floats
-    """See `TransferCost`."""
     links: Integers
-    """See `TransferCost`."""
 
     @classmethod
     def nothing(cls, num_pieces: int) -> "PieceCosts":

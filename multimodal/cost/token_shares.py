@@ -127,7 +127,6 @@ class RankShare:
 
     shares: TokenShares
     rank: int
-    """Index in the context parallel group."""
 
     @property
     def num_tokens(self) -> int:

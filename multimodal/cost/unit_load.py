@@ -69,7 +69,6 @@ class AtomLoads(NamedTuple):
     """Rounded once if beyond 2^53."""
     num_outputs: Integers
     num_sequences: Integers
-    """See `UnitLoad`."""
 
 
 def atom_loads(unit: Unit, lengths: LengthArrays) -> AtomLoads:

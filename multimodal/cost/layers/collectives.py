@@ -34,7 +34,6 @@ class LayerCollectives(NamedTuple):
     """Seconds of one layer's collectives in one pass (forward or backward), over all tokens of a load."""
 
     tensor: Quadratic = Quadratic()
-    """Seconds over tensor parallel ranks."""
     context: Quadratic = Quadratic()
     """Gathering the keys and values of all heads over context parallel ranks, or returning their gradients, in one step."""
     num_groups: int = 1

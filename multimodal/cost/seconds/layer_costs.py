@@ -27,7 +27,6 @@ _ONE_TOKEN = UnitLoad(1, 1, 1)
 _ONE_INSIDE = UnitLoad(1, 1)
 _PRODUCTS_PER_ADAPTER = 2
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
-"""The costs of an empty load."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class LayerCosts:
     graph: ModelGraph
     cluster: Cluster
     vocab_size: int
-    """Padded."""
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
     num_overlapped_parts: int = 1

@@ -58,7 +58,6 @@ class SegmentShares:
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     attends: Sequence[bool]
-    """True for the segment in which tokens attend to each other."""
 
 
 def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:

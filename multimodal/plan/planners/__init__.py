@@ -41,9 +41,7 @@ class PlannerRow:
     name: str
     plan: Planner
     meaning: str
-    """Its effect, in one line."""
     source: str = ""
-    """The paper that introduced it, or that uses it as a baseline."""
     searches_others: bool = False
     """True if it also judges the other planners' plans, so that none of them is better than its own."""
     takes_fed_encoders: bool = True

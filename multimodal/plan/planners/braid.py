@@ -61,7 +61,6 @@ NUM_OTHER_LAYOUTS = 6
 CHANCE = 1.02
 """Such plans may, at a glance, be this many times as long as the run."""
 MOST_JUDGED = 12
-"""Most runs that are judged, whatever the budget."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
 """Shares of the memory that estimates may fill; the next one is tried if nothing fits in simulation."""
 NUM_REPORTED = 5

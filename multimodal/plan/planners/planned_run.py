@@ -19,7 +19,6 @@ class PlannedRun:
 
     plan: Plan
     planner: str = field(default="", kw_only=True, compare=False)
-    """The name of the planner that found it."""
     schedule: str = "1f1b"
     """A name of `BUILDERS`."""
     passes: tuple[str, ...] = ()
@@ -27,11 +26,9 @@ class PlannedRun:
     balance: str = "none"
     """A name of `BALANCERS`."""
     micro_batch_size: int = 1
-    """Samples per LLM microbatch."""
     recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
-    """The implementation of transformer layers, on which activations depend."""
     tp_comm_overlap: bool = False
     """True if tensor parallel collectives are cut into parts that run beside products; local layers only."""
     sharding: Sharding = "optim"

@@ -36,7 +36,6 @@ BLOCK_SIZE = 128
 """Default number of tokens that are dealt to context parallel ranks at a time."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_PART_TOKENS = 8 * BLOCK_SIZE
-"""Fewest tokens of a part of an item."""
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 OVERLAPPED_PARTS = 4
@@ -138,7 +137,6 @@ class PlanningRequest:
     num_gpus: int
     """Most GPUs that a plan may use."""
     global_batch_size: int
-    """Samples per step."""
     lengths: tuple[SampleLengths, ...]
     """Lengths of a sample of the real data, of any size."""
     expert_parallel_size: int | None = None
@@ -150,7 +148,6 @@ class PlanningRequest:
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
     """Unit -> sizes that the plan must have."""
     recompute: Recompute | None = None
-    """The part of transformer layers that is recomputed in their backward."""
     profile: LayerProfile | None = None
     """Measured costs of layers, used instead of those computed from the cluster's description."""
     transformer_impl: Implementation | None = None
@@ -160,7 +157,6 @@ class PlanningRequest:
     sharding: Sharding | None = None
     """The state that replicas share; None: `optim`, or the planner's choice."""
     most_context_parallel: int = 1
-    """The largest context parallel size that a planner may choose."""
     least_share_tokens: int = LEAST_SHARE_TOKENS
     """Fewest tokens of the largest microbatch, or sample, per context parallel rank for a size to be considered."""
     memory_headroom: float = 0.1

@@ -19,7 +19,6 @@ class AllocationProblem:
 
     llm: UnitOptions
     others: Mapping[str, UnitOptions]
-    """Options of encoders and generators."""
     upstream: frozenset[str]
     """The encoders among `others`, which keep activations for as many microbatches as the LLM has in flight."""
     num_gpus: int

@@ -55,7 +55,6 @@ class Prediction:
     busiest_seconds: float = 0.0
     """The busiest ranks' computations: no order of these is shorter."""
     update_seconds: float = 0.0
-    """The optimizer's part of a step."""
     replica_share: int = 1
     """Replicas per simulated replica: one of this number was simulated."""
 

@@ -19,7 +19,6 @@ from multimodal.schedule.passes import PASSES, Need
 from multimodal.values.plan import Plan
 
 Form = tuple[str, str]
-"""A schedule and a balancer."""
 Placed = tuple[tuple[Placement, ...], bool]
 """The placements of a plan's units, and True if some stage holds several layer ranges."""
 
@@ -150,7 +149,6 @@ class _Pipelines(NamedTuple):
     """The LLM's work on the busiest ranks of each group."""
     microbatch_seconds: float
     shares: tuple[int, ...]
-    """Number of microbatches of each pipeline."""
 
     def even_out(self) -> tuple[int, ...]:
         """Give every microbatch to the pipeline whose ranks have the least work."""

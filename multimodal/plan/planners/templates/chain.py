@@ -168,7 +168,6 @@ class StageMapping(NamedTuple):
     """Stages in pipeline order."""
 
     ticks: int
-    """Length of a step."""
     ends: tuple[int, ...]
     """For each stage, the piece after its last one."""
     gpus: tuple[int, ...]

@@ -73,7 +73,6 @@ class Reconfiguration:
     """`keep`, `reinstantiate`, `borrow` or `merge`: the last step that any pipeline took; `replan`: all nodes anew."""
     pipelines: tuple[Pipeline, ...]
     step_seconds: float
-    """Seconds of a step from now on."""
     copies: tuple[LayerCopy, ...]
     """Each layer that a node lacks, once, from a node that has it; copies run in parallel."""
     copy_seconds: float

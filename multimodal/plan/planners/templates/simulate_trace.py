@@ -18,7 +18,6 @@ class NodeChange(NamedTuple):
     """A number of nodes lost or joined at once."""
 
     seconds: float
-    """Seconds after the start."""
     change: int
     """Number of joined nodes, or minus the number of lost ones."""
 

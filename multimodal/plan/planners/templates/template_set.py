@@ -90,12 +90,10 @@ class TemplateStage:
 
     first_layer: int = field(metadata=_LAYER)
     last_layer: int = field(metadata=_LAYER)
-    """The last layer that it holds."""
     gpus: int = field(metadata=_COUNT)
     node: int = field(metadata=_AT_LEAST_ZERO)
     """Index among the template's nodes."""
     forward_seconds: float = field(metadata=_AT_LEAST_ZERO)
-    """Seconds of one microbatch's forward."""
     backward_seconds: float = field(metadata=_AT_LEAST_ZERO)
 
     @property
@@ -126,9 +124,7 @@ class Instance:
     """One replica that uses a template."""
 
     nodes: int = field(metadata=_COUNT)
-    """Nodes of its template."""
     num_microbatches: int = field(metadata=_COUNT)
-    """Its share of the global batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +160,11 @@ class TemplateSet:
     """Templates for consecutive numbers of nodes, and their instances at the start."""
 
     num_nodes: int = field(metadata=_COUNT)
-    """Nodes at the start."""
     gpus_per_node: int = field(metadata=_COUNT)
     fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
     """Nodes that may be lost at once: there is always one more replica."""
     micro_batch_size: int = field(metadata=_COUNT)
     num_microbatches: int = field(metadata=_COUNT)
-    """Microbatches of the global batch."""
     recompute_granularity: str | None
     chain: tuple[ChainUnit, ...] = field(metadata={"min_entries": 1})
     layer_bytes: tuple[int, ...] = field(metadata={"min_entries": 1, "minimum": 0})
