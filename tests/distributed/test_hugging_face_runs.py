@@ -30,7 +30,6 @@ from tests.distributed.hugging_face_models import TEXTS
 from tests.distributed.launch import Launched, launch, train
 from tests.distributed.mutations.run import small_llava
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.distributed.wide_transformers import build_wide_model, randomize_vectors
 from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert
@@ -80,23 +79,6 @@ def test_a_run_steps_as_transformers_with_adamw(tmp_path: Path) -> None:
     again = launch(flags, num_ranks=2)
     assert "is there already; give another folder, or remove it" in again.output
     assert again.exit_codes != (0, 0)
-
-
-def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
-    """Images of a manifest, towers frozen: in the folder that is written the projector has changed, and rows of new tokens."""
-    folder, target = tmp_path / "model", tmp_path / "trained"
-    small_llava(264).save_pretrained(folder)
-    write_working_files(tmp_path)
-    flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--tokenizer-type": "ByteTokenizer"}
-    del flags["--model"]
-    train({**flags, "--freeze": ["vision", "llm"]}, num_ranks=NUM_RANKS)
-    before, after = load_file(folder / "model.safetensors"), load_file(target / "model.safetensors")
-    assert before.keys() == after.keys()
-    own = ByteTokenizer().num_own_tokens
-    vocabulary = {key for key in before if "embed_tokens" in key or "lm_head" in key}
-    changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {key for key in before if "projector" in key} | vocabulary
-    assert all(torch.equal(before[key][:own], after[key][:own]) for key in vocabulary)
 
 
 def test_added_tokens_learn_beside_adapters(tmp_path: Path) -> None:

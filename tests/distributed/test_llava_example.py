@@ -1,7 +1,6 @@
-"""examples/llava in small: its inputs, its two stages, the second from the first; and data that is wrong, on every rank."""
+"""examples/llava in small: its inputs, and its two stages, the second from the first."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
 from multimodal.data.index.index_cache import FOLDER_NAME
-from tests.distributed.launch import REPOSITORY, launch, train
+from tests.distributed.launch import REPOSITORY, train
 
 EXAMPLE = REPOSITORY / "examples" / "llava"
 SMALL = {"--train-iters": 2, "--global-batch-size": 4, "--num-workers": 0, "--lr-warmup-iters": 0, "--log-interval": 1}
@@ -45,7 +44,7 @@ def test_llava_in_two_stages(tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "llava")
     first, written = tmp_path / "projector", tmp_path / "first"
     said_by("projector", {"--load-hf": model, "--data-path": data, "--save": first, "--save-hf": written})
-    assert changed(model, written) and all("projector" in key for key in changed(model, written))
+    assert changed(model, written) == {key for key in load_file(model / "model.safetensors") if "projector" in key}
     (index,) = (data.parent / FOLDER_NAME).iterdir()
     before = index.stat().st_mtime_ns
     trained = tmp_path / "trained"
@@ -71,31 +70,3 @@ def test_transformers_asks_as_the_model_is_taught_and_stops_where_it_does(kind: 
 def test_qwen2_5_vl_begins(tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "qwen2_5_vl")
     assert "step 2/2" in said_by("projector", {"--load-hf": model, "--data-path": data})
-
-
-def cut_off(data: Path, model: Path) -> None:
-    text = data.read_text()
-    data.write_text(text[: len(text) // 2])
-
-
-def damage_an_image(data: Path, model: Path) -> None:
-    for path in (data.parent / "images").iterdir():
-        path.write_bytes(path.read_bytes()[:60])  # the header is right, so that it shows when the image is decoded
-
-
-WRONG: dict[Callable[[Path, Path], None], str] = {
-    cut_off: "conversations.json, line ",
-    damage_an_image: ".png cannot be decoded as an image",
-}
-
-
-@pytest.mark.deep  # test_wrong_inputs.py and test_mutations.py spoil data of all forms
-@pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
-def test_what_is_wrong_with_data_ends_every_rank(spoil: Callable[[Path, Path], None], tmp_path: Path) -> None:
-    model, data = write_inputs(tmp_path, "llava")
-    spoil(data, model)
-    flags = {"--config": EXAMPLE / "projector.yaml", **SMALL, "--load-hf": model, "--data-path": data}
-    done = launch(flags, num_ranks=2)
-    assert all(code not in (0, None) for code in done.exit_codes), done.output
-    assert done.output.count(WRONG[spoil]) == 1, done.output
-    assert "Traceback" not in done.output

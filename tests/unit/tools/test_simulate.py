@@ -117,17 +117,10 @@ def test_measured_layers_change_the_step(flags, tmp_path, capsys):
 
 def test_items_count_in_every_unit_that_they_pass_through(tmp_path, capsys):
     """Two encoders into a third one with queries, which feeds the LLM and a generator: 16 queries of each image arrive there."""
-    image = {"patch_size": 14, "merge_size": 2}
+    image, joined = {"patch_size": 14, "merge_size": 2}, {"role": "encoder", **SHAPE, "num_layers": 0, "hidden_size": 512}
     units = {
         **{key: {"role": "encoder", **SHAPE, "has_projector": False, "image": image} for key in ("siglip", "dino")},
-        "joint": {
-            "role": "encoder",
-            **SHAPE,
-            "num_layers": 0,
-            "hidden_size": 512,
-            "join": "features",
-            "queries": {"num_queries": 16},
-        },
+        "joint": {**joined, "join": "features", "queries": {"num_queries": 16}},
         "llm": {"role": "backbone", **SHAPE},
         "painter": {"role": "generator", **SHAPE, "image": {"patch_size": 14}},
     }

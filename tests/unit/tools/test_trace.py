@@ -51,9 +51,5 @@ def test_diff_reads_timelines_and_traces(files, tmp_path, capsys):
     assert "A takes 3 s, B 3.5 s: +16.7%" in capsys.readouterr().out
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert main(["diff", *files, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["by_kind"][1] == {
-        "kind": "RF",
-        "lane": -1,
-        "first_seconds": 1.0,
-        "second_seconds": 1.5,
-    }
+    found = json.loads(capsys.readouterr().out)["by_kind"][1]
+    assert found == {"kind": "RF", "lane": -1, "first_seconds": 1.0, "second_seconds": 1.5}
