@@ -1,5 +1,6 @@
 """Seconds of a model's layers on a cluster, for planners, simulator and emulation alike."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -233,19 +234,11 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     if attention_flops:
         per_token, per_square = (flops / num_ranks / attention_speed for flops in (in_windows, attention_flops - in_windows))
         attention = Quadratic(half / attention_speed, per_token, per_square)
-    moving, moving_back = _elementwise(layer, num_ranks=num_ranks, cluster=cluster)
+    traffic, bandwidth = layer.traffic(cluster.bytes_per_element), cluster.memory_bandwidth_gbytes_per_second or math.inf
+    moving, moving_back = (Quadratic(linear=moved / (num_ranks * bandwidth * 1e9)) for moved in traffic)
     return LayerCurves(
         forward=products.plus(adapters, attention, moving),
         input_gradient=products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back),
         weight_gradient=adapters if layer.adapted else products,
         attention=attention,
     )
-
-
-def _elementwise(layer: Layer, *, num_ranks: int, cluster: Cluster) -> tuple[Quadratic, Quadratic]:
-    """Return the curves of the forward and of the backward."""
-    if cluster.memory_bandwidth_gbytes_per_second is None:
-        return Quadratic(), Quadratic()
-    traffic = layer.traffic(cluster.bytes_per_element)
-    bytes_per_second = num_ranks * cluster.memory_bandwidth_gbytes_per_second * 1e9
-    return Quadratic(linear=traffic.forward / bytes_per_second), Quadratic(linear=traffic.input_gradient / bytes_per_second)
