@@ -37,10 +37,10 @@ from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
-from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
+from multimodal.schedule.timeline_page import write_picture
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -132,7 +132,7 @@ def build_parser() -> Parser:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     output.add_argument("--trace", type=Path, metavar="OUT.json", help="First step for ui.perfetto.dev and tools/trace.py.")
-    output.add_argument("--picture", type=Path, metavar="OUT.png", help="First step as a picture.")
+    output.add_argument("--picture", type=Path, metavar="OUT.png|OUT.html", help="First step as a picture, or a page to zoom in.")
     return parser
 
 
@@ -263,7 +263,7 @@ def run(argv: Sequence[str]) -> None:
     if flags.trace is not None:
         write_chrome_trace(simulations[0].timeline, flags.trace)
     if flags.picture is not None:
-        draw_timeline(simulations[0].timeline, flags.picture, title=f"Simulated: {report['schedule']}")
+        write_picture({f"Simulated: {report['schedule']}": simulations[0].timeline}, flags.picture)
     if flags.json:
         shape = steps[0].shape
         report["max_communicators_per_rank"] = max_communicators_per_rank(shape.graph, shape.plan)

@@ -1,6 +1,6 @@
 """Prints where two timelines of one plan (predicted and measured, or two schedules) differ; see docs/watch.md.
 
-python tools/trace.py diff A.json B.json [--picture OUT.png] [--json]
+python tools/trace.py diff A.json B.json [--picture OUT.png|OUT.html] [--json]
 """
 
 import json
@@ -17,7 +17,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.chrome_trace import read_timeline
-from multimodal.schedule.draw import draw_comparison
+from multimodal.schedule.timeline_page import write_picture
 from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline
@@ -96,7 +96,7 @@ def build_parser() -> Parser:
     diff = commands.add_parser("diff", help="Say where two steps of one plan spent their time.")
     diff.add_argument("first", type=Path, metavar="A", help="timeline_step_N.json.gz of --report-dir, or simulate.py --trace.")
     diff.add_argument("second", type=Path, metavar="B", help="Another one with the same lanes.")
-    diff.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw both above each other.")
+    diff.add_argument("--picture", type=Path, metavar="OUT.png|OUT.html", help="Draw both above each other.")
     diff.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     return parser
 
@@ -139,7 +139,7 @@ def run(argv: Sequence[str]) -> None:
     first, second = read_timeline(flags.first), read_timeline(flags.second)
     difference = compare_timelines(first, second)
     if flags.picture is not None:
-        draw_comparison({f"A: {flags.first.name}": first, f"B: {flags.second.name} ": second}, flags.picture)
+        write_picture({f"A: {flags.first.name}": first, f"B: {flags.second.name} ": second}, flags.picture)
     if flags.json:
         print(json.dumps(asdict(difference)))
     else:

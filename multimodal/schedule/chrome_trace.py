@@ -70,7 +70,8 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "f", **where, "ts": received.end_seconds * 1e6, **shared}
 
 
-def _event(event: TimelineEvent) -> dict[str, Any]:
+def describe_event(event: TimelineEvent) -> tuple[str, dict[str, Any]]:
+    """Return the name of an event's action, and what else there is to say of it."""
     action = event.action
     details: dict[str, Any] = {"unit": action.unit, "replica": action.replica, "stage": action.stage}
     if action.microbatch >= 0:
@@ -83,9 +84,14 @@ def _event(event: TimelineEvent) -> dict[str, Any]:
     if action.peer is not None:
         details["peer"] = " ".join(map(str, action.peer))
     number = f" {action.microbatch}" if action.microbatch >= 0 else ""
+    return f"{action.kind}{number} {action.unit}", details
+
+
+def _event(event: TimelineEvent) -> dict[str, Any]:
+    action, (name, details) = event.action, describe_event(event)
     return {
         "ph": "X",
-        "name": f"{action.kind}{number} {action.unit}",
+        "name": name,
         "cat": action.kind.name.lower(),
         "pid": event.lane,
         "tid": _THREADS[ACTION_TABLE[action.kind].resource],

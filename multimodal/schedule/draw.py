@@ -1,7 +1,7 @@
 """Draws timelines: one row per lane, one box per action, time to the right."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,11 @@ _COMPUTATIONS = {
     ActionKind.INPUT_GRADIENT: "input gradient",
     ActionKind.WEIGHT_GRADIENT: "weight gradient",
 }
+_OTHERS = {
+    Resource.SEND: "sending",
+    Resource.RECEIVE: "waiting for a message",
+    Resource.COLLECTIVE: "reducing gradients",
+}
 _LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5
@@ -47,24 +52,24 @@ def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None
     """Draw timelines above each other, a panel per title, with a common time axis and the same colors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    events = sorted((event for timeline in timelines.values() for event in timeline.events), key=lambda each: each.start_seconds)
-    together = Timeline(next(iter(timelines.values())).lanes, tuple(events))
-    units = tuple(dict.fromkeys(event.action.unit for event in events))
+    events, units = events_and_units(timelines)
     lanes = Counter((title, event.lane) for title, timeline in timelines.items() for event in timeline.events)
     width = min(20.0, max(9.0, 0.16 * max(lanes.values(), default=0)))
     heights = [1.0 + _LANE_HEIGHT_INCHES * len(timeline.lanes) for timeline in timelines.values()]
     figure = Figure(figsize=(width, 0.6 + sum(heights)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)
-    seconds = max(together.duration_seconds, 1e-9)
+    seconds = max(1e-9, *(timeline.duration_seconds for timeline in timelines.values()))
     for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):
         _draw_lanes(axes, timeline, units=units, seconds_per_inch=seconds / (width - 2), title=title)
         if len(timelines) > 1:
             axes.axvline(timeline.duration_seconds, color="#444444", linewidth=0.8, linestyle=":")
         axes.tick_params(axis="x", labelbottom=True)
         axes.set_xlim(0, seconds)
-    figure.legend(handles=_legend(together, units), loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    handles = [Patch(label=name, **action_look(kind, index)) for name, kind, index in list_looks(events, units)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -89,7 +94,7 @@ def _draw_event(
     axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float, *, is_later_range: bool, is_inside: bool
 ) -> None:
     kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
-    look = _look(kind, units.index(event.action.unit))
+    look = action_look(kind, units.index(event.action.unit))
     if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
         look["edgecolor"] = _FRAME_COLOR
     if is_inside:
@@ -111,7 +116,7 @@ def _draw_event(
         )
 
 
-def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
+def action_look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
     """Return the look of an action's box: colors by resource, and for computations by direction and unit."""
     resource = ACTION_TABLE[kind].resource
     if resource is Resource.COLLECTIVE:
@@ -127,7 +132,7 @@ def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
 
 def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
     axes.set_title(title, fontsize=11, loc="left")
-    axes.set_yticks(range(len(timeline.lanes)), [_row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
+    axes.set_yticks(range(len(timeline.lanes)), [row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
     axes.set_ylim(len(timeline.lanes) - 0.5, -0.5)
     axes.set_xlabel("seconds", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
@@ -137,7 +142,7 @@ def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _row_label(timeline: Timeline, lane: int) -> str:
+def row_label(timeline: Timeline, lane: int) -> str:
     """Return the row's label: ranks, then the stages of the lane, such as `rank 2  llm 0 stage 1`."""
     ranks = timeline.lanes[lane]
     places = sorted({event.action[1:4] for event in timeline.events if event.lane == lane})
@@ -156,18 +161,22 @@ def _rank_ranges(ranks: tuple[int, ...]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
-def _legend(timeline: Timeline, units: tuple[str, ...]) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    kinds = {event.action.kind for event in timeline.events}
-    handles = [
-        Patch(label=f"{unit} {name}", **_look(kind, index))
+def list_looks(events: Sequence[TimelineEvent], units: tuple[str, ...]) -> list[tuple[str, ActionKind, int]]:
+    """Return (name, kind, number of the unit) of all looks: of each unit's computations, and of what the other resources do."""
+    seen = {(event.action.kind, event.action.unit) for event in events}
+    found = [
+        (f"{unit} {name}", kind, index)
         for index, unit in enumerate(units)
         for kind, name in _COMPUTATIONS.items()
-        if kind in {event.action.kind for event in timeline.events if event.action.unit == unit}
+        if (kind, unit) in seen
     ]
-    others = {Resource.SEND: "sending", Resource.RECEIVE: "waiting for a message", Resource.COLLECTIVE: "reducing gradients"}
-    for resource, name in others.items():
-        if found := [kind for kind in ActionKind if kind in kinds and ACTION_TABLE[kind].resource is resource]:
-            handles.append(Patch(label=name, **_look(found[0], 0)))
-    return handles
+    kinds = [kind for kind in ActionKind if any(kind is each for each, _ in seen)]
+    for resource, name in _OTHERS.items():
+        found += [(name, kind, 0) for kind in kinds if ACTION_TABLE[kind].resource is resource][:1]
+    return found
+
+
+def events_and_units(timelines: Mapping[str, Timeline]) -> tuple[list[TimelineEvent], tuple[str, ...]]:
+    """Return the events of all timelines by their starts, and the units in the order of their colors."""
+    events = sorted((event for timeline in timelines.values() for event in timeline.events), key=lambda each: each.start_seconds)
+    return events, tuple(dict.fromkeys(event.action.unit for event in events))

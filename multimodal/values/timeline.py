@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SampleSubset, SegmentRange
+from multimodal.values.action import (
+    ACTION_TABLE,
+    Action,
+    ActionKind,
+    Coverage,
+    LayerRange,
+    Place,
+    Resource,
+    SampleSubset,
+    SegmentRange,
+)
 
 
 class TimelineEvent(NamedTuple):
@@ -28,6 +38,17 @@ class Timeline:
     def duration_seconds(self) -> float:
         """Seconds from the step's start to the last event's end."""
         return max((event.end_seconds for event in self.events), default=0.0)
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds of all computations, over all lanes."""
+        computed = (each for each in self.events if ACTION_TABLE[each.action.kind].resource is Resource.COMPUTE)
+        return sum(event.end_seconds - event.start_seconds for event in computed)
+
+    def scaled(self, factor: float) -> "Timeline":
+        """Return the timeline with all times multiplied."""
+        events = (TimelineEvent(action, lane, factor * start, factor * end) for action, lane, start, end in self.events)
+        return Timeline(self.lanes, tuple(events))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""

@@ -21,11 +21,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.json_log import JsonLog, check_log_file
-from megatron.runtime.report.run_page import RunPage
+from megatron.runtime.report.run_page import TIMELINE_PAGE, RunPage
 from megatron.runtime.report.trackers import TRACKERS, TrackedRun, Tracker
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.timeline_page import write_timeline_page
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 
@@ -108,8 +109,8 @@ class Reporter:
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
         """Report the model's answers to --sample-prompts."""
 
-    def timeline(self, number: int, timeline: Timeline) -> None:
-        """Report a step's measured timeline."""
+    def timeline(self, number: int, timeline: Timeline, predicted: Mapping[str, Timeline]) -> None:
+        """Report a step's measured timeline; predicted: by its title, if there is one."""
 
     def close(self) -> None:
         """End reporting after training."""
@@ -246,12 +247,14 @@ class ConsoleReporter(Reporter):
 
         return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 
-    def timeline(self, number: int, timeline: Timeline) -> None:
-        """Write the timeline for ui.perfetto.dev and tools/trace.py, and as a picture."""
+    def timeline(self, number: int, timeline: Timeline, predicted: Mapping[str, Timeline]) -> None:
+        """Write the timeline for ui.perfetto.dev and tools/trace.py, as a picture, and below the predicted one as a page."""
         if folder := self._logging.report_dir:
             title, path = f"Measured pipeline of step {number}", folder / f"timeline_step_{number}.json.gz"
             self._write(f"--report-dir {folder}", lambda: write_chrome_trace(timeline, path))
             self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
+            both = {**predicted, title: timeline}
+            self._write(f"--report-dir {folder}", lambda: write_timeline_page(both, folder / TIMELINE_PAGE))
 
     def close(self) -> None:
         """Write the page of the run and close the files."""

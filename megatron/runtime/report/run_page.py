@@ -15,12 +15,14 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+TIMELINE_PAGE = "timeline.html"
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#222}"
     "img{max-width:100%}pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
     "table{border-collapse:collapse}td img{min-height:4em;image-rendering:pixelated}"
     "td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
 )
+_LINK = f'<p><a href="{TIMELINE_PAGE}">The predicted and the measured one, to zoom in</a> (a file of its own)</p>'
 _COLOURS = ("#1f4e8c", "#a85a17", "#256c43", "#66418a")
 
 
@@ -82,7 +84,7 @@ class RunPage:
             "Loss": _picture(loss),
             "Throughput": _picture(self._draw_throughput()),
             "Balance": _picture(self._draw_balance()) if self._steps[-1].busiest else "",
-            "Timeline of the last measured step": _picture(timeline.read_bytes()) if timeline.is_file() else "",
+            "Timeline of the last measured step": f"{_picture(timeline.read_bytes())}{_LINK}" if timeline.is_file() else "",
             "Evaluations": _table(["step", "data", *_RESULTS], evaluated),
             f"Answers after step {self._samples.get('step')}": _table(["question", "answer", "expected"], answers),
             "Plan": f"<pre>{escape(self.description)}</pre>" if self.description else "",

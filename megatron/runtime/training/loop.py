@@ -27,7 +27,7 @@ from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
-from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch
+from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save, save_weights
 from megatron.runtime.training.run import Run, change_plan
 from multimodal.data.global_batches import DataPart
@@ -140,7 +140,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
             is_drawn = number == last_step or _is_multiple(number, config.logging.timeline_interval)
             if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
-                reporter.timeline(number, timeline)
+                predicted = predict_timeline(run.config, step, timeline, step_predictor(run), run.emulation)
+                reporter.timeline(number, timeline, predicted)
             _evaluate_and_save(run, reporter, progress)
             if _review_plan(run, reporter, number, step=step, report=report, events=events):
                 break

@@ -4,7 +4,7 @@ All ranks must predict alike, so nothing is measured here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.timeline import Timeline
 
 _SAMPLES_OF_LAYERS = 1024
 """Number of samples, the first of the training, whose lengths determine the layers of pipeline stages."""
@@ -120,6 +121,25 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
         f"warning: with --balance {chosen.balance} and --schedule {chosen.schedule} the first global batch is predicted to take "
         f"{chosen.seconds:.3g} s, with {flag} {better.seconds:.3g} s; change that flag{more}"
     )
+
+
+def predict_timeline(
+    config: RunConfig, step: Step, measured: Timeline, predictor: StepPredictor, emulation: "EmulationTable | None"
+) -> Mapping[str, Timeline]:
+    """Return the simulated timeline of a step by its title; empty if simulating it takes long.
+
+    Without --cluster the machine is assumed, so only proportions are compared: computations last as long in all as measured.
+    """
+    if emulation is not None:
+        return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation.costs).timeline}
+    prediction = predictor.predict(step.assignment, tuple(step.lengths.values()))
+    if not prediction.is_simulated:
+        return {}
+    found = simulate_schedule(step.schedule, prediction.costs).timeline
+    if config.training.cluster:
+        return {f"Predicted for --cluster {config.training.cluster}": found}
+    factor = measured.computing_seconds / (found.computing_seconds or 1.0)
+    return {f"Predicted for the assumed machine, times {factor:.3g}": found.scaled(factor)}
 
 
 def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: ModelGraph, plan: Plan) -> str | None:

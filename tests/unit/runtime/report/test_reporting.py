@@ -49,7 +49,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
             for number in steps:
                 reporter.step(number, STEP, balance, num_consumed_samples=8 * number)
                 if number >= steps[-1] - 1:
-                    reporter.timeline(number, Timeline((), ()))
+                    reporter.timeline(number, Timeline((), ()), {})
             reporter.evaluation(steps[-1], "held out", EvaluationReport(1.0, 0.0, 0.5, math.nan))
         return capsys.readouterr().out.splitlines()
 
@@ -230,7 +230,7 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
         reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
         drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", PIXEL)
         reporter.samples(1, [SampleAnswer("how <many>", "two", "three"), drawn])
-        reporter.timeline(1, Timeline((), ()))
+        reporter.timeline(1, Timeline((), ()), {"predicted": Timeline((), ())})
     with closing(ConsoleReporter(logging, train_iters=9, first_step=1)) as reporter:
         reporter.begin("llm: dp 4")
         reporter.step(2, replace(STEP, loss=1.0), BALANCE, num_consumed_samples=16)
@@ -238,7 +238,8 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
     assert re.findall("<h2>(.*?)</h2>", page) == [
         *("Loss", "Throughput", "Balance", "Timeline of the last measured step", "Evaluations", "Answers after step 1", "Plan")
     ]
-    assert page.count('src="data:image/png;base64,') == 5 and not re.search('(src|href)="(?!data:)|url[(]', page)
+    assert page.count('src="data:image/png;base64,') == 5 and not re.search('(src|href)="(?!data:|timeline.html)|url[(]', page)
+    assert '"title": "predicted"' in (tmp_path / "timeline.html").read_text()
     assert (
         "<title>Braid: 2 steps, loss 1.0000</title>" in page and "<td>charts</td><td>1.2500</td><td>0.5000</td><td></td>" in page
     )
