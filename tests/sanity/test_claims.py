@@ -1,4 +1,4 @@
-"""README's table of what works: every clause names the tests that would fail if it did not."""
+"""The table of what works, docs/features.md: every clause names the tests that would fail if it did not."""
 
 import ast
 import re
@@ -8,8 +8,8 @@ import pytest
 
 from tests.sanity.repository import ROOT
 
-README = (ROOT / "README.md").read_text()
-TABLE = README[README.index("## What works today") : README.index("`braid` estimates layouts")]
+FEATURES = (ROOT / "docs" / "features.md").read_text()
+TABLE = FEATURES[: FEATURES.index("`braid` estimates layouts")]
 ROW = re.compile(r"^\| ([A-Z][^|]+) \| (.*) \|$", re.MULTILINE)
 MASTER = "distributed/test_master.py::test_loss_and_every_gradient_equal_one_process"
 FAMILIES = "distributed/test_hugging_face_families.py::test_logits_and_gradients_equal_transformers"
