@@ -21,7 +21,9 @@ from PIL import Image
 from tests.distributed.hugging_face_models import (
     GRID,
     LLAVAS,
+    MODELS_WITH_EXPERTS,
     PATCH,
+    TEXT_MODELS,
     omni_thinker,
     pixtral,
     qwen2_5_vl,
@@ -103,9 +105,8 @@ FAMILIES = {
 }
 
 
-def write_source(folder: Path, family: Family) -> None:
-    """Write the folder of a model as it is published: weights, tokenizer, template, processor."""
-    tokens = TOKENS.get(family.processor, QWEN_TOKENS)
+def write_text_model(folder: Path, make: Callable[[], Any], tokens: Mapping[str, str]) -> tuple[Any, Any]:
+    """Write weights and tokenizer; tokens: special ones beside those of conversations. Returns both."""
     write_tokenizer(folder / "bytes")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "bytes" / "tokenizer.json"),
@@ -115,13 +116,20 @@ def write_source(folder: Path, family: Family) -> None:
     )
     shutil.rmtree(folder / "bytes")
     torch.manual_seed(0)
-    model = family.make()
+    model = make()
     model.resize_token_embeddings(len(tokenizer))
-    for key, token in family.ids.items():
-        setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+def write_source(folder: Path, family: Family) -> None:
+    """Write the folder of a model as it is published: weights, tokenizer, template, processor."""
+    model, tokenizer = write_text_model(folder, family.make, TOKENS.get(family.processor, QWEN_TOKENS))
+    for key, token in family.ids.items():
+        setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
+    model.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(
         "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
         "{{ part['text'] if part['type'] == 'text' else '" + family.marks + "' }}{% endfor %}<|im_end|>\n{% endfor %}"
@@ -159,3 +167,22 @@ def test_an_exported_folder_needs_no_further_file(name: str, tmp_path: Path) -> 
     shutil.rmtree(source)
     found, theirs = answer(written, family)
     assert found == expected and torch.equal(theirs, features)
+
+
+@pytest.mark.parametrize("name", [*TEXT_MODELS, *MODELS_WITH_EXPERTS])
+def test_an_exported_text_model_needs_no_further_file(name: str, tmp_path: Path) -> None:
+    source, written = tmp_path / "source", tmp_path / "written"
+    write_text_model(source, (TEXT_MODELS | MODELS_WITH_EXPERTS)[name], {})
+
+    def complete(folder: Path) -> list[int]:
+        tokenizer, model = (
+            kind.from_pretrained(folder) for kind in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
+        )
+        generated = model.eval().generate(**tokenizer("what?", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+        tokens: list[int] = generated[0].tolist()
+        return tokens
+
+    expected = complete(source)
+    assert convert.main(["--load-hf", str(source), "--save-hf", str(written)]) == 0
+    shutil.rmtree(source)
+    assert complete(written) == expected
