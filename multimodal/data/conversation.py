@@ -172,12 +172,7 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
     special = tokenizer.special
     roles = [_role(segment) for segment in segments if not isinstance(segment, ItemSegment)]
     trained_role = "document" if set(roles) == {"document"} else "assistant"
-    markers = {
-        "user": special.user,
-        "assistant": special.assistant,
-        "document": special.document,
-        "system": special.document,
-    }
+    markers = {"user": special.user, "assistant": special.assistant, "document": special.document, "system": special.document}
     turn: str | None = None
     num_seen = 0
     for segment in segments:

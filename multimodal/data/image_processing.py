@@ -66,13 +66,8 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
         return image_input.grid_size, image_input.grid_size
     if image_input.longest_side is not None:
         return _grid_within(height, width, longest_side=image_input.longest_side, patch_size=image_input.patch_size)
-    new_height, new_width = smart_resize(
-        height,
-        width,
-        factor=image_input.patch_size * image_input.merge_size,
-        min_pixels=image_input.min_pixels,
-        max_pixels=image_input.max_pixels,
-    )
+    factor, bounds = image_input.patch_size * image_input.merge_size, (image_input.min_pixels, image_input.max_pixels)
+    new_height, new_width = smart_resize(height, width, factor=factor, min_pixels=bounds[0], max_pixels=bounds[1])
     return new_height // image_input.patch_size, new_width // image_input.patch_size
 
 

@@ -60,7 +60,11 @@ class ManifestSource:
         """
         self._files = open_sample_files(path)
         self._graph = graph
-        _check_channels(graph)
+        for unit in graph.units:
+            if unit.image is not None and unit.image.in_channels not in (1, 3):
+                raise ModelError(
+                    f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
+                )
         self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
         self._tokenizer = tokenizer
         options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong)
@@ -126,11 +130,3 @@ class ManifestSource:
                 f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
             )
         return index
-
-
-def _check_channels(graph: ModelGraph) -> None:
-    for unit in graph.units:
-        if unit.image is not None and unit.image.in_channels not in (1, 3):
-            raise ModelError(
-                f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
-            )

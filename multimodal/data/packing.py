@@ -52,12 +52,7 @@ class LanguageMicrobatch:
 
 
 def pack_encoder_microbatch(
-    atoms: Sequence[Atom],
-    *,
-    source: SampleSource,
-    index_of_sample: Mapping[int, int],
-    item_input: ItemInput,
-    with_pixels: bool,
+    atoms: Sequence[Atom], *, source: SampleSource, index_of_sample: Mapping[int, int], item_input: ItemInput, with_pixels: bool
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need pixels, later ones only positions).
 

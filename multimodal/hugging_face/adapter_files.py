@@ -134,7 +134,9 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
                     f"{folder / ADAPTER_WEIGHTS}: {name}: {module} {problem}; give adapters of this model, on linear layers alone"
                 )
             rank = _checked_rank(folder, config, module, tensors[name])
-            found.setdefault(own, {})[place] = PeftModule(key, module, rank, _scale(config, module, rank))
+            alpha = float(_value_for(module, config.get("alpha_pattern"), default=config["lora_alpha"]))
+            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            found.setdefault(own, {})[place] = PeftModule(key, module, rank, scale)
         elif not name.endswith(UP_ENDING):
             others.append(name)
     if not found:
@@ -271,12 +273,6 @@ def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[
         raise ConfigError(
             f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}; name the modules with adapters"
         )
-
-
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A."""
-    alpha = _value_for(module, config.get("alpha_pattern"), default=config["lora_alpha"])
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def all_spellings(architecture: Architecture) -> Iterable[Spelling]:

@@ -255,10 +255,7 @@ def _checked_callbacks(name: str, functions: Mapping[str, str]) -> dict[str, str
     for place, function in functions.items():
         if place not in CALLBACKS:
             raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
-        if (
-            not isinstance(function, str)
-            or function.count(":") != 1
-            or not all(part.isidentifier() for part in function.replace(":", ".").split("."))
-        ):
+        parts = function.replace(":", ".").split(".") if isinstance(function, str) and function.count(":") == 1 else [""]
+        if not all(map(str.isidentifier, parts)):
             raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
     return dict(functions)

@@ -11,6 +11,7 @@ from multimodal.values.model_graph import Unit
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Their names of activations -> ours."""
 NO_DROPOUT = (0, 0.0, None)
+_LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_channels": 3}
 _LAYERS = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
 OF_CLIP: Mapping[str, Any] = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 _OF_IMAGENET: Mapping[str, Any] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
@@ -199,17 +200,7 @@ _PIXTRAL = EncoderForm(
         last=(),
         prefix="transformer.layers.{}.",
     ),
-    defaults={
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "num_channels": 3,
-        "image_size": 1024,
-        "patch_size": 16,
-        "hidden_act": "gelu",
-        "initializer_range": 0.02,
-    },
+    defaults={**_LARGE, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "initializer_range": 0.02},
     allowed={"hidden_act": ("silu",), "attention_dropout": NO_DROPOUT},
     read_more=_read_pixtral,
     write_more=_write_pixtral,
@@ -242,15 +233,13 @@ def _read_internvit(config: Config, where: str) -> dict[str, Any]:
     if spans_heads := bool(config["use_qk_norm"]):  # transformers' own norm
         needed = {"norm_type": ("rms_norm",), "layer_norm_eps": (_HEADS_EPSILON,)}
         require(config, needed, where=f"{where}use_qk_norm, but ")
+    sides = {key: _side(config, key, where) for key in ("image_size", "patch_size")}
     return {
         "normalization": _NORMS[config["norm_type"]],
         "add_qkv_bias": bool(config["attention_bias"]),
         "qk_layernorm": spans_heads,
         "qk_norm_spans_heads": spans_heads,
-        "image": {
-            **{key: _side(config, key, where) for key in ("image_size", "patch_size")},
-            "in_channels": config["num_channels"],
-        },
+        "image": {**sides, "in_channels": config["num_channels"]},
     }
 
 
@@ -299,13 +288,9 @@ INTERNVIT = EncoderForm(
         prefix="encoder.layer.{}.",
     ),
     defaults={
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
+        **_LARGE,
         "layer_norm_eps": 1e-6,
         "initializer_range": 0.02,
-        "num_channels": 3,
         "image_size": [448, 448],
         "patch_size": [14, 14],
         "attention_bias": False,

@@ -49,24 +49,20 @@ def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     tower = TOWERS[PIXTRAL] if model_type == PIXTRAL else tower_named(model_type, where=where)
     class_token = _class_token(config, tower)
     vision = tower.read(given, where=where)
-    return {
-        **vision,
-        "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
-        "num_layers": _num_layers_used(config, vision["num_layers"]),
-        "projector_hidden_size": text_size,
-        "projector_norm": "none",
-    }
-
-
-def _num_layers_used(config: Config, num_layers: int) -> int:
-    layer = config.get("vision_feature_layer", -2)
+    layer, num_layers = config.get("vision_feature_layer", -2), vision["num_layers"]
     used = layer + num_layers + 1 if isinstance(layer, int) and layer < 0 else layer
     if not isinstance(used, int) or not 1 <= used <= num_layers:
         raise ModelError(
             f"vision_feature_layer is {layer!r}, and only the output of one of the {num_layers} layers can be taken here; take a "
             "model of that kind"
         )
-    return used
+    return {
+        **vision,
+        "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
+        "num_layers": used,
+        "projector_hidden_size": text_size,
+        "projector_norm": "none",
+    }
 
 
 def _class_token(config: Config, tower: EncoderForm) -> str | None:

@@ -14,39 +14,17 @@ from multimodal.hugging_face.weight_names import Names, Tensor, UnitNames, Weigh
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
-_TEXT_DEFAULTS = {
-    "vocab_size": 152064,
-    "hidden_size": 8192,
-    "intermediate_size": 29568,
-    "num_hidden_layers": 80,
-    "max_window_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000.0,
-}
-_QWEN3_DEFAULTS = {
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "head_dim": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 500000.0,
-}
-_OMNI_DEFAULTS = {
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "sliding_window": 32768,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-}
+_SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+_NUMBERS = *_SIZES, "rms_norm_eps", "rope_theta"
+
+
+def _defaults(*numbers: float, **more: int) -> Config:
+    return dict(zip(_NUMBERS, numbers, strict=True)) | more
+
+
+_TEXT_DEFAULTS = _defaults(152064, 8192, 29568, 80, 64, 8, 1e-5, 1000000.0, max_window_layers=80)
+_QWEN3_DEFAULTS = _defaults(151936, 4096, 22016, 32, 32, 32, 1e-6, 500000.0, head_dim=128)
+_OMNI_DEFAULTS = _defaults(152064, 3584, 18944, 28, 28, 4, 1e-6, 1000000.0, sliding_window=32768)
 _VISION, _AUDIO = "visual.", "audio_tower."
 _INSIDE = ((_VISION, "model.visual."), ("model.", "model.language_model."))
 """The spelling of modules inside transformers."""
@@ -291,9 +269,6 @@ QWEN2_AUDIO = Architecture(
     shapes=lambda graph: _convolution_shapes(graph.encoders[0]),
     placeholders={"audio": "audio_token_index"},
 )
-QWEN2_5_OMNI = (
-    _omni("Qwen2_5OmniThinkerForConditionalGeneration", is_alone=True),
-    _omni("Qwen2_5OmniForConditionalGeneration"),
-    _omni("Qwen2_5OmniModel"),
-)
+_WITH_TALKER = "Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel"
+QWEN2_5_OMNI = (_omni("Qwen2_5OmniThinkerForConditionalGeneration", is_alone=True), *map(_omni, _WITH_TALKER))
 """The thinker alone, and in a folder with the talker."""

@@ -10,12 +10,10 @@ from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grou
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
 
-_QWEN_PATCHES = (
-    Key("patch_size", "patch_size"),
-    Key("spatial_merge_size", "merge_size"),
-    Key("temporal_patch_size", "num_frames"),
-)
+_CHANNELS = Key("in_channels", "in_channels")
+_QWEN_PATCHES = Key("patch_size", "patch_size"), Key("spatial_merge_size", "merge_size"), Key("temporal_patch_size", "num_frames")
 _QWEN_SIZES = {"num_heads": 16, "initializer_range": 0.02, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN2_SIZES = {"depth": 32, "hidden_size": 3584, "patch_size": 14, **_QWEN_SIZES}
 _QWEN: Mapping[str, Any] = {"add_bias_linear": True, "layernorm_epsilon": 1e-6}
 _PIXELS = {**OF_CLIP, "min_pixels": 3136, "max_pixels": 12845056}
 """Values of the published image processors."""
@@ -33,30 +31,20 @@ def _read_qwen2_vl(config: Config, where: str) -> dict[str, Any]:
     return {"ffn_hidden_size": int(size * ratio)}
 
 
-def _write_qwen2_vl(unit: Unit) -> dict[str, Any]:
-    """Return the rest; reading it back shows that the inner width is no multiple of the hidden size, if it is none."""
-    shape = unit.transformer
-    return {"mlp_ratio": shape.ffn_hidden_size // shape.hidden_size, "hidden_act": shape.activation}
-
-
 QWEN2_VL = EncoderForm(
     shape_keys("depth", "embed_dim", "num_heads"),
-    (*_QWEN_PATCHES, Key("in_channels", "in_channels")),
+    (*_QWEN_PATCHES, _CHANNELS),
     {"normalization": "LayerNorm", "activation": "quick_gelu", **_QWEN},
     {**_PIXELS, "has_patch_bias": False},
     _qwen_names("attn.qkv", "mlp.fc1", "mlp.fc2"),
-    defaults={
-        "depth": 32,
-        "embed_dim": 1280,
-        "hidden_size": 3584,
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": 4,
-        "patch_size": 14,
-        **_QWEN_SIZES,
-    },
+    defaults={**_QWEN2_SIZES, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4},
     allowed={"hidden_act": ("quick_gelu",)},
     read_more=_read_qwen2_vl,
-    write_more=_write_qwen2_vl,
+    # Reading it back shows that the inner width is no multiple of the hidden size, if it is none.
+    write_more=lambda unit: {
+        "mlp_ratio": unit.transformer.ffn_hidden_size // unit.transformer.hidden_size,
+        "hidden_act": unit.transformer.activation,
+    },
 )
 
 
@@ -71,19 +59,16 @@ def _qwen2_5_vl(qkv: str) -> EncoderForm:
     windows = Key("window_size", "window_size"), Key("fullatt_block_indexes", "full_attention_layers")
     return EncoderForm(
         shape_keys("depth", "hidden_size", "num_heads", "intermediate_size"),
-        (*_QWEN_PATCHES, *windows, Key("in_channels", "in_channels")),
+        (*_QWEN_PATCHES, *windows, _CHANNELS),
         _QWEN,
         {**_PIXELS, "has_patch_bias": False},
         _qwen_names(qkv, "mlp.gate_proj mlp.up_proj", "mlp.down_proj"),
         defaults={
-            "depth": 32,
-            "hidden_size": 3584,
+            **_QWEN2_SIZES,
             "intermediate_size": 3420,
-            "patch_size": 14,
             "window_size": 112,
             "out_hidden_size": 3584,
             "fullatt_block_indexes": [7, 15, 23, 31],
-            **_QWEN_SIZES,
         },
         allowed={"hidden_act": ("silu",)},
         read_more=_check_positions,
@@ -92,6 +77,7 @@ def _qwen2_5_vl(qkv: str) -> EncoderForm:
 
 
 QWEN2_5_VL, OMNI_VISION = _qwen2_5_vl("attn.qkv"), _qwen2_5_vl("attn.q attn.k attn.v")
+_QWEN3_PATCHES = Tensor("bias", "patch_embed.proj.bias"), Tensor("positions", "pos_embed.weight")
 _QWEN3_ACTIVATIONS = {theirs: ACTIVATIONS[theirs] for theirs in ("gelu_pytorch_tanh", "gelu")}
 
 
@@ -118,16 +104,10 @@ def _write_qwen3_vl(unit: Unit) -> dict[str, Any]:
 
 QWEN3_VL = EncoderForm(
     shape_keys("depth", "hidden_size", "num_heads", "intermediate_size"),
-    (*_QWEN_PATCHES, Key("in_channels", "in_channels")),
+    (*_QWEN_PATCHES, _CHANNELS),
     {"normalization": "LayerNorm", **_QWEN},
     {"mean": [0.5], "std": [0.5], "min_pixels": 65536, "max_pixels": 16777216},
-    _qwen_names(
-        "attn.qkv",
-        "mlp.linear_fc1",
-        "mlp.linear_fc2",
-        Tensor("bias", "patch_embed.proj.bias"),
-        Tensor("positions", "pos_embed.weight"),
-    ),
+    _qwen_names("attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2", *_QWEN3_PATCHES),
     defaults={
         "depth": 27,
         "hidden_size": 1152,
@@ -154,11 +134,6 @@ _WHISPER_ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "scale_embedding": (False,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), NO_DROPOUT),
 }
-
-
-def _write_whisper(unit: Unit) -> dict[str, Any]:
-    positions = unit.audio.num_positions if unit.audio is not None else 0
-    return {"max_source_positions": positions or _MAX_POSITIONS}
 
 
 WHISPER = EncoderForm(
@@ -192,6 +167,6 @@ WHISPER = EncoderForm(
     },
     allowed=_WHISPER_ALLOWED,
     read_more=lambda config, where: {"audio": {**_AVERAGED, "max_tokens": config["max_source_positions"]}},
-    write_more=_write_whisper,
+    write_more=lambda unit: {"max_source_positions": (unit.audio and unit.audio.num_positions) or _MAX_POSITIONS},
     written={key: values[0] for key, values in _WHISPER_ALLOWED.items()},
 )

@@ -147,9 +147,7 @@ _GEMMA: Mapping[str, Any] = {
     "constants": {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
     "fields": {
         "activation": "geglu_tanh",
-        "layernorm_zero_centered_gamma": True,
-        "has_post_norms": True,
-        "scales_embeddings": True,
+        **dict.fromkeys(("layernorm_zero_centered_gamma", "has_post_norms", "scales_embeddings"), True),
     },
 }
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}

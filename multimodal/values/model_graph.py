@@ -28,10 +28,7 @@ __all__ = [
 ]
 
 
-_EDGE_ROLES = (
-    *((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)),
-    (Role.BACKBONE, Role.GENERATOR),
-)
+_EDGE_ROLES = (*((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)), (Role.BACKBONE, Role.GENERATOR))
 
 
 @dataclass(frozen=True)

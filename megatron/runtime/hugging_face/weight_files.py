@@ -77,13 +77,11 @@ class WeightFiles:
         part = self._open[self.weights[key].file].get_slice(key)
         shape = self.weights[key].shape
         if len(shape) == 1:
-            values: Tensor = part[rows.start : rows.stop]
-            return values[:, None]
+            return part[rows.start : rows.stop][:, None]
         if len(shape) == 2:
-            values = part[rows.start : rows.stop, columns.start : columns.stop]
-            return values
+            return part[rows.start : rows.stop, columns.start : columns.stop]
         if shape[0] == 1:
-            values = part[:].reshape(-1, row_size)[rows.start : rows.stop]
+            values: Tensor = part[:].reshape(-1, row_size)[rows.start : rows.stop]
         else:
             values = part[rows.start : rows.stop].reshape(len(rows), row_size)
         return values[:, columns.start : columns.stop]

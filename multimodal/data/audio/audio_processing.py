@@ -114,8 +114,7 @@ def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: 
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_WINDOW) / _WINDOW)).astype(np.float32)
     energies = np.abs(scipy.fft.rfft(windows * hann, axis=1)) ** 2
     logarithms = np.log10(np.maximum(energies @ _mel_filters(num_mel_bins), 1e-10))
-    frames: _Frames = ((np.maximum(logarithms, logarithms.max() - 8) + 4) / 4).astype(np.float32)
-    return frames
+    return ((np.maximum(logarithms, logarithms.max() - 8) + 4) / 4).astype(np.float32)
 
 
 def _frames_of_tokens(frames: _Frames, num_tokens: int) -> _Frames:
@@ -129,18 +128,10 @@ def _frames_of_tokens(frames: _Frames, num_tokens: int) -> _Frames:
 @lru_cache(maxsize=4)
 def _mel_filters(num_mel_bins: int) -> _Frames:
     """[201, num_mel_bins]: triangles of equal area over frequencies up to 8 kHz, on Slaney's mel scale."""
-    corners = _mel_to_hertz(np.linspace(0, _hertz_to_mel(8000.0), num_mel_bins + 2))
+    # The scale is linear below 1000 Hz, which is 15 mel, and logarithmic above.
+    mels = np.linspace(0, 15 + np.log(8000.0 / 1000) * 27 / np.log(6.4), num_mel_bins + 2)
+    corners = np.where(mels >= 15, 1000 * np.exp(np.log(6.4) / 27 * (np.maximum(mels, 15) - 15)), 200 * mels / 3)
     slopes = corners[None, :] - np.linspace(0, 8000, _WINDOW // 2 + 1)[:, None]
     widths = np.diff(corners)
     triangles = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
-    filters: _Frames = (triangles * 2 / (corners[2:] - corners[:-2])).astype(np.float32)
-    return filters
-
-
-def _hertz_to_mel(hertz: float) -> float:
-    """Linear below 1000 Hz, which is 15 mel, and logarithmic above."""
-    return 15 + np.log(hertz / 1000) * 27 / np.log(6.4) if hertz >= 1000 else 3 * hertz / 200
-
-
-def _mel_to_hertz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return np.where(mel >= 15, 1000 * np.exp(np.log(6.4) / 27 * (np.maximum(mel, 15) - 15)), 200 * mel / 3)
+    return (triangles * 2 / (corners[2:] - corners[:-2])).astype(np.float32)

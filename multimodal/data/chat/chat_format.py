@@ -174,13 +174,7 @@ class ChatFormat:
         return ids, np.array(flags, dtype=np.bool_)
 
     def _expand(
-        self,
-        token_ids: list[int],
-        trained: npt.NDArray[np.bool_],
-        items: list[ItemSegment],
-        *,
-        seq_length: int,
-        where: str,
+        self, token_ids: list[int], trained: npt.NDArray[np.bool_], items: list[ItemSegment], *, seq_length: int, where: str
     ) -> Conversation:
         kinds = {placeholder.token_id: kind for kind, placeholder in self._placeholders.items()}
         places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]

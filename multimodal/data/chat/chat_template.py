@@ -109,17 +109,15 @@ class ChatTemplate:
         end = len(text) - len(behind)
         shown = text[len(before) : end].strip()
         is_alike = marked.count(_MARK) == 1 and text.startswith(before) and text.endswith(behind)
-        if not (is_alike and shown and _text_of(messages[index]).strip().endswith(shown)):
+        said = messages[index]["content"]
+        said = said if isinstance(said, str) else "".join(part.get("text", "") for part in said)
+        if not (is_alike and shown and said.strip().endswith(shown)):
             return None
-        return len(before), end + self._token_in_front(behind)
-
-    def _token_in_front(self, behind: str) -> int:
-        """Return the number of letters of the token that ends a turn, right behind an answer."""
-        eos_token = self.tokens.get("eos_token")
+        # The span includes the token that ends a turn, right behind an answer.
+        eos_token, found = self.tokens.get("eos_token"), _TOKEN_IN_FRONT.match(behind)
         if eos_token and behind.startswith(eos_token):
-            return len(eos_token)
-        found = _TOKEN_IN_FRONT.match(behind)
-        return found.end() if found else 0
+            return len(before), end + len(eos_token)
+        return len(before), end + found.end() if found else end
 
     def _space_behind_token(self, answer: str) -> int:
         """Return the number of spaces behind the token that ends a turn, which models are not trained to predict."""
@@ -157,11 +155,6 @@ class ChatTemplate:
                 "--chat-template FILE"
             ) from problem
         return rendered[0], [(start, end) for start, end in spans[0]] if self.marks_spans else []
-
-
-def _text_of(message: Message) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemplate | None:

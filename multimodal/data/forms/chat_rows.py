@@ -38,13 +38,7 @@ _OTHER_MARK = re.compile(
 """Marks of other programs where media belong."""
 _HTML = frozenset(("<audio>", "<frame>", "<img>", "<video>"))
 """Marks that are HTML where no media belong."""
-_ROLES: Mapping[str, str] = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
+_ROLES: Mapping[str, str] = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _KEYS = (("role", "content"), ("from", "value"))
 _WEIGHTS = ("loss", "train", "weight")
 """Keys of messages that say whether they are learnt; all that assistants say is, and nothing else."""
@@ -86,10 +80,20 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
         previous = _next_role(message, role_key, previous=previous, where=here)
         learnt = [name for name in _WEIGHTS if message.get(name) == (previous == "assistant")]
         check_keys(message, (role_key, text_key, *learnt), where=here)
-        segments += _content(message, text_key, role=previous, listed=listed, where=here)
+        content = required(message, text_key, (str, list), where=here)
+        if isinstance(content, str):
+            segments += _marked_text(content, role=previous, listed=listed, where=here)
+        else:
+            parts = ((part, f"{here}.{text_key}[{index}]") for index, part in enumerate(content))
+            segments += (_part(part, role=previous, listed=listed, where=place) for part, place in parts)
     for kind, found in paths.items():
-        _check_all_taken(kind, num_listed=len(found), num_left=len(listed[kind]), where=where)
-    _check_answered(segments, where=where)
+        if listed[kind]:
+            raise DataError(
+                f"{where}: {len(found)} {kind}s are listed, but there are places (<{kind}>) for {len(found) - len(listed[kind])} "
+                f"alone; add marks where the {kind}s belong, or remove {kind}s"
+            )
+    if not any(isinstance(segment, TextSegment) and segment.role == "assistant" for segment in segments):
+        raise DataError(f"{where}: the assistant never answers, so there is nothing to learn; add an answer or remove the sample")
     return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
 
 
@@ -125,15 +129,6 @@ def _next_role(message: dict[str, Any], key: str, *, previous: str, where: str) 
             "put them in order, or remove the sample"
         )
     return role
-
-
-def _content(message: dict[str, Any], key: str, *, role: str, listed: _Listed, where: str) -> Iterator[Segment]:
-    content = required(message, key, (str, list), where=where)
-    if isinstance(content, str):
-        yield from _marked_text(content, role=role, listed=listed, where=where)
-        return
-    for index, part in enumerate(content):
-        yield _part(part, role=role, listed=listed, where=f"{where}.{key}[{index}]")
 
 
 def _marked_text(text: str, *, role: str, listed: _Listed, where: str) -> Iterator[Segment]:
@@ -206,16 +201,3 @@ def _local_path(path: str, *, where: str) -> str:
     if path.startswith(("http://", "https://", "data:")):
         raise DataError(f"{where}: {path[:60]} is no path of a file, and nothing is downloaded; save it beside the data")
     return check_path(path, where=where)
-
-
-def _check_all_taken(kind: str, *, num_listed: int, num_left: int, where: str) -> None:
-    if num_left:
-        raise DataError(
-            f"{where}: {num_listed} {kind}s are listed, but there are places (<{kind}>) for {num_listed - num_left} alone; add "
-            f"marks where the {kind}s belong, or remove {kind}s"
-        )
-
-
-def _check_answered(segments: list[Segment], *, where: str) -> None:
-    if not any(isinstance(segment, TextSegment) and segment.role == "assistant" for segment in segments):
-        raise DataError(f"{where}: the assistant never answers, so there is nothing to learn; add an answer or remove the sample")

@@ -66,7 +66,14 @@ def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
             if number == 1 and raw.strip() and not raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
                 _check_any_json(raw, path)
             if raw.strip():
-                yield number, _parse_line(raw, where=f"{path}, line {number}")
+                try:
+                    value = json.loads(raw)
+                except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
+                    raise DataError(
+                        f"{path}, line {number}: not a complete JSON object ({problem}); the line is cut off or damaged: restore "
+                        "it or remove it"
+                    ) from problem
+                yield number, value
 
 
 def _check_any_json(raw: bytes, path: Path) -> None:
@@ -79,15 +86,6 @@ def _check_any_json(raw: bytes, path: Path) -> None:
             f"{path}, line 1: is no JSON: it begins with {shown!r}; give --data-path JSON with 'messages' or 'conversations' (a "
             "table of texts: write each row as such an object), a manifest.jsonl, or .parquet files"
         ) from None
-
-
-def _parse_line(raw: bytes, *, where: str) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
-        raise DataError(
-            f"{where}: not a complete JSON object ({problem}); the line is cut off or damaged: restore it or remove it"
-        ) from problem
 
 
 def _list_values(path: Path) -> Iterator[tuple[int, Any]]:

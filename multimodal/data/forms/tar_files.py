@@ -206,7 +206,4 @@ def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 def _asked(images: list[Any], question: str, answer: str) -> dict[str, Any]:
     content: list[Any] = [{"type": "image"} for _ in images]
     content += [{"type": "text", "text": question}] if question else []
-    return {
-        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}],
-        "images": images,
-    }
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], "images": images}

@@ -94,8 +94,7 @@ class SampleIndex:
     @property
     def skipped(self) -> Mapping[str, int]:
         """Reason for leaving samples out -> number of such samples."""
-        found: Mapping[str, int] = self._summary["skipped"]
-        return found
+        return self._summary["skipped"]
 
     @property
     def num_cut(self) -> int:
@@ -219,8 +218,7 @@ def _mapped(path: Path) -> npt.NDArray[Any]:
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError:
-        found: npt.NDArray[Any] = np.load(path, allow_pickle=False)
-        return found
+        return np.load(path, allow_pickle=False)
 
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:

@@ -9,7 +9,6 @@ from multimodal.data.audio.audio_files import read_audio_length
 from multimodal.data.audio.audio_processing import audio_grid
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import (
-    Conversation,
     GeneratedSegment,
     ItemSegment,
     Segment,
@@ -60,13 +59,7 @@ class SampleIndexer:
     """Indexes samples in this process."""
 
     def __init__(
-        self,
-        graph: ModelGraph,
-        *,
-        files: SampleFiles,
-        tokenizer: Tokenizer,
-        chat: ChatFormat | None,
-        options: IndexOptions,
+        self, graph: ModelGraph, *, files: SampleFiles, tokenizer: Tokenizer, chat: ChatFormat | None, options: IndexOptions
     ) -> None:
         """files: the data set, for images that are part of it; chat: writes conversations by a model's template."""
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
@@ -105,8 +98,11 @@ class SampleIndexer:
             )
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._options.seq_length} (seq_length)"
-        if self._options.needs_items_first:
-            _check_items_first(conversation, items, where=sample.where)
+        if self._options.needs_items_first and (behind := find_item_behind_text(conversation)) is not None:
+            raise DataError(
+                f"{sample.where}: {items[behind].path} stands behind text, but --attention-mask prefix has images before all of "
+                "a sample's text; put the images first there, or use --attention-mask embedded"
+            )
         conversation = replace(conversation, loss_weight=sample.loss_weight)
         return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
 
@@ -158,15 +154,6 @@ def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph
     num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
     row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
     return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles), row_length=row_length)
-
-
-def _check_items_first(conversation: Conversation, items: Sequence[IndexedItem], *, where: str) -> None:
-    item_index = find_item_behind_text(conversation)
-    if item_index is not None:
-        raise DataError(
-            f"{where}: {items[item_index].path} stands behind text, but --attention-mask prefix has images before all of "
-            "a sample's text; put the images first there, or use --attention-mask embedded"
-        )
 
 
 def input_of(unit: Unit) -> ItemInput:

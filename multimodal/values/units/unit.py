@@ -431,12 +431,7 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
         _refuse_values(entry, unit, ("flow",), owner="generators")
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
-        _refuse_values(
-            entry,
-            unit,
-            (*_OF_PROJECTORS, "audio", *also),
-            owner="encoders",
-        )
+        _refuse_values(entry, unit, (*_OF_PROJECTORS, "audio", *also), owner="encoders")
     return replace(unit, image=ImageInput()) if is_encoder and not unit.is_described else unit
 
 
