@@ -224,12 +224,8 @@ def check_depth(value: Any) -> None:
     for _ in range(LARGEST_DEPTH):
         if any(isinstance(each, int) and each.bit_length() > LARGEST_INTEGER_BITS for each in level):
             raise ValueError("a number is larger than any may be here")
-        level = [
-            inner
-            for each in level
-            if isinstance(each, (dict, list))
-            for inner in (each.values() if isinstance(each, dict) else each)
-        ]
+        groups = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        level = [inner for group in groups for inner in group]
         if not level:
             return
     raise ValueError(f"nested deeper than {LARGEST_DEPTH} levels")

@@ -30,6 +30,10 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _NOT_WEIGHTS = re.compile(r"(optimizer|opt_param_scheduler|rng_state|rerun_state)|.*_extra_state|.*rotary_pos_emb\.")
+_ENDS = {"word_embeddings": "embedding.word_embeddings", "norm": "decoder.final_layernorm", "output_layer": "output_layer"}
+"""Modules of the LLM's first and last layer -> Megatron's."""
+_FIRST = {"weight": "conv1.weight", "bias": "conv1.bias", "class_token": "class_token", "positions": "position_embeddings.weight"}
+"""Parameters of an encoder's first layer -> Megatron's."""
 _IMAGES = ("vision_model.", "vision_projection.encoder.")
 """Prefixes of an encoder and of its projector in LLaVAModel."""
 
@@ -139,7 +143,12 @@ def save_megatron(folder: Path, *, session: Session) -> None:
         whole = whole.reshape(_shape_there(tensor, graph))
         for place in places[::2]:  # under both names of norms, which Transformer Engine's and local layers may call differently
             parts.setdefault(place.key, {})[place.part] = whole
-    tensors = {key: ShardedTensor.from_rank_offsets(key, _stacked(found)) for key, found in parts.items()}
+    tensors: dict[str, ShardedTensor] = {}
+    for key, found in parts.items():
+        values = [found[index] for index in sorted(found)]
+        sizes = [1 + max(numbers) for numbers in zip(*found, strict=True)]  # of the axes along which parts are stacked
+        stacked = torch.stack(values).reshape(*sizes, *values[0].shape) if sizes else values[0]
+        tensors[key] = ShardedTensor.from_rank_offsets(key, stacked)
     (folder / "release").mkdir(parents=True, exist_ok=True)
     with writing_without_psutil():
         dist_checkpointing.save({"model": tensors, "checkpoint_version": 3.0, "iteration": 0}, str(folder / "release"))
@@ -163,23 +172,12 @@ def find_places(key: str, graph: ModelGraph, prefixes: Prefixes) -> Iterator[Pla
             yield Place(f"{own}decoder.layers.{each}", (layer - 1, *expert))
             yield Place(f"{own}decoder.layers.{layer - 1}.{each}", expert)
     elif unit.role is Role.BACKBONE:
-        ends = {
-            "word_embeddings.": "embedding.word_embeddings.",
-            "norm.": "decoder.final_layernorm.",
-            "output_layer.": "output_layer.",
-        }
-        yield from (
-            Place(own + there + parameter.removeprefix(here)) for here, there in ends.items() if parameter.startswith(here)
-        )
+        module, _, name = parameter.partition(".")
+        if module in _ENDS:
+            yield Place(f"{own}{_ENDS[module]}.{name}")
     elif layer == 0:
-        exact = {
-            "weight": "conv1.weight",
-            "bias": "conv1.bias",
-            "class_token": "class_token",
-            "positions": "position_embeddings.weight",
-        }
-        if parameter in exact:
-            yield Place(own + exact[parameter])
+        if parameter in _FIRST:
+            yield Place(own + _FIRST[parameter])
         elif parameter.startswith("norm."):
             yield Place(own + parameter.replace("norm.", "ln_pre.", 1))
     elif parameter.startswith("mlp."):
@@ -224,11 +222,8 @@ def _weights(session: Session) -> Iterator[HeldTensor]:
 
 def _is_projector_bias(key: str, graph: ModelGraph) -> bool:
     unit = graph.unit(key.split(".")[1])
-    return (
-        unit.role is Role.ENCODER
-        and key.startswith(f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp.")
-        and key.endswith("bias")
-    )
+    product = f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp."
+    return unit.role is Role.ENCODER and key.startswith(product) and key.endswith("bias")
 
 
 @torch.no_grad()
@@ -243,13 +238,6 @@ def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:
     if unit.image is not None and tensor.key.endswith(".layers.0.weight"):
         return (tensor.shape[0], unit.image.in_channels, unit.image.patch_size, unit.image.patch_size)
     return (1, 1, *tensor.shape) if tensor.key.endswith(".layers.0.class_token") else tensor.shape
-
-
-def _stacked(parts: dict[tuple[int, ...], Tensor]) -> Tensor:
-    """Return parts by their index as one tensor."""
-    first, found = next(iter(parts)), [parts[index] for index in sorted(parts)]
-    sizes = [1 + max(index[axis] for index in parts) for axis in range(len(first))]
-    return torch.stack(found).reshape(*sizes, *found[0].shape) if sizes else found[0]
 
 
 @contextmanager

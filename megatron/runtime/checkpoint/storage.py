@@ -88,13 +88,8 @@ def write_tensors(
     Returns file name -> bytes, and the place of these pieces.
     """
     rank, written = dist.get_rank(), dict[str, SavedTensor]()
-    chosen = [
-        (tensor, piece)
-        for tensor in tensors
-        if not tensor.is_copy
-        for piece in tensor.pieces
-        if writers[tensor.key, piece.box] == rank
-    ]
+    own = ((tensor, piece) for tensor in tensors if not tensor.is_copy for piece in tensor.pieces)
+    chosen = [(tensor, piece) for tensor, piece in own if writers[tensor.key, piece.box] == rank]
     if not chosen:
         return {}, {}
     name = f"rank_{rank:05d}.bin"

@@ -156,12 +156,8 @@ def _joined_input(
         start = first_token[atom] + first_joined_token(graph, unit.name, items[atom], source=name)
         rows.append(start + torch.arange(items[atom].inside(name).num_output_tokens))
         sources.append(torch.full_like(rows[-1], graph.upstream(unit.name).index(name)))
-    return PackedInput(
-        lengths,
-        torch.cat([torch.arange(length) for length in lengths]),
-        item_rows=torch.cat(rows),
-        item_sources=torch.cat(sources),
-    )
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return PackedInput(lengths, positions, item_rows=torch.cat(rows), item_sources=torch.cat(sources))
 
 
 def _generator_input(
@@ -253,11 +249,8 @@ def _language_input(
         step.assignment.atoms(place), source=source, index_of_sample=source_index, merge_sizes=merge_sizes if has_places else None
     )
     lengths = _lengths(packed.cu_seqlens)
-    items = tuple(
-        ItemSpan(*packed.item_spans[atom], route.source.unit)
-        for route in step.routes.to_target.get(place, ())
-        for atom in route.atoms
-    )
+    routes = step.routes.to_target.get(place, ())
+    items = tuple(ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)
     ends = [
         _row_ends(source.item_grid(source_index[atom.sample_id], atom.item_index)[1], packed.item_spans[atom][1])
         if (image := step.graph.unit(route.source.unit).image) is not None and image.has_row_ends

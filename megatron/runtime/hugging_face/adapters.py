@@ -15,11 +15,8 @@ VOCABULARIES = "word_embeddings.weight", "output_layer.weight"
 
 def new_row_tensors(tensors: Iterable[HeldTensor], tokens: range) -> list[HeldTensor]:
     """Return the rows of these tokens in matrices of the vocabulary, under the keys of what is added to new rows; views."""
-    found = (
-        rows_of_tensor(tensor, tokens, key=f"{tensor.key.removesuffix('weight')}{NEW_ROWS}")
-        for tensor in tensors
-        if tensor.key.endswith(VOCABULARIES)
-    )
+    keys = ((each, f"{each.key.removesuffix('weight')}{NEW_ROWS}") for each in tensors if each.key.endswith(VOCABULARIES))
+    found = (rows_of_tensor(tensor, tokens, key=key) for tensor, key in keys)
     return [each for each in found if each.pieces]
 
 

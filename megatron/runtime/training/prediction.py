@@ -151,12 +151,8 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
     units, batch_size = plan.units, config.training.global_batch_size
     num_replicas = math.gcd(*(unit.data_parallel_size for unit in units.values()))
     has_own_ranks = len(units) > 1 and sum(len(set(unit.ranks)) for unit in units.values()) == plan.num_ranks
-    if (
-        not has_own_ranks
-        or config.training.emulate
-        or config.data.lengths_from == "decode"
-        or plan.num_ranks // num_replicas <= len(units)
-    ):
+    is_unknown = config.training.emulate or config.data.lengths_from == "decode"
+    if not has_own_ranks or is_unknown or plan.num_ranks // num_replicas <= len(units):
         return None
     indices = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
     work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())

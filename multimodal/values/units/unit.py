@@ -117,6 +117,7 @@ class Flow:
     """Share of items that are learnt without conditions, so that sampling can be guided (classifier-free guidance)."""
 
 
+_OF_BACKBONES = "vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"
 _OF_PROJECTORS = (
     *("has_linear_projector", "has_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon"),
     *("projector_normalization", "queries", "join"),
@@ -380,17 +381,8 @@ class Unit:
 
 
 _OPTIONAL = (
-    "image",
-    "audio",
-    "vocab_size",
-    "projector_normalization",
-    "projector_norm_epsilon",
-    "join",
-    "queries",
-    "flow",
-    "lora",
-    "new_tokens",
-    "weights",
+    *("image", "audio", "vocab_size", "projector_normalization", "projector_norm_epsilon", "join", "queries", "flow", "lora"),
+    *("new_tokens", "weights"),
 )
 """Keys of a unit that are omitted if they are not set."""
 
@@ -421,12 +413,7 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
     if is_encoder and unit.audio is not None and unit.image is not None:
         entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
     if unit.role is not Role.BACKBONE:
-        _refuse_values(
-            entry,
-            unit,
-            ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"),
-            owner="the backbone",
-        )
+        _refuse_values(entry, unit, _OF_BACKBONES, owner="the backbone")
     if unit.role is not Role.GENERATOR:
         _refuse_values(entry, unit, ("flow",), owner="generators")
     if not is_encoder:

@@ -109,12 +109,8 @@ def check_coverages(lanes: Sequence[Lane], shape: StepShape) -> None:
 
     Raises ScheduleError. The number of segments of a stage is not checked here.
     """
-    entries = [
-        (index, position, action)
-        for index, lane in enumerate(lanes)
-        for position, action in enumerate(lane.actions)
-        if action.covers is not None
-    ]
+    slots = ((index, *slot) for index, lane in enumerate(lanes) for slot in enumerate(lane.actions))
+    entries = [(index, position, action) for index, position, action in slots if action.covers is not None]
     if entries:
         _check_subsets([entry for entry in entries if isinstance(entry[2].covers, SampleSubset)], lanes, shape)
         _check_segments([entry for entry in entries if isinstance(entry[2].covers, SegmentRange)], lanes)
