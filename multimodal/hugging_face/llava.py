@@ -22,7 +22,7 @@ _PROJECTOR = (
     Weight("mlp.linear_fc1", ("multi_modal_projector.linear_1",)),
     Weight("mlp.linear_fc2", ("multi_modal_projector.linear_2",)),
 )
-_INSIDE = (
+LLM_INSIDE = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
     ("multi_modal_projector.", "model.multi_modal_projector."),
@@ -30,8 +30,8 @@ _INSIDE = (
 SPELLINGS = (
     (),
     (("vision_tower.", "vision_tower.vision_model."),),
-    (*_INSIDE, ("vision_tower.", "model.vision_tower.")),
-    (*_INSIDE, ("vision_tower.", "model.vision_tower.vision_model.")),
+    (*LLM_INSIDE, ("vision_tower.", "model.vision_tower.")),
+    (*LLM_INSIDE, ("vision_tower.", "model.vision_tower.vision_model.")),
 )
 """Spellings of transformers 5, of transformers 4, and of the modules inside each of them."""
 
@@ -185,14 +185,9 @@ _OF_INTERNVL = {
 def _read_internvl(config: Config) -> dict[str, Any]:
     require(config, _OF_INTERNVL)
     llm = read_inner_text(config, model_type="qwen2")
-    projector = {
-        "projector_hidden_size": llm["hidden_size"],
-        "projector_norm": "merged",
-        "projector_normalization": "LayerNorm",
-        "projector_norm_epsilon": 1e-5,
-    }
+    norm = {"projector_norm": "merged", "projector_normalization": "LayerNorm", "projector_norm_epsilon": 1e-5}
     vision = INTERNVIT.read(config.get("vision_config") or {}, where="vision_config: ")
-    return {"units": {"vision": {**vision, **projector}, "llm": llm}}
+    return {"units": {"vision": {**vision, "projector_hidden_size": llm["hidden_size"], **norm}, "llm": llm}}
 
 
 def _write_internvl(graph: ModelGraph) -> dict[str, Any]:

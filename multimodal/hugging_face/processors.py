@@ -14,9 +14,7 @@ _NAMES = (PROCESSOR_NAME, "processor_config.json")
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "do_pad": (False, None),
     "resample": (3, None),
-    "do_resize": (True, None),
-    "do_rescale": (True, None),
-    "do_normalize": (True, None),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (True, None)),
     "rescale_factor": (1 / 255, None),
 }
 SAMPLING_RATE = 16000

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, require, with_defaults
-from multimodal.hugging_face.llava import patch_shape
+from multimodal.hugging_face.llava import LLM_INSIDE, patch_shape
 from multimodal.hugging_face.processors import write_feature_extractor, write_image_processor
 from multimodal.hugging_face.qwen_forms import OMNI_VISION, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, WHISPER
 from multimodal.hugging_face.rotary_positions import rotary_entries
@@ -145,12 +145,7 @@ def _convolution_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
     return {f"{_AUDIO}conv1.weight": (size, num_bins, 3), f"{_AUDIO}conv2.weight": (size, size, 3)}
 
 
-_QWEN2_AUDIO_SPELLING = (
-    ("language_model.model.", "model.language_model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-    (_AUDIO, "model.audio_tower."),
-)
+_QWEN2_AUDIO_SPELLING = (*LLM_INSIDE, (_AUDIO, "model.audio_tower."))
 """The spelling of modules inside transformers."""
 
 

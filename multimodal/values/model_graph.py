@@ -150,7 +150,10 @@ class ModelGraph:
         entries = top["units"].mapping(at_least=1, expected="each unit's name with its description")
         units = tuple(unit_from_plain(name, replace(entry, where=f"unit '{name}'")) for name, entry in entries.items())
         if "edges" not in top:
-            return cls(units, _default_edges(units))
+            backbones = [unit.name for unit in units if unit.role is Role.BACKBONE]
+            edges = [(unit.name, target) for unit in units if unit.role is Role.ENCODER for target in backbones]
+            edges += [(source, unit.name) for unit in units if unit.role is Role.GENERATOR for source in backbones]
+            return cls(units, tuple(edges))
         pairs = top["edges"].entries(expected="a list of [source, target] pairs", called="edge")
         return cls(units, tuple(pair.read(tuple[str, str]) for pair in pairs))
 
@@ -158,12 +161,6 @@ class ModelGraph:
     def from_file(cls, path: str | Path) -> "ModelGraph":
         """Read a YAML or JSON model file; a ModelError names the line."""
         return read_file(path, cls.from_dict, error=ModelError)
-
-
-def _default_edges(units: tuple[Unit, ...]) -> tuple[tuple[str, str], ...]:
-    backbones = [unit.name for unit in units if unit.role is Role.BACKBONE]
-    edges = [(unit.name, target) for unit in units if unit.role is Role.ENCODER for target in backbones]
-    return (*edges, *((source, unit.name) for unit in units if unit.role is Role.GENERATOR for source in backbones))
 
 
 def _check_graph(graph: ModelGraph) -> None:

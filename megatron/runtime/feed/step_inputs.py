@@ -255,7 +255,7 @@ def _language_input(
         _row_ends(source.item_grid(source_index[atom.sample_id], atom.item_index)[1], packed.item_spans[atom][1])
         if (image := step.graph.unit(route.source.unit).image) is not None and image.has_row_ends
         else torch.zeros(packed.item_spans[atom][1], dtype=torch.bool)
-        for route in step.routes.to_target.get(place, ())
+        for route in routes
         for atom in route.atoms
     ]
     target_rows = packed.is_target.nonzero()[:, 0]

@@ -109,7 +109,9 @@ class _FirstRank:
     def choose(self) -> str:
         """Plan, or find the plan of an equal request."""
         self.request = request = replace(self.request, cluster=self.cluster)
-        choice = find_choice(request)
+        choice: Choice | None = None
+        with suppress(BraidError, KeyError, TypeError, ValueError, AttributeError):
+            choice = Choice.from_dict(find_value("choices", _key(request)) or {})
         self._is_kept = choice is not None
         if choice is None:
             may_share = "data_parallel_sharding_strategy" not in self._config.given
@@ -138,13 +140,6 @@ class _FirstRank:
         plan, *others = self._lines
         for line in (data, machine, f"{plan}; {config.parallelism.plan}{kept}", *others):
             logger.info("%s", line)
-
-
-def find_choice(request: PlanningRequest) -> Choice | None:
-    """Return the plan that was kept for the same request."""
-    with suppress(BraidError, KeyError, TypeError, ValueError, AttributeError):
-        return Choice.from_dict(find_value("choices", _key(request)) or {})
-    return None
 
 
 def keep_choice(request: PlanningRequest, choice: Choice) -> None:

@@ -116,9 +116,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
             if agreed.stop is StopReason.JOIN:
                 raise NodesJoinError("nodes have joined")
-            if agreed.stop >= StopReason.SIGUSR1 or (
-                agreed.stop and progress.step > progress.first_step
-            ):  # time limits allow one step
+            has_trained = progress.step > progress.first_step  # time limits allow one step
+            if agreed.stop >= StopReason.SIGUSR1 or (agreed.stop and has_trained):
                 raise _StoppedError(agreed.stop)
             if run.background_save is not None:
                 run.background_save.check()

@@ -75,7 +75,13 @@ class ChatFormat:
         except (ConfigError, DataError) as problem:
             raise DataError(f"{where}: {problem}") from problem
         items = [segment for segment in segments if isinstance(segment, ItemSegment)]
-        token_ids, trained = self._encode(text, spans, is_document="document" in roles)
+        text, spans, literal = self._shown(text, spans)
+        begin = self._template.tokens.get("bos_token")
+        adds = ("document" in roles or self._has_processor) and not (begin and text.startswith(begin))
+        token_ids, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=adds)
+        trained = _trained(offsets, spans)
+        if literal:
+            token_ids, trained = self._with_literal(token_ids, trained, offsets, literal)
         return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
 
     def _turns(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
@@ -133,14 +139,6 @@ class ChatFormat:
             return text
         numbers = {spelling: index for index, (spelling, _) in enumerate(self._special)}
         return self._spelled.sub(lambda match: f"{_HIDDEN}{numbers[match[0]]}{_HIDDEN}", text)
-
-    def _encode(self, text: str, spans: list[Span], *, is_document: bool) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        text, spans, literal = self._shown(text, spans)
-        begin = self._template.tokens.get("bos_token")
-        adds = (is_document or self._has_processor) and not (begin and text.startswith(begin))
-        token_ids, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=adds)
-        trained = _trained(offsets, spans)
-        return self._with_literal(token_ids, trained, offsets, literal) if literal else (token_ids, trained)
 
     def _shown(self, text: str, spans: list[Span]) -> tuple[str, list[Span], dict[int, str]]:
         """Restore the spellings of hidden tokens; returns text, spans, and the start of each such spelling."""

@@ -44,12 +44,8 @@ class PlacedAtoms(CountedMicrobatches):
         microbatches = list(chain.from_iterable(replicas))
         atoms = list(chain.from_iterable(microbatches))
         columns = np.array(atoms, np.int64).reshape(-1, 2)
-        return cls(
-            np.ascontiguousarray(columns[:, 0]),
-            np.ascontiguousarray(columns[:, 1]),
-            row_starts(list(map(len, microbatches))),
-            row_starts(list(map(len, replicas))),
-        )
+        samples, items = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
+        return cls(samples, items, row_starts(list(map(len, microbatches))), row_starts(list(map(len, replicas))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlacedAtoms, (self.sample_ids, self.item_indices, self.atom_starts, self.microbatch_starts)
