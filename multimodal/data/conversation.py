@@ -73,7 +73,6 @@ class Conversation:
     item_starts: tuple[tuple[int, int, int], ...]
     """(item_index, start, num_output_tokens) of the items that fit; see `SampleText`."""
     is_cut: bool
-    """True if the sample was longer than allowed."""
     loss_weight: float = 1.0
 
     @property

@@ -11,6 +11,7 @@ import torch
 from multimodal.data.audio.audio_processing import audio_positions
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
+from multimodal.values.arrays.rows import row_starts
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import AudioInput, ItemInput
 
@@ -62,7 +63,7 @@ def pack_encoder_microbatch(
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
     positions = [_positions(source.item_grid(*index), item_input) for index in indices]
     patches = [_with_class(source.item(*index).patches, item_input) for index in indices] if with_pixels else None
-    starts = _starts([len(of_item) for of_item in positions])
+    starts = row_starts([len(of_item) for of_item in positions]).astype(np.int32)  # as attention kernels expect
     return EncoderMicrobatch(
         patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
         positions=torch.from_numpy(np.concatenate(positions)),
@@ -84,7 +85,7 @@ def pack_language_microbatch(
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
     texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]
-    starts = _starts([len(text.token_ids) for text in texts])
+    starts = row_starts([len(text.token_ids) for text in texts]).astype(np.int32)
     item_spans = {
         Atom(sample_id, item_index): (int(sample_start) + start, length)
         for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
@@ -156,8 +157,3 @@ def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping
 
 def _text_positions(first: int, count: int) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(first, first + count)[:, None], 3, axis=1)
-
-
-def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the start of each sequence in the concatenation of all, and the total; int32, as attention kernels expect."""
-    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from multimodal.values.action import Action
-from multimodal.values.arrays.rows import Bytes, Integers
+from multimodal.values.arrays.rows import Bytes, Integers, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
 from multimodal.values.shape import StepShape
@@ -63,7 +63,7 @@ class Schedule:
     ) -> "Schedule":
         """Build a schedule of the pieces of each lane; modes, waits: of each slot; by default all are in line."""
         rows = list(lanes)
-        starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
+        starts = row_starts([len(row) for row in rows])
         pieces = np.concatenate([np.zeros(0, np.int64), *rows])
         flat = np.zeros(len(pieces), np.uint8) if modes is None else np.concatenate([np.zeros(0, np.uint8), *modes])
         inside = np.full(len(pieces), NO_WAIT) if waits is None else np.concatenate([np.zeros(0, np.int64), *waits])

@@ -38,7 +38,6 @@ class SavedPiece(NamedTuple):
     """The start of the rectangle in every dimension of the tensor."""
     sizes: tuple[int, ...]
     crc32: int
-    """The checksum of its bytes."""
 
     @property
     def box(self) -> Box:

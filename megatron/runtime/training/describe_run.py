@@ -25,7 +25,6 @@ class Progress:
     first_step: int
     """Steps that were done before the run started."""
     step: int
-    """Steps that are done."""
     reported_step: int = 0
     saved_step: int | None = None
     evaluated_step: int | None = None

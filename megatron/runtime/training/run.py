@@ -76,11 +76,9 @@ class Run:
     background_save: BackgroundSave | None = None
     """Writes checkpoints while training continues (--async-save)."""
     phase: Phase = field(default_factory=Phase)
-    """The current phase."""
     described_data: RunData = field(default_factory=dict)
     """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
-    """Requests to stop early."""
     nodes_have_joined: Callable[[], bool] = lambda: False
     """Returns True if nodes wait to be taken into an elastic run."""
     review: PlanReview | None = None

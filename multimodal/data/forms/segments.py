@@ -8,7 +8,6 @@ from multimodal.data.conversation import TextSegment
 from multimodal.values.errors import DataError
 
 LOSS_WEIGHT = "loss_weight"
-"""Key of a sample's weight in the loss."""
 EMBEDDED = "\0"
 """Prefix of the path of an image that is not a file but part of the data itself."""
 
@@ -28,7 +27,6 @@ class ImageSegment:
     size: tuple[int, int] | None = None
     """(width, height)."""
     is_answer: bool = False
-    """True if it is part of the assistant's answer."""
     unit: str | None = None
     """The unit that takes it; None: the only unit that takes images, or makes them."""
 
@@ -53,7 +51,6 @@ class SegmentedSample:
     """File, line number and sample, for messages."""
     segments: tuple[Segment, ...]
     loss_weight: float = 1.0
-    """By which the loss of its tokens is multiplied."""
 
 
 def check_path(path: str, *, where: str) -> str:

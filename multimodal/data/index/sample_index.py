@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.conversation import Conversation
+from multimodal.values.arrays.rows import row_starts
 
 _SUMMARY = "index.json"
 FORMAT = 2
@@ -51,7 +52,6 @@ class IndexedItem:
     grid: tuple[int, int]
     """(rows, columns) of patches; for sound (frames, 1)."""
     tile: int = 0
-    """Index of the tile in its image."""
 
 
 class IndexedSample(NamedTuple):
@@ -172,16 +172,16 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
     arrays = {
         "token_ids": _joined([conversation.token_ids for conversation in conversations], np.int32),
         "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
-        "token_starts": _starts([len(conversation.token_ids) for conversation in conversations]),
+        "token_starts": row_starts([len(conversation.token_ids) for conversation in conversations]),
         "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
         "loss_weights": np.array([conversation.loss_weight for conversation in conversations], dtype=np.float64),
         "items": np.array(items, dtype=np.int64).reshape(-1, _ITEM_NUMBERS),
-        "item_starts": _starts([len(conversation.item_starts) for conversation in conversations]),
+        "item_starts": row_starts([len(conversation.item_starts) for conversation in conversations]),
     }
     for name, texts in (("places", places), ("paths", paths)):
         encoded = [text.encode(errors="surrogatepass") for text in texts]
         arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        arrays[f"{name[:-1]}_starts"] = _starts([len(text) for text in encoded])
+        arrays[f"{name[:-1]}_starts"] = row_starts([len(text) for text in encoded])
     return SampleIndex(arrays, {"format": FORMAT, "units": list(units), "skipped": dict(skipped)})
 
 
@@ -223,7 +223,3 @@ def _mapped(path: Path) -> npt.NDArray[Any]:
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
-
-
-def _starts(lengths: list[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))

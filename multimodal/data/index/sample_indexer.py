@@ -33,7 +33,6 @@ class IndexOptions:
     """Options that an index depends on, beside data, model and tokenizer."""
 
     seq_length: int
-    """Most tokens of a sample."""
     needs_items_first: bool = False
     """Images must come before the text of their sample, as --attention-mask prefix requires."""
     allows_outside_paths: bool = False
