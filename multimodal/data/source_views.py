@@ -75,10 +75,9 @@ class SourceSubset(SourceView):
 class JoinedSources(SourceView):
     """The samples of several sources, one source after another."""
 
-    def __init__(self, sources: Sequence[SampleSource], *, loss_weights: Sequence[float] = ()) -> None:
-        """sources: at least one; loss_weights: of all samples of each source, in addition to their own."""
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
+        """sources: at least one."""
         self._sources, self._starts = tuple(sources), np.cumsum([0, *map(len, sources)])
-        self._loss_weights = loss_weights or (1.0,) * len(self._sources)
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -90,13 +89,22 @@ class JoinedSources(SourceView):
         number = self._number(index)
         return self._sources[number], index - int(self._starts[number])
 
+    def _number(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
+
+
+class Mixture(JoinedSources):
+    """The samples of several data sets, which say of which they are."""
+
+    def __init__(self, sources: Sequence[SampleSource], *, loss_weights: Sequence[float] = ()) -> None:
+        """loss_weights: of all samples of each data set, in addition to their own; empty: 1."""
+        super().__init__(sources)
+        self._loss_weights = loss_weights or (1.0,) * len(sources)
+
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample."""
         found, number = super().lengths(index), self._number(index)
         return replace(found, data_set=number, loss_weight=found.loss_weight * self._loss_weights[number])
-
-    def _number(self, index: int) -> int:
-        return int(np.searchsorted(self._starts, index, side="right")) - 1
 
 
 class _SameSamples(SourceView):

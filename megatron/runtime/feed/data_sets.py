@@ -25,7 +25,7 @@ from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_program import SampleRequest, open_program, program_digest
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import AveragedSamples, JoinedSources, PassedItems, SourceSubset
+from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
@@ -88,8 +88,8 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     valid = [SourceSubset(source, part.valid) for source, part in zip(sources, parts, strict=True)]
     weights = [named.weight or float(len(part.train)) for named, part in zip(config.data.mixture, parts, strict=True)]
     return DataSets(
-        train[0] if len(train) == 1 else JoinedSources(train, loss_weights=config.training.sample_loss_weight),
-        valid[0] if len(valid) == 1 else JoinedSources(valid, loss_weights=config.training.sample_loss_weight),
+        train[0] if len(train) == 1 else Mixture(train, loss_weights=config.training.sample_loss_weight),
+        valid[0] if len(valid) == 1 else Mixture(valid, loss_weights=config.training.sample_loss_weight),
         tokenizer,
         tuple(DataPart(len(part), weight) for part, weight in zip(train, weights, strict=True)),
         tuple(DataPart(len(part), weight) for part, weight in zip(valid, weights, strict=True)),
