@@ -28,7 +28,7 @@ from PIL import Image
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
+from megatron.runtime.generation.answering import NUM_FRAMES, Answering, Message, generate, open_answering, user_message
 from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import StoredModel, open_model
 from megatron.runtime.session import Session
@@ -50,6 +50,8 @@ def build_parser() -> Parser:
     asked.add_argument("--held-out", type=count, metavar="N", help="The run's first held-out samples.")
     parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
+    parser.add_argument("--video", type=Path, nargs="+", default=[], metavar="FILE", help="Videos: frames, as more images.")
+    parser.add_argument("--num-frames", type=count, metavar="N", help=f"Frames of each video, evenly spread ({NUM_FRAMES}).")
     parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="A JSON object a line; of --prompt: the generator's image.")
     parser.add_argument("--size", metavar="WxH", help="Size of the image in pixels (the smallest square).")
@@ -72,6 +74,10 @@ def run(argv: Sequence[str]) -> None:
     options = _generation_options(flags)
     if (flags.image or flags.audio) and flags.prompt is None:
         raise ConfigError("--image and --audio go with a --prompt; in a conversation attach one with /image FILE or /audio FILE")
+    if flags.video and flags.prompt is None:
+        raise ConfigError("--video goes with a --prompt; add one")
+    if flags.num_frames is not None and not flags.video:
+        raise ConfigError("--num-frames would be ignored: there is no --video; leave it out")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     drawing = _drawing_options(flags)
@@ -83,7 +89,8 @@ def run(argv: Sequence[str]) -> None:
             image.save(flags.output)
             print(f"{flags.output}: {image.width}x{image.height} pixels")
         elif flags.prompt is not None:
-            print(generate((session, model), flags.prompt, images=flags.image, audio=flags.audio, **options))
+            files = {"images": flags.image, "audio": flags.audio, "videos": flags.video}
+            print(generate((session, model), flags.prompt, **files, num_frames=flags.num_frames or NUM_FRAMES, **options))
         elif flags.interactive:
             _talk(session, model, options)
         else:
@@ -101,6 +108,8 @@ def _drawing_options(flags: Any) -> dict[str, Any] | None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png")
         return None
+    if flags.video:
+        raise ConfigError("--video would be ignored: an image is made of a --prompt and images; leave it or --output out")
     if flags.audio:
         raise ConfigError("--audio would be ignored: an image is made of a --prompt and images; leave it or --output out")
     if flags.output.suffix.lower() not in Image.registered_extensions():

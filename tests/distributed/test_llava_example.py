@@ -18,7 +18,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 
 import multimodal
 from multimodal.data.index.index_cache import FOLDER_NAME
+from multimodal.data.video_frames import write_frames
 from tests.distributed.launch import REPOSITORY, train
+from tests.unit.data.test_video_frames import write_video
+from tools import generate
 
 EXAMPLE = REPOSITORY / "examples" / "llava"
 SMALL = {"--train-iters": 2, "--global-batch-size": 4, "--num-workers": 0, "--lr-warmup-iters": 0, "--log-interval": 1}
@@ -97,6 +100,17 @@ def test_trained_on_digits_it_answers_alike_here_and_in_transformers(tmp_path: P
             answer = theirs.generate(**given, max_new_tokens=6, do_sample=False)[0, given["input_ids"].shape[1] :]
             expected.append(processor.decode(answer, skip_special_tokens=True))
     assert found == expected and all(re.fullmatch(r"a \d", each) for each in found), "it has learnt what an answer is"
+
+
+def test_a_video_is_asked_about_as_its_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model, _), clip = write_inputs(tmp_path, "llava"), write_video(tmp_path / "clip.mp4", num_frames=20)
+    frames = write_frames(clip, tmp_path, num_frames=2)
+    with multimodal.open_model(model) as opened:
+        said = multimodal.generate(opened, "What is this?", images=frames, max_new_tokens=6)
+    assert len(frames) == 2 and said
+    asked = ["--prompt", "What is this?", "--video", str(clip), "--num-frames", "2", "--max-new-tokens", "6"]
+    assert generate.main(["--load-hf", str(model), *asked]) == 0
+    assert capsys.readouterr().out == said + "\n"
 
 
 def test_qwen2_5_vl_begins(tmp_path: Path) -> None:

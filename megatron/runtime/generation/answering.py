@@ -29,6 +29,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
+from multimodal.data.video_frames import write_frames
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -184,12 +185,18 @@ def user_message(prompt: str, *, images: Sequence[str | Path] = (), audio: Seque
     return {"role": "user", "content": [*files, {"type": "text", "text": prompt}]}
 
 
+NUM_FRAMES = 8
+"""Of a video, unless another number is given."""
+
+
 def generate(
     model: str | Path | OpenedModel,
     prompt: str | Sequence[Message],
     *,
     images: Sequence[str | Path] = (),
     audio: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+    num_frames: int = NUM_FRAMES,
     max_new_tokens: int = 64,
     seed: int = 0,
     **options: Any,
@@ -197,16 +204,17 @@ def generate(
     """Return a trained model's answer, computed by this process.
 
     model: the folder of a run's checkpoints, one of them, a folder of Hugging Face, or what `open_model` gives for one, which
-    spares reading it for every question. prompt: a question, after images and clips of sound from these files; or the messages of
-    a conversation, the last one a user's, as `user_message` makes them. options: as in `Answering.answer`. Raises BraidError if
-    the model cannot be read, or takes no such files.
+    spares reading it for every question. prompt: a question, after images, `num_frames` frames of each video, as images, and
+    clips of sound from these files; or the messages of a conversation, the last one a user's, as `user_message` makes them.
+    options: as in `Answering.answer`. Raises BraidError if the model cannot be read, or takes no such files.
     """
-    if not isinstance(prompt, str) and (images or audio):
-        raise ConfigError("images and audio go with a question; in a conversation name them in its messages (user_message)")
-    messages = [user_message(prompt, images=images, audio=audio)] if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str) and (images or audio or videos):
+        raise ConfigError("images, audio, videos go with a question; in a conversation name them in its messages (user_message)")
     answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
     opening = nullcontext(model) if isinstance(model, tuple) else open_model(model)
     with opening as opened, tempfile.TemporaryDirectory() as folder:
+        frames = [frame for video in videos for frame in write_frames(video, Path(folder), num_frames=num_frames)]
+        messages = [user_message(prompt, images=[*images, *frames], audio=audio)] if isinstance(prompt, str) else prompt
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
         return open_answering(*opened, path).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
