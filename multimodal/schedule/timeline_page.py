@@ -23,8 +23,8 @@ def write_timeline_page(timelines: Mapping[str, Timeline], path: str | Path) -> 
 
     A click on an action says its times in all timelines that have it.
     """
-    looks = list_looks(*events_and_units(timelines))
-    units = events_and_units(timelines)[1]
+    events, units = events_and_units(timelines)
+    looks = list_looks(events, units)
     of_computation = {(kind, units[unit]): index for index, (_, kind, unit) in enumerate(looks)}
     of_resource = {ACTION_TABLE[kind].resource: index for index, (_, kind, _) in enumerate(looks)}
 

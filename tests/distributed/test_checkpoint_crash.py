@@ -27,8 +27,13 @@ LOADED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1), 
 @pytest.mark.deep(when=lambda killed, in_background: killed != in_background)
 @pytest.mark.parametrize("in_background", [False, True], ids=["in the foreground", "in the background"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: Path, killed: int, in_background: bool) -> None:
-    """Beside what a save left that died before: from the files of every point, and once more where a rank really died."""
+def test_the_newest_complete_checkpoint_always_loads(
+    ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest, killed: int, in_background: bool
+) -> None:
+    """Beside what a save left that died before: from the files of every point, and once more where a rank really died.
+
+    That is at one point of every kind, and with --all at every point.
+    """
     case, folder = replace(SAVED, saves_in_background=in_background), tmp_path / "checkpoints"
 
     def arguments(number: int) -> tuple[object, ...]:
@@ -47,8 +52,9 @@ def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: 
     check([tmp_path / "kept" / str(point) for point in range(len(names))], names, 2)
     assert {"open", "fsync"} <= set(names)
     assert killed == 1 or {"os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"} <= set(names)
-    for number, name in enumerate(dict.fromkeys(names), start=3):
-        died_at = run_until_killed(save, arguments(number), killed=killed, point=1 + names.index(name))
+    points = range(len(names)) if request.config.getoption("all") else [names.index(name) for name in dict.fromkeys(names)]
+    for number, point in enumerate(points, start=3):
+        died_at = run_until_killed(save, arguments(number), killed=killed, point=1 + point)
         assert died_at is not None
         check([folder], [died_at], number)
 

@@ -48,7 +48,7 @@ class RunningStep(StepMessages):
         """The losses of every unit with a loss, microbatch by microbatch."""
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
         self.token_losses: list[tuple[MicrobatchPlace, Tensor]] = []
-        """Of target tokens; of steps with several data sets only."""
+        """The losses of target tokens, of steps with several data sets only."""
 
     def before_action(self, position: int) -> None:
         """Join computations of replicas that share weights with this rank."""

@@ -186,7 +186,7 @@ def user_message(prompt: str, *, images: Sequence[str | Path] = (), audio: Seque
 
 
 NUM_FRAMES = 8
-"""Of a video, unless another number is given."""
+"""Frames that are taken of a video, unless another number is given."""
 
 
 def generate(

@@ -176,9 +176,9 @@ class ConsoleReporter(Reporter):
     def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
         """Report a step to all places."""
         self._balance.add(number, balance)
-        numbers, by_data_set = self._numbers(report)
-        self._log({"step": number, "num_consumed_samples": num_consumed_samples, **numbers, **by_data_set, **balance.to_dict()})
-        scalars = _tags("train", numbers, by_data_set)
+        entry = self._entry(report)
+        self._log({"step": number, "num_consumed_samples": num_consumed_samples, **entry, **balance.to_dict()})
+        scalars = _tags("train", entry)
         for unit, imbalance in balance.imbalance_after.items():
             scalars[f"busiest_replica_over_mean/{unit}"] = imbalance.replica
             scalars[f"busiest_microbatch_over_mean/{unit}"] = imbalance.microbatch
@@ -198,22 +198,20 @@ class ConsoleReporter(Reporter):
                 f"{report.memory_bytes / 1e9:.1f} GB  {num_consumed_samples:,} samples  "
                 f"left {int(left // 60)}:{int(left % 60):02d}"
             )
-            self.say_if(_shown_losses(by_data_set))
+            self.say_if(_shown_losses(entry))
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
                 self.say_if(self._balance.tell())
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""
-        numbers, by_data_set = self._numbers(report)
+        entry = {key: value for key, value in self._entry(report).items() if isinstance(value, dict) or not math.isnan(value)}
         self.say(
             f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
             f"({report.token_accuracy:.1%} of tokens)"
         )
-        self.say_if(_shown_losses(by_data_set))
-        known = {key: value for key, value in numbers.items() if not math.isnan(value)}
-        self._log({"step": number, "evaluation": name, **known, **by_data_set})
-        scalars = _tags(name, known, by_data_set)
-        self._track(lambda tracker: tracker.add_numbers(scalars, number))
+        self.say_if(_shown_losses(entry))
+        self._log({"step": number, "evaluation": name, **entry})
+        self._track(lambda tracker: tracker.add_numbers(_tags(name, entry), number))
 
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
         """Report answers, each beside the expected one, to all places; images also as files in the report's folder."""
@@ -279,11 +277,12 @@ class ConsoleReporter(Reporter):
                 with suppress(OSError):
                     tracker.close()
 
-    def _numbers(self, report: StepReport | EvaluationReport) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-        """Return a report's numbers, and the losses of data sets by their names if there are several."""
-        numbers = {name: value for name, value in asdict(report).items() if name != "data_set_losses"}
-        losses = {self._data_sets[number]: loss for number, loss in report.data_set_losses.items()}
-        return numbers, {"data_set_losses": losses} if losses else {}
+    def _entry(self, report: StepReport | EvaluationReport) -> dict[str, Any]:
+        """Return a report as it is logged: data sets by their names, and left out if there is only one."""
+        entry = asdict(report)
+        if losses := entry.pop("data_set_losses"):
+            entry["data_set_losses"] = {self._data_sets[number]: loss for number, loss in losses.items()}
+        return entry
 
     def _write(self, place: str, write: Callable[[], object]) -> bool:
         """Write, if that must not end training when it fails; returns True on success, and warns of each place once."""
@@ -302,14 +301,16 @@ def _shown_loss(report: StepReport | EvaluationReport) -> str:
     return f"loss {report.loss:.4f}{part}"
 
 
-def _shown_losses(by_data_set: Mapping[str, Mapping[str, float]]) -> str:
+def _shown_losses(entry: Mapping[str, Any]) -> str:
     """Return a line about the losses of data sets; empty if there is one only."""
-    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in by_data_set.get("data_set_losses", {}).items())
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in entry.get("data_set_losses", {}).items())
     return f"  loss by data set: {losses}" if losses else ""
 
 
-def _tags(prefix: str, numbers: Mapping[str, float], by_data_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    losses = {f"data_set_loss/{name}": loss for name, loss in by_data_set.get("data_set_losses", {}).items()}
+def _tags(prefix: str, entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return an entry's numbers under tags that all trackers take."""
+    losses = {f"data_set_loss/{name}": loss for name, loss in entry.get("data_set_losses", {}).items()}
+    numbers = {name: value for name, value in entry.items() if name != "data_set_losses"}
     return {re.sub(r"[^\w./-]+", "_", f"{prefix}/{name}"): value for name, value in {**numbers, **losses}.items()}
 
 

@@ -16,12 +16,12 @@ from multimodal.values.errors import ConfigError
 
 
 class TrackedRun(NamedTuple):
-    """What trackers are told at the start."""
+    """A run, as trackers are told of it at its start."""
 
     settings: Mapping[str, Any]
     is_resumed: bool
     save_folder: Path | None
-    """Of the checkpoints, where the names of runs are kept, so that a resumed run goes on in the same."""
+    """Folder of the checkpoints, where the names of runs are kept, so that a resumed run goes on in the same."""
 
     def kept_name(self, tracker: str) -> str | None:
         """Return the name that the interrupted run had; None: the run is new."""

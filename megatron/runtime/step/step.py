@@ -126,7 +126,7 @@ class LossSums:
 
     backbone: str
     sums: Mapping[str | int, float] = field(default_factory=dict)
-    """Of units, and by the numbers of the data sets if there are several."""
+    """Sums of units, and by the numbers of the data sets if there are several."""
     counts: Mapping[str | int, float] = field(default_factory=dict)
     """The weights of the LLM's target tokens, in all and by data set, and pixel values of each generator, over all ranks."""
 

@@ -33,6 +33,12 @@ def test_frames_are_spread_over_the_time(num_frames: int, wanted: int, shown: li
     assert greys == pytest.approx([10 * index for index in shown], abs=4) and paths == sorted(paths)
 
 
+def test_videos_of_one_name_do_not_share_frames(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first, second = (write_video(folder / "clip.mp4", num_frames=3) for folder in (tmp_path, tmp_path / "other"))
+    assert not {*write_frames(first, tmp_path, num_frames=3)} & {*write_frames(second, tmp_path, num_frames=3)}
+
+
 @pytest.mark.parametrize("content", [b"", b"no video", None])
 def test_what_is_no_video_is_said(content: bytes | None, tmp_path: Path) -> None:
     pytest.importorskip("av")
