@@ -1,9 +1,9 @@
-"""Options of a run that its costs depend on, and the runs whose layers cannot be Transformer Engine's."""
+"""Options of a run that its costs depend on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
@@ -36,42 +36,10 @@ class RunOptions:
         return self.num_overlapped_parts > 1
 
     def hides_waits_of(self, unit: Unit) -> bool:
-        """Return `hides_waits` for a unit: adapters beside Transformer Engine's layers do not report their collectives."""
+        """Return `hides_waits` for a unit, some of which do so with layers of Transformer Engine."""
         is_engine = self.transformer_impl != "local" and not unit.needs_local_layers
-        return self.hides_waits or (is_engine and unit.lora is not None)
+        return self.hides_waits or (is_engine and bool(limits_met(LayerUse(unit=unit), Instead.NOTHING_INSIDE)))
 
 
 DEFAULT_OPTIONS = RunOptions()
 """ZeRO-1, sequence parallelism, fused layers, no recomputation."""
-
-
-class LayerUse(NamedTuple):
-    """The properties of a run on which the choice of its layers depends."""
-
-    dtype: str
-    runs_segments: bool
-    splits_backwards: bool
-    tp_comm_overlap: bool
-    shards_weights: bool
-    multiplies_in_fp8: bool = False
-
-
-class EngineLimit(NamedTuple):
-    """A use that needs local layers."""
-
-    name: str
-    """As the table of defaults in docs/gpu.md has it."""
-    is_met: Callable[[LayerUse], bool]
-
-
-FLOAT64 = EngineLimit("`--dtype float64`", lambda use: use.dtype == "float64")
-SEGMENTS = EngineLimit("pieces of layers (`optimus`) in FP8", lambda use: use.runs_segments and use.multiplies_in_fp8)
-OVERLAP = EngineLimit("`--tp-comm-overlap`", lambda use: use.tp_comm_overlap)
-SHARDED_WEIGHTS = EngineLimit(
-    "ZeRO-3 with split backwards or FP8", lambda use: use.shards_weights and (use.splits_backwards or use.multiplies_in_fp8)
-)
-
-
-def needs_local_layers(use: LayerUse) -> bool:
-    """Return True if Transformer Engine's layers of version 2.3 or newer cannot run so; older ones split no backwards either."""
-    return any(limit.is_met(use) for limit in (FLOAT64, SEGMENTS, OVERLAP, SHARDED_WEIGHTS))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multimodal.attention.attention_backend import AUTO
 from multimodal.attention.bitfield import MaskMode
+from multimodal.cost.engine_limits import fp8_multiple
 from multimodal.values.model_graph import Unit
 
 
@@ -77,7 +78,12 @@ class BuildOptions:
     @property
     def row_multiple(self) -> int:
         """The number of rows of a product is a multiple of this."""
-        return 1 if self.fp8_format is None else 32 if self.fp8_recipe == "mxfp8" else 16
+        return fp8_multiple(self.used_fp8_recipe)
+
+    @property
+    def used_fp8_recipe(self) -> str | None:
+        """`fp8_recipe`, or None if no product is in FP8."""
+        return None if self.fp8_format is None else self.fp8_recipe
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:

@@ -1,9 +1,10 @@
 """One virtual stage of a unit: the layers of one range, built for this rank only."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +14,8 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, share_adapter
+from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
+from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.engine_adapter import adapt_engine_linears
 from multimodal.model.layers.carried_states import CarriedStates, join
@@ -122,6 +124,10 @@ class UnitStage(MegatronModule):
             self._adapt_layer(index)
             for parameter in layer.parameters():
                 parameter.is_of_projector = index == unit.projector_layer  # type: ignore[attr-defined]  # for its learning rate
+        for module in self.layers.modules() if options.fp8_format is not None else ():
+            widths = (module.in_features, module.out_features) if is_engine_linear(module) else ()
+            if NARROW_PRODUCT.is_met(LayerUse(fp8_recipe=options.fp8_recipe, widths=widths)):  # type: ignore[arg-type]
+                module.forward = _outside_fp8(module.forward)
         if "0" in self.layers:
             self._mark_shared_embedding()
         for module in self.layers.modules():
@@ -250,11 +256,9 @@ class UnitStage(MegatronModule):
                 f"{where}: the schedule runs segments of a layer on their own, whose products are not in FP8; leave out "
                 "--fp8-format, or use a --schedule that runs whole stages"
             )
-        if self.unit.lora is not None and self.context.implementation != "local" and self.groups.tp.size() > 1:
-            raise ConfigError(
-                f"{where}: the schedule runs segments of a layer on their own, which adapters of Transformer Engine's layers "
-                "over several tensor parallel ranks cannot; use --transformer-impl local, or a --schedule that runs whole stages"
-            )
+        is_engine = self.context.implementation != "local"
+        if is_engine and self.groups.tp.size() > 1 and ADAPTED_SEGMENTS.is_met(LayerUse(unit=self.unit)):
+            raise ConfigError(f"{where}: {ADAPTED_SEGMENTS.message}")
         if self.guard is not None:
             raise ConfigError(
                 f"{where}: the schedule runs segments of a layer on their own, but the stage's weights are sharded over its "
@@ -343,6 +347,17 @@ class UnitStage(MegatronModule):
         for parameter in embedding.parameters() if not (self.is_first and self.is_last) else ():
             parameter.shared_embedding = True  # type: ignore[attr-defined]  # megatron-core gives it a bucket of its own
             parameter.shared = not self.is_first  # type: ignore[attr-defined]  # count it once in the gradient norm
+
+
+def _outside_fp8(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from transformer_engine.pytorch import fp8_autocast
+
+    @wraps(forward)
+    def outside(*arguments: Any, **options: Any) -> Any:
+        with fp8_autocast(enabled=False):
+            return forward(*arguments, **options)
+
+    return outside
 
 
 def _has_backward(layer: Module, hidden: Tensor) -> bool:

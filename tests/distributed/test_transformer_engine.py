@@ -204,6 +204,20 @@ def test_adapters_beside_products_in_fp8(engine_ranks: EnginePool) -> None:
     assert len(steps[1]) == 4 * UNITS["llm"]["num_layers"]
 
 
+@pytest.mark.parametrize("described", [{}, {"experts": {"num_experts": 4, "router_topk": 4, "ffn_hidden_size": 76}}])
+def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, described: dict[str, Any]) -> None:
+    """All of a layer's: then its gradients are those of a run in bfloat16. Or those of its MLP: the others are in FP8."""
+    if engine_ranks.version != WHOLE:
+        pytest.skip("shown with one version")
+    narrow = {"hidden_size": 136, "ffn_hidden_size": 76, "num_layers": 1, **described}
+    cases = [fp8_case("tensorwise", **narrow), replace(fp8_case("tensorwise", **narrow), fp8_recipe=None)]
+    (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in cases)
+    for key, gradient in expected.gradients.items():
+        assert np.abs(found.gradients[key] - gradient).max() <= 0.01 * np.abs(gradient).max(), key
+    (steps,) = engine_ranks.run(train_in_fp8, fp8_case("tensorwise", **{**narrow, "hidden_size": 128}), 1, world_size=1)
+    assert {name.rpartition(".")[2] for name in steps[0]} == {"linear_qkv", "linear_proj"}
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_experts_in_fp8(engine_ranks: EnginePool, recipe: str) -> None:
     """Their gradients are those of bfloat16 but for the rounding, where other rows would be off by more than their size."""

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from multimodal.balance import BALANCERS
+from multimodal.cost.engine_limits import ENGINE_LIMITS
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
@@ -119,6 +120,17 @@ def layer_table() -> str:
     )
 
 
+def engine_table() -> str:
+    """What layers of Transformer Engine leave to others."""
+    return _table(
+        ("where", "instead", "who asks for both is told"),
+        (
+            (limit.use, limit.instead.value, re.sub(r"\{c\.\w+\.(\w+)\}", lambda found: found[1].upper(), limit.message))
+            for limit in ENGINE_LIMITS
+        ),
+    )
+
+
 TABLES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("schedule.md", schedule_table),
     ("schedule.md", parameter_table),
@@ -126,6 +138,7 @@ TABLES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("balance.md", balancer_table),
     ("planning.md", planner_table),
     ("registries.md", layer_table),
+    ("gpu.md", engine_table),
 )
 """Pages and their tables."""
 

@@ -15,8 +15,8 @@ from megatron.runtime.flags.schedule_checks import problems_of_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from multimodal.balance import BALANCERS
 from multimodal.balance.unlike_replicas import has_unequal_shares
+from multimodal.cost.engine_limits import engine_products, fp8_multiple
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -188,25 +188,18 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
 
 
 def _problems_of_fp8(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
-    """Yield products in FP8 whose widths on one rank its kernels do not have."""
-    multiple = 32 if config.model.fp8_recipe == "mxfp8" else 16
-    for unit in graph.units if config.model.fp8_format is not None else ():
-        for kind in dict.fromkeys(unit.layers) if not unit.needs_local_layers else ():
-            layer, size = describe_layer(graph, unit, kind, vocab_size=0), max(plan.units[unit.name].tensor_sizes)
-            if not isinstance(layer, TransformerLayer):
-                continue
-            widths = {each: [shape.num_inputs, shape.num_outputs] for each, shape in layer.linear_layers.items()}
-            for each, shape in layer.linear_layers.items():
-                widths[each][0 if shape.is_split_by_inputs else 1] //= size
-            if layer.num_expert_weights:
-                widths["experts"] = [unit.transformer.expert_hidden_size // size]
-            for each, found in widths.items():
-                if any(width % multiple for width in found):
-                    yield (
-                        f"--fp8-format {config.model.fp8_format}: products in FP8 have widths that are multiples of {multiple} "
-                        f"with --fp8-recipe {config.model.fp8_recipe}, found {' x '.join(map(str, found))} in {each} of unit "
-                        f"'{unit.name}' on {size} tensor parallel ranks; leave it out, or choose another tensor parallel size"
-                    )
+    if config.model.fp8_format is None:
+        return
+    sizes = {unit: max(plan.units[unit.name].tensor_sizes) for unit in graph.units}
+    products = [each for unit, size in sizes.items() for each in engine_products(graph, unit, size, config.model.fp8_recipe)]
+    if not any(product.is_in_fp8 for product in products):
+        multiple, found = fp8_multiple(config.model.fp8_recipe), sorted({each.widths for each in products})
+        shown = ", ".join(" x ".join(map(str, widths)) for widths in found) or "none by Transformer Engine"
+        yield (
+            f"--fp8-format {config.model.fp8_format} would be ignored: products in FP8 have widths that are multiples of "
+            f"{multiple} with --fp8-recipe {config.model.fp8_recipe}, found {shown} on each rank; leave it out, or choose other "
+            "tensor parallel sizes"
+        )
 
 
 def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:

@@ -3,34 +3,16 @@
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import flag_of
-from multimodal.cost.run_options import FLOAT64, OVERLAP, SEGMENTS, SHARDED_WEIGHTS, EngineLimit, LayerUse
+from multimodal.cost.engine_limits import ENGINE_LIMITS, FP8_SCALES, EngineLimit, Instead, LayerUse
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 
 Condition = Callable[[RunConfig], bool]
 """Returns True for an unsupported combination."""
-
-
-@dataclass(frozen=True)
-class NeedsLocal:
-    """Layers of Transformer Engine where they cannot be."""
-
-    name: str
-    """As the table of defaults in docs/gpu.md has it."""
-    is_met: Condition
-
-    def __call__(self, config: RunConfig) -> bool:
-        """Return True if the configuration asks for such layers."""
-        return config.model.transformer_impl == "transformer_engine" and self.is_met(config)
-
-
-def _splits_backwards(config: RunConfig) -> bool:
-    return BUILDERS[config.training.schedule].splits_backwards or any(row.splits_backwards for row in named_passes(config))
 
 
 def can_delay_weight_gradients() -> bool:
@@ -61,23 +43,25 @@ def _misses(field: str, package: str, config: RunConfig) -> bool:
     return getattr(config.logging, field) is not None and _lacks(package)
 
 
-def _limited(limit: EngineLimit) -> NeedsLocal:
-    def is_met(config: RunConfig) -> bool:
-        use = LayerUse(
-            config.training.dtype,
-            BUILDERS[config.training.schedule].runs_segments,
-            _splits_backwards(config),
-            config.parallelism.tp_comm_overlap,
-            config.parallelism.shards_weights,
-            config.model.fp8_format is not None,
-        )
-        return limit.is_met(use)
-
-    return NeedsLocal(limit.name, is_met)
+def _needs_local(limit: EngineLimit, config: RunConfig) -> bool:
+    return config.model.transformer_impl == "transformer_engine" and limit.is_met(_layer_use(config))
 
 
-_SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
-_SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
+def _layer_use(config: RunConfig) -> LayerUse:
+    splits = BUILDERS[config.training.schedule].splits_backwards or any(row.splits_backwards for row in named_passes(config))
+    return LayerUse(
+        is_installed=not _lacks("transformer_engine"),
+        has_cuda=_has_cuda(),
+        delays_gradients=not splits or can_delay_weight_gradients(),
+        dtype=config.training.dtype,
+        fp8_recipe=None if config.model.fp8_format is None else config.model.fp8_recipe,
+        recompute=config.training.recompute_granularity,
+        runs_segments=BUILDERS[config.training.schedule].runs_segments,
+        splits_backwards=splits,
+        tp_comm_overlap=config.parallelism.tp_comm_overlap,
+        shards_weights=config.parallelism.shards_weights,
+    )
+
 
 DEVICE_RULES: Mapping[str, Condition] = {
     "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler": lambda c: (
@@ -88,19 +72,7 @@ DEVICE_RULES: Mapping[str, Condition] = {
         f"(pip install 'braid[{package}]'), or leave it out": partial(_misses, field, package)
         for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow"))
     },
-    "--transformer-impl transformer_engine: Transformer Engine is not installed; "
-    "install it or use --transformer-impl local": NeedsLocal("it is not installed", lambda c: _lacks("transformer_engine")),
-    "--transformer-impl transformer_engine needs a CUDA device; use --transformer-impl local on a CPU": lambda c: (
-        c.model.transformer_impl == "transformer_engine" and not _has_cuda()
-    ),
-    "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks": _limited(FLOAT64),
-    f"--transformer-impl transformer_engine splits backwards into input and weight gradients, as {_SPLITTING_SCHEDULES} and "
-    f"--schedule-passes {_SPLITTING_PASSES} do, from version 2.3 on; install that, or use --transformer-impl local, or another "
-    "schedule": NeedsLocal(
-        "split backwards with a version before 2.3", lambda c: _splits_backwards(c) and not can_delay_weight_gradients()
-    ),
-    "--schedule {c.training.schedule} runs pieces of layers, whose products are not in FP8; leave out --fp8-format, or use "
-    "another schedule": _limited(SEGMENTS),
+    **{limit.message: partial(_needs_local, limit) for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL},
     "--fp8-format {c.model.fp8_format} needs a CUDA device; leave it out on a CPU": lambda c: (
         c.model.fp8_format is not None and not _has_cuda()
     ),
@@ -109,9 +81,7 @@ DEVICE_RULES: Mapping[str, Condition] = {
     "--fp8-format {c.model.fp8_format} needs layers of Transformer Engine; use --transformer-impl transformer_engine": lambda c: (
         c.model.fp8_format is not None and "transformer_impl" in c.given and c.model.transformer_impl == "local"
     ),
-    "--fp8-recipe delayed takes scales from forwards before, and a forward that --recompute-granularity full repeats would count "
-    "twice; use --fp8-recipe tensorwise, "
-    "or leave out recomputation": lambda c: c.model.fp8_recipe == "delayed" and c.training.recompute_granularity == "full",
+    FP8_SCALES.message: lambda c: FP8_SCALES.is_met(_layer_use(c)),
     "--attention-backend flash cannot evaluate --attention-mask {c.model.attention_mask}; "
     "use --attention-backend triton": lambda c: c.model.attention_backend == "flash" and c.model.attention_mask != "causal",
     "--attention-backend flash needs a CUDA device and --bf16; use --attention-backend sequences": lambda c: (
@@ -127,15 +97,9 @@ DEVICE_RULES: Mapping[str, Condition] = {
     "--attention-backend triton has no float64; use --attention-backend blocks for exact checks": lambda c: (
         c.model.attention_backend == "triton" and c.training.dtype == "float64"
     ),
-    "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers have an overlap of their "
-    "own, in user buffers that Braid does not set up; use --transformer-impl local, or leave it out": _limited(OVERLAP),
     "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out": lambda c: (
         c.parallelism.tp_comm_overlap and c.training.emulate is not None
     ),
-    "--data-parallel-sharding-strategy optim_grads_params takes a layer's weights away between its forward and its backward, but "
-    "layers of Transformer Engine keep copies of them in FP8, and give gradients of split backwards after that; use "
-    "--transformer-impl local, --data-parallel-sharding-strategy optim, "
-    "or a --schedule with whole backwards and no --fp8-format": _limited(SHARDED_WEIGHTS),
     "--load-hf and --load-adapter need the package 'safetensors'; "
     "install it (pip install 'braid[hf]') or leave it out": lambda c: (
         (c.checkpoint.load_hf or c.checkpoint.load_adapter) is not None and _lacks("safetensors")

@@ -8,6 +8,7 @@ from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import EvaluationReport
 from megatron.runtime.session import Session
 from megatron.runtime.training.run import Run
+from multimodal.cost.engine_limits import Instead, LayerUse, engine_products, limits_met
 from multimodal.kernels import describe_kernels
 from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.layers.transformer import accumulates_in_engine, attention_choice
@@ -105,14 +106,25 @@ def _shown_stages(unit: Unit, plan: UnitPlan) -> str:
     return f", {' + '.join(map(str, counts))} layers"
 
 
+def _describe_wide_products(session: Session) -> str:
+    """Say which products are not in FP8, whose widths do not allow it."""
+    found = {}
+    for unit in session.graph.units:
+        size = max(session.plan.units[unit.name].tensor_sizes)
+        products = engine_products(session.graph, unit, size, session.options.build.fp8_recipe)
+        if wide := dict.fromkeys(product.name for product in products if not product.is_in_fp8):
+            found[unit.name] = ", ".join(wide)
+    return "".join(f"; in bfloat16 {name}: {products}" for name, products in found.items())
+
+
 def _describe_paths(session: Session) -> str:
     """Return one line: the implementation of layers, the attention of each unit, and what is fused or in FP8."""
     graph, options = session.graph, session.options.build
     layers, is_engine = _LAYERS[options.transformer_impl], options.transformer_impl == "transformer_engine"
-    local = [unit.name for unit in graph.units if is_engine and unit.needs_local_layers]
-    parts = [f"{layers} ({' and '.join(local)}, for post norms: {_LAYERS['local']})" if local else layers]
+    local = [unit.name for unit in graph.units if is_engine and limits_met(LayerUse(unit=unit), Instead.LOCAL_UNIT)]
+    parts = [f"{layers} ({' and '.join(local)}, for its norms or modulation: {_LAYERS['local']})" if local else layers]
     if options.fp8_format is not None:
-        parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe})")
+        parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe}{_describe_wide_products(session)})")
     if options.fuses_kernels:
         parts.append("fused SwiGLU and rotation")
     if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():

@@ -21,6 +21,7 @@ from multimodal.attention.attention_choice import AttentionChoice, choose_attent
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
+from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
@@ -133,12 +134,9 @@ class TransformerKind(LayerKind):
 
 
 def accumulates_in_engine(options: BuildOptions) -> bool:
-    """Return True if Transformer Engine's products add weight gradients to float32 buffers themselves.
-
-    Delayed gradients do not: hooks would run before they are there. Nor do those of FP8: the step's first microbatch, which
-    quantises the weights, would overwrite the buffer.
-    """
-    return options.accumulates_in_products and not options.delays_weight_gradients and options.fp8_format is None
+    """Return True if Transformer Engine's products add weight gradients to float32 buffers themselves."""
+    use = LayerUse(splits_backwards=options.delays_weight_gradients, fp8_recipe=options.used_fp8_recipe)
+    return options.accumulates_in_products and not limits_met(use, Instead.SEPARATE)
 
 
 def _name_fused_norms(layer: Module) -> None:

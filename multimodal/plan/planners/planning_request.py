@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.run_options import LayerUse, RunOptions, needs_local_layers
+from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
@@ -263,10 +264,14 @@ class PlanningRequest:
 
     def _needs_local_layers(self, schedule: str) -> bool:
         row = BUILDERS[schedule]
-        shards_weights = self.zero_stage == 3
-        return needs_local_layers(
-            LayerUse(self.cluster.dtype, row.runs_segments, row.splits_backwards, self.tp_comm_overlap, shards_weights)
+        use = LayerUse(
+            dtype=self.cluster.dtype,
+            runs_segments=row.runs_segments,
+            splits_backwards=row.splits_backwards,
+            tp_comm_overlap=self.tp_comm_overlap,
+            shards_weights=self.zero_stage == 3,
         )
+        return bool(limits_met(use, Instead.LOCAL))
 
     def allows(self, schedule: str) -> bool:
         """Return True if the implementation that the user has fixed can run a schedule."""
