@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
-LINE = "--data-path digits --global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
+LINE = "--global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
 PROGRAM = """
 import os
 import sys
@@ -27,41 +27,64 @@ device_rules._has_cuda = lambda: True
 import pretrain_mllm
 from tools.launch import free_port
 for line in sys.argv[2:]:
+    num_ranks, _, flags = line.partition(" ")
     print("run", flush=True)
-    if not (process := os.fork()):
-        os.environ["MASTER_PORT"] = str(free_port())
-        pretrain_mllm.main(line.split())
-        os._exit(0)
-    if os.waitpid(process, 0)[1]:
+    os.environ.update(MASTER_PORT=str(free_port()), WORLD_SIZE=num_ranks)
+    processes = []
+    for rank in range(int(num_ranks)):
+        if not (process := os.fork()):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            pretrain_mllm.main(flags.split())
+            os._exit(0)
+        processes.append(process)
+    if any([os.waitpid(process, 0)[1] for process in processes]):
         sys.exit(1)
 """
-"""Runs with several command lines, one after another."""
+"""Runs with several command lines, one after another; each begins with its number of ranks."""
 
 
-def test_runs_go_on_from_checkpoints_with_adapters_and_with_experts_in_fp8(tmp_path: Path) -> None:
-    """On one rank, a step of the digits each, or as many as flags say; all in one process, which imports everything once."""
+def test_every_way_to_train(tmp_path: Path) -> None:
+    """A step of the digits each, or as many as flags say; all in one process, which imports everything once."""
     document = yaml.safe_load(DIGITS.read_text())
     document["units"]["llm"]["experts"] = {"num_experts": 4}
     experts = tmp_path / "model.yaml"
     experts.write_text(yaml.safe_dump(document, sort_keys=False))
+    texts = pytest.importorskip("tests.distributed.test_hugging_face_runs", reason="transformers is not installed")
+    model, (trained, of_local) = tmp_path / "model", (tmp_path / name for name in ("trained", "local"))
+    texts.small_qwen2(vocab_size=265).save_pretrained(model)
+    manifest = texts.write_manifest(tmp_path / "data")
+    digits, two = f"--data-path digits --model {DIGITS}", "--train-iters 2 --lr-decay-iters 2"
+    tuned = f"--data-path {manifest} --seq-length 64 --tokenizer-type ByteTokenizer --load-hf {model} --train-iters 1"
     flags = (
-        f"--model {DIGITS} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
-        f"--model {DIGITS} --load {tmp_path}/saved --train-iters 2 --lr-decay-iters 2",
-        f"--model {DIGITS} --train-iters 2 --lr-decay-iters 2",
-        f"--model {DIGITS} --train-iters 1 --lora-rank 4",
-        f"--model {experts} --train-iters 2 --fp8-format hybrid",
+        f"1 {digits} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
+        f"1 {digits} --load {tmp_path}/saved {two}",
+        f"1 {digits} {two}",
+        f"1 {digits} --train-iters 1 --lora-rank 4",
+        f"1 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid",
+        f"2 {digits} {two} --data-parallel-sharding-strategy optim_grads_params --colocate-units --vision-dp 2 --llm-dp 2",
+        f"3 {digits} {two} --schedule zb-h1 --vision-dp 1 --llm-pp 2",
+        f"1 {tuned} --save-hf {trained}",
+        f"1 {tuned} --save-hf {of_local} --transformer-impl local",
     )
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    command = [sys.executable, "-c", PROGRAM, ENGINE, *(f"--transformer-impl transformer_engine {LINE} {each}" for each in flags)]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    lines = (each if "--transformer-impl" in each else f"{each} --transformer-impl transformer_engine" for each in flags)
+    command = [sys.executable, "-c", PROGRAM, ENGINE, *(f"{each} {LINE}" for each in lines)]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    assert found.returncode == 0 and found.stdout.count("layers of Transformer Engine") >= len(flags), found.stdout
+    assert found.returncode == 0 and found.stdout.count("layers of Transformer Engine") >= len(flags) - 1, found.stdout
     losses = [
         [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)]
         for said in found.stdout.split("run\n")[1:]
     ]
-    before, after, whole, adapted, (first, second) = losses
+    before, after, whole, adapted, (first, second), sharded, split, *tuned = losses
     assert before + after == whole
     assert adapted[0] == before[0], "adapters start as none"
     assert second < first
+    assert sharded == pytest.approx(whole, abs=0.02) and split == pytest.approx(whole, abs=0.02)
+    assert tuned[0] == pytest.approx(tuned[1], abs=0.02)
+    source, exported, expected = (texts.weights_of(folder) for folder in (model, trained, of_local))
+    differing, moved = (
+        sum(float((weight - other[name]).abs().sum()) for name, weight in expected.items()) for other in (exported, source)
+    )
+    assert differing < 0.3 * moved
