@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multimodal.balance.exchange.exchange_rows import exchange_rows
+
 
 class _Order(NamedTuple):
     """A permutation of rows, and its inverse."""
@@ -40,8 +42,6 @@ def compute_by_experts(
     of rows.
     """
     topk = chosen.shape[1]
-    if group.size() > 1 and torch.is_grad_enabled() and not rows.requires_grad:
-        rows = rows.detach().requires_grad_()  # other ranks' rows may need a gradient, whose exchange all ranks must take part in
     order = _Order.sorting(chosen.flatten())
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     copies = _permuted(rows, _Order(order.forward // topk, order.backward), num_copies=topk)
@@ -63,17 +63,13 @@ def _compute_on_owners(copies: Tensor, counts: Tensor, *, group: dist.ProcessGro
     sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     order = _Order.sorting(numbers.repeat_interleave(arriving.flatten()))
-    there = _exchanged(copies, sent, received, group)
+    there = exchange_rows(copies, sent, received, group)
     made = compute(_permuted(there, order), arriving.sum(0))
-    return _exchanged(_permuted(made, order.mirrored), received, sent, group)
+    return exchange_rows(_permuted(made, order.mirrored), received, sent, group)
 
 
 def _permuted(rows: Tensor, order: _Order, *, num_copies: int = 1) -> Tensor:
     return _Permute.apply(rows, order, num_copies)  # type: ignore[no-untyped-call]
-
-
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    return _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
 
 
 class _Permute(torch.autograd.Function):
@@ -90,22 +86,3 @@ class _Permute(torch.autograd.Function):
         (backward,) = ctx.saved_tensors
         rows = gradient.index_select(0, backward)
         return rows.view(-1, ctx.num_copies, rows.shape[1]).sum(1) if ctx.num_copies > 1 else rows, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = received, sent, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _all_to_all(gradient, *ctx.back), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty((sum(received), rows.shape[1]))
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
