@@ -1,35 +1,56 @@
-"""Installs the drop-in in Megatron: replaces the function that gives training loops their pipeline schedule."""
+"""Installs the drop-in in Megatron: the function that gives training loops their schedule, and the process groups of a plan."""
 
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime import platform
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
+from megatron.runtime.drop_in.unit_groups import UnitGroups
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 _NAME = "get_forward_backward_func"
 _ORIGINAL = schedules.get_forward_backward_func
 _installed: Callable[..., Any] = _ORIGINAL
+_groups: UnitGroups | None = None
 
 
-def apply(*, schedule: str = "1f1b") -> None:
+def apply(
+    *, schedule: str = "1f1b", model: ModelGraph | str | Path | None = None, plan: Plan | str | Path | None = None
+) -> dict[str, ProcessGroupCollection]:
     """Make megatron-core's `get_forward_backward_func` return Braid's executor, for loops written for Megatron.
 
     The name is replaced in megatron-core and in every module that has imported it so far. Applying again changes the schedule for
     all later calls. On a machine without CUDA the replacements of `platform` are installed, too.
 
     schedule: a name in `BUILDERS`, with or without parameters, whose actions are whole forwards and backwards.
-    Raises ConfigError if there is no such schedule. A schedule that splits backwards is refused in the first step.
+    model, plan: values or their files. With them, Megatron's `parallel_state` is set up for the plan (collective over the
+        world), in place of `initialize_model_parallel`: it answers with the groups of the backbone on its ranks, elsewhere with
+        those of the first unit that the rank is in, and with those of any of its units within `unit`.
+    Returns a ProcessGroupCollection for each unit of the plan that this rank is in. Raises ConfigError if there is no such
+    schedule, if Megatron's groups cannot say what the plan does, or if a plan was applied before and not undone, and PlanError if
+    the plan does not fit model and ranks. A schedule that splits backwards is refused in the first step.
     """
+    global _groups
     try:
         BUILDERS[schedule]
     except ScheduleError as problem:
         raise ConfigError(f"patches.apply(schedule=...): {problem}") from None
+    if (model is None) != (plan is None):
+        raise ConfigError("patches.apply needs model and plan together: a plan says where the units of a model are; give both")
+    if plan is not None and _groups is not None:
+        raise ConfigError("patches.apply(plan=...): a plan is applied already, and plans do not nest; call patches.undo() first")
     platform.install()
     function = ForwardBackward(schedule=schedule).forward_backward
 
@@ -41,12 +62,32 @@ def apply(*, schedule: str = "1f1b") -> None:
         return function
 
     get_forward_backward_func.__signature__ = signature  # type: ignore[attr-defined]
+    if plan is not None and model is not None:
+        graph = model if isinstance(model, ModelGraph) else ModelGraph.from_file(model)
+        plan = plan if isinstance(plan, Plan) else Plan.from_file(plan)
+        validate_plan(plan, graph=graph, world_size=dist.get_world_size())
+        _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
     _install(get_forward_backward_func)
+    return {} if _groups is None else _groups.collections
 
 
-def revert() -> None:
-    """Restore megatron-core's own function, also in modules that imported the name."""
+def unit(name: str) -> AbstractContextManager[None]:
+    """Return a context in which `parallel_state` answers with the groups of a unit of the applied plan: build its layers in it.
+
+    Raises ConfigError if no plan is applied or this rank is not in the unit.
+    """
+    if _groups is None:
+        raise ConfigError(f"patches.unit({name!r}): no plan is applied; call patches.apply(model=..., plan=...) first")
+    return _groups.within(name)
+
+
+def undo() -> None:
+    """Restore megatron-core's own function, also in modules that imported the name, and its process groups; collective."""
+    global _groups
     _install(_ORIGINAL)
+    if _groups is not None:
+        _groups.close()
+        _groups = None
 
 
 def _install(function: Callable[..., Any]) -> None:

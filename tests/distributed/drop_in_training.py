@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megatron.runtime import patches
 from megatron.runtime.platform import CpuTorch
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
 
 NUM_STEPS = 3
 SEQUENCE_LENGTH = 6
@@ -60,33 +62,36 @@ class LoopResult:
     """Which forwards of the lane, in order, Megatron told to recompute all their layers."""
 
 
-def train_on_schedule(case: LoopCase, schedule: str | None) -> LoopResult:
+def train_on_schedule(
+    case: LoopCase, schedule: str | None, model: ModelGraph | None = None, plan: Plan | None = None
+) -> LoopResult:
     """Train on a Braid schedule through the drop-in, or, with None, on Megatron's own function.
 
     Without CUDA: Megatron's own makes tensors on device "cuda", GPTModel moves tied embeddings there, and dropout (of zero) wants
-    CUDA's random states.
+    CUDA's random states. model, plan: set up Megatron's groups in place of its `initialize_model_parallel`.
     """
+    parallel_state.destroy_model_parallel()
     if schedule is not None:
-        patches.apply(schedule=schedule)
+        patches.apply(schedule=schedule, model=model, plan=plan)
     try:
         with (
             patch.object(schedules, "torch", CpuTorch(torch)) if schedule is None else nullcontext(),
             patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
             patch.object(Tensor, "cuda", lambda tensor: tensor),
         ):
-            return train(case)
+            return train(case, under_plan=model is not None)
     finally:
-        patches.revert()
+        patches.undo()
 
 
-def train(case: LoopCase) -> LoopResult:
+def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
     """The loop: nothing in it knows of Braid."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tensor_parallel_size,
-        pipeline_model_parallel_size=case.pipeline_parallel_size,
-        virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
-    )
+    if not under_plan:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor_parallel_size,
+            pipeline_model_parallel_size=case.pipeline_parallel_size,
+            virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
+        )
     try:
         chunks = _build_chunks(case)
         num_synchronizations = _connect(chunks, case)
@@ -99,7 +104,8 @@ def train(case: LoopCase) -> LoopResult:
                 _update(chunks)
         return LoopResult(losses, _gradients(chunks), num_synchronizations[0], checkpoints)
     finally:
-        parallel_state.destroy_model_parallel()
+        if not under_plan:
+            parallel_state.destroy_model_parallel()
 
 
 def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, forward_step: Callable[..., Any]) -> list[float]:

@@ -1,8 +1,12 @@
 """A training loop written against Megatron, on its own pipeline functions and on Braid schedules: equal losses and gradients."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from tests.distributed.drop_in_training import NUM_STEPS, LoopCase, LoopResult, train_on_schedule
 from tests.distributed.rank_pool import RankPool
 
@@ -10,9 +14,9 @@ INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 """What Megatron's own interleaved function needs on two stages."""
 
 
-def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> list[LoopResult]:
+def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, under: tuple[Any, ...] = ()) -> list[LoopResult]:
     expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=4)
-    found: list[LoopResult] = ranks.run(train_on_schedule, case, schedule, world_size=4)
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, schedule, *under, world_size=4)
     for mine, theirs in zip(found, expected, strict=True):
         assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
         assert mine.gradients.keys() == theirs.gradients.keys()
@@ -39,6 +43,23 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> l
 )
 def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedule: str, case: LoopCase) -> None:
     assert_same_training(case, ranks, schedule=schedule)
+
+
+@pytest.mark.parametrize("case", [LoopCase(2, tensor_parallel_size=2), LoopCase(2, num_chunks=2, options=INTERLEAVED)])
+def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPool, case: LoopCase) -> None:
+    """Ranks as Megatron numbers them, so that each has what it has there."""
+    llm = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+    model = ModelGraph.from_dict({"units": {"llm": llm}})
+    stages, size = case.pipeline_parallel_size, case.tensor_parallel_size
+    cuts = split_layers(model.backbone.layers, num_stages=stages * case.num_chunks)
+    replicas = [
+        Replica(
+            tuple(Stage(tuple(range(4 // stages * s + d, 4 // stages * s + d + size)), cuts[s::stages]) for s in range(stages))
+        )
+        for d in range(0, 4 // stages, size)
+    ]
+    plan = Plan({"llm": UnitPlan(tuple(replicas), tensor_parallel_size=size)})
+    assert_same_training(case, ranks, schedule="1f1b", under=(model, plan))
 
 
 @pytest.mark.parametrize("case", [LoopCase(4, forward_only=True), LoopCase(2, 2, forward_only=True, options=INTERLEAVED)])

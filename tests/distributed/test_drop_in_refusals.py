@@ -37,7 +37,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(platform, "install", lambda: None)
     yield module
-    patches.revert()
+    patches.undo()
 
 
 def test_the_name_is_replaced_everywhere_and_given_back(loop: ModuleType) -> None:
@@ -46,7 +46,7 @@ def test_the_name_is_replaced_everywhere_and_given_back(loop: ModuleType) -> Non
     replaced = schedules.get_forward_backward_func
     assert replaced is not ORIGINAL
     assert pipeline_parallel.get_forward_backward_func is replaced and loop.get_forward_backward_func is replaced
-    patches.revert()
+    patches.undo()
     assert {schedules.get_forward_backward_func, pipeline_parallel.get_forward_backward_func} == {ORIGINAL}
     assert loop.get_forward_backward_func is ORIGINAL
 
@@ -114,7 +114,7 @@ def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
 def test_options_that_would_be_ignored_are_refused(refusal: Any) -> None:
     check_options(_config(), num_stages=2, num_chunks=1)
-    with pytest.raises(ConfigError, match=f"^{refusal.option}=.*; .* or call patches.revert"):
+    with pytest.raises(ConfigError, match=f"^{refusal.option}=.*; .* or call patches.undo"):
         check_options(
             _config(**{refusal.option: "local" if refusal.option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1
         )

@@ -212,7 +212,7 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int) -> None:
         if refusal.is_used(value):
             raise ConfigError(
                 f"{refusal.option}={value!r} cannot be used with Braid's schedules: {refusal.reason}; {refusal.fix}, or call "
-                "patches.revert() to run Megatron's own schedule"
+                "patches.undo() to run Megatron's own schedule"
             )
     expected = config.virtual_pipeline_model_parallel_size or 1
     if num_chunks != expected or (num_stages == 1 and num_chunks > 1):

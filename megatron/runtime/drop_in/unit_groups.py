@@ -1,0 +1,151 @@
+"""Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks."""
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from multimodal.values.errors import ConfigError
+from multimodal.values.plan import Plan, UnitPlan
+
+_STATE = re.compile(r"_[A-Z][A-Z0-9_]*|_global_process_group_list")
+"""Names of the globals that parallel_state keeps."""
+
+
+class UnitGroups:
+    """What Megatron's `parallel_state` says in each of this rank's units; collective over the world."""
+
+    def __init__(self, plan: Plan, *, first: Sequence[str]) -> None:
+        """Make all groups. first: units in the order in which parallel_state is left with one of them.
+
+        Raises ConfigError if Megatron's groups cannot say what the plan does.
+        """
+        check_plan(plan)
+        self._before = _read(parallel_state)
+        self._made: list[dist.ProcessGroup] = []
+        self._states: dict[str, dict[str, Any]] = {}
+        for name, unit in plan.units.items():
+            ranks, state = megatron_order(unit), self._initialize(unit)
+            if dist.get_rank() in ranks:
+                self._states[name] = {key: _map_ranks(value, ranks) if "_RANKS" in key else value for key, value in state.items()}
+        self.collections: dict[str, ProcessGroupCollection] = {}
+        for name in self._states:
+            with self.within(name):
+                self.collections[name] = ProcessGroupCollection.use_mpu_process_groups()
+        _write(self._states[next(name for name in first if name in self._states)])
+
+    @contextmanager
+    def within(self, unit: str) -> Iterator[None]:
+        """Let parallel_state answer with a unit's groups."""
+        if unit not in self._states:
+            raise ConfigError(f"rank {dist.get_rank()} has nothing of unit '{unit}'; its units are {', '.join(self._states)}")
+        outer = _read(parallel_state)
+        _write(self._states[unit])
+        try:
+            yield
+        finally:
+            _write(outer)
+
+    def close(self) -> None:
+        """Give parallel_state back what it said before, and destroy the groups."""
+        _write(self._before)
+        for group in self._made:
+            dist.destroy_process_group(group)
+
+    def _initialize(self, unit: UnitPlan) -> dict[str, Any]:
+        """Return the globals of a fresh parallel_state on the unit's ranks."""
+        state, stages = _fresh_parallel_state(), unit.replicas[0].stages
+        state.torch = _UnitTorch(_UnitDistributed(megatron_order(unit), self._made))  # type: ignore[attr-defined]
+        num_chunks = len(stages[0].layer_ranges)
+        state.initialize_model_parallel(
+            tensor_model_parallel_size=unit.tensor_size(stages[0]),
+            context_parallel_size=unit.context_parallel_size,
+            pipeline_model_parallel_size=len(stages),
+            virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+            expert_model_parallel_size=unit.expert_parallel_size,
+        )
+        return _read(state)
+
+
+def megatron_order(unit: UnitPlan) -> tuple[int, ...]:
+    """Return a unit's ranks in Megatron's order: tensor, context, data and pipeline parallel, the fastest first."""
+    stages = range(len(unit.replicas[0].stages))
+    return tuple(rank for stage in stages for replica in unit.replicas for rank in replica.stages[stage].ranks)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ConfigError for a plan that Megatron's groups cannot express."""
+    for name, unit in plan.units.items():
+        if unit.is_unlike:
+            raise ConfigError(
+                f"patches.apply(plan=...): the replicas of unit '{name}' are not alike, but ranks of a data parallel group of "
+                "Megatron hold the same weights; give all replicas the same stages, or train with pretrain_mllm.py"
+            )
+        order, num_stages = [stage.stage_index for stage in unit.replicas[0].virtual_stages], len(unit.replicas[0].stages)
+        if order != [*range(num_stages)] * (len(order) // num_stages) or (num_stages == 1 and len(order) > 1):
+            raise ConfigError(
+                f"patches.apply(plan=...): unit '{name}' has layers {unit.describe_ranges()}, but chunk c of Megatron's pipeline "
+                "rank r comes c x pp + r-th, with several chunks only where there are several stages; deal the layers so"
+            )
+
+
+class _UnitDistributed:
+    """torch.distributed as a world of the unit's ranks, numbered in Megatron's order; other ranks only help to make groups."""
+
+    def __init__(self, ranks: Sequence[int], made: list[dist.ProcessGroup]) -> None:
+        self._ranks, self._made = ranks, made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_world_size(self) -> int:
+        return len(self._ranks)
+
+    def get_rank(self) -> int:
+        return self._ranks.index(dist.get_rank()) if dist.get_rank() in self._ranks else -1
+
+    def new_group(self, ranks: Sequence[int], **options: Any) -> Any:
+        group = dist.new_group([self._ranks[rank] for rank in ranks], **options)
+        if isinstance(group, dist.ProcessGroup):
+            self._made.append(group)
+        return group
+
+
+class _UnitTorch:
+    """torch with this torch.distributed."""
+
+    def __init__(self, distributed: _UnitDistributed) -> None:
+        self.distributed = distributed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _fresh_parallel_state() -> ModuleType:
+    """Return a copy of the module in which nothing was initialized."""
+    assert parallel_state.__spec__ is not None and parallel_state.__spec__.loader is not None
+    spec = importlib.util.spec_from_loader(parallel_state.__name__, parallel_state.__spec__.loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    parallel_state.__spec__.loader.exec_module(module)
+    return module
+
+
+def _read(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if _STATE.fullmatch(name)}
+
+
+def _write(state: Mapping[str, Any]) -> None:
+    vars(parallel_state).update(state)
+
+
+def _map_ranks(value: Any, ranks: Sequence[int]) -> Any:
+    """Replace positions in a unit by global ranks, in lists of any depth."""
+    return [_map_ranks(each, ranks) for each in value] if isinstance(value, list) else ranks[value] if value is not None else None
