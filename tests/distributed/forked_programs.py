@@ -3,17 +3,29 @@
 The supervisor forks its ranks, where one that is started as a program has another process do so, which imports everything first.
 """
 
+import gc
+import importlib
 import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from PIL import Image
 
 import megatron.runtime.training.elastic  # noqa: F401 - what ranks of elastic runs need beside what those of other runs do
 import pretrain_mllm
 from megatron.runtime.recovery import supervisor
+from megatron.runtime.training import run as training_run
 from tools import launch as launcher
 
 launcher.import_for_ranks()
+Image.init()  # imports what reads each format
+training_run.find_peak_tflops = cache(training_run.find_peak_tflops)
+for _dtype in (torch.float64, torch.float32):
+    training_run.find_peak_tflops(_dtype)  # of this machine, once for all ranks
 
 
 def supervise(argv: Sequence[str]) -> int:
@@ -22,12 +34,27 @@ def supervise(argv: Sequence[str]) -> int:
     return supervisor.Supervisor(flags, command, start_method="fork").run()
 
 
+def run_tool(name: str, argv: list[str]) -> int | None:
+    """Run a program of tools/."""
+    module: Any = importlib.import_module(f"tools.{name}")
+    code: int | None = module.main(argv)
+    return code
+
+
+def run_text(argv: list[str]) -> None:
+    """Run a program's text, as python -c does."""
+    text, *sys.argv[1:] = argv
+    exec(text, {"__name__": "__main__"})
+
+
 PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {
     "pretrain_mllm.py": pretrain_mllm.main,
-    "tools/launch.py": launcher.main,
+    "-c": run_text,
+    **{f"tools/{name}.py": partial(run_tool, name) for name in ("generate", "launch", "lengths", "plan", "producer")},
     "supervisor": supervise,
     "keeper of the store": supervisor.main,
 }
+gc.freeze()  # a process's collections would touch, and so copy, the memory that all share
 
 
 def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,10 @@ from tools.launch import free_port
 
 @pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])
 def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path, more: tuple[object, ...]) -> None:
-    place = ("--nproc-per-node", 3, "--master-port", free_port(), *more)
-    command = [sys.executable, REPOSITORY / "tools" / "launch.py", *place, REPOSITORY / "pretrain_mllm.py", "--lr", "high"]
-    ended = subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr == "pretrain_mllm.py: error: argument --lr: expected a number, found 'high' [ConfigError, rank 0]\n"
+    place = ("--nproc-per-node", 3, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")
+    launcher = Forked("tools/launch.py", [*map(str, place), "--lr", "high"], folder=tmp_path, output=tmp_path / "output")
+    assert launcher.wait(HANG_SECONDS) == 2
+    assert launcher.said == "pretrain_mllm.py: error: argument --lr: expected a number, found 'high' [ConfigError, rank 0]\n"
 
 
 @pytest.mark.parametrize(("victim", "number", "exit_code"), [("launcher", signal.SIGTERM, 0), ("rank", signal.SIGKILL, 137)])

@@ -2,8 +2,7 @@
 
 import json
 import shutil
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from multimodal.data.index.index_cache import FOLDER_NAME
-from tests.distributed.launch import REPOSITORY, Launched, launch
+from tests.distributed.launch import Forked, Launched, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
-NUM_RANKS, NUM_STEPS = 3, 60
+NUM_RANKS, NUM_STEPS = 3, 40
 TENSOR_PARALLEL = ("--vision-tp", 2, "--balance", "orchmllm")
 
 
@@ -31,12 +30,12 @@ class _Process:
     """A producer in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        command = [sys.executable, REPOSITORY / "tools" / "producer.py", "--listen", "127.0.0.1:0", "--num-workers", "1"]
-        self.process = subprocess.Popen([*map(str, command), "--token", folder / "token"], stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        assert "producer listens at" in said
-        self.address = said.split()[3].rstrip(",")
+        flags = ("--listen", "127.0.0.1:0", "--num-workers", "1", "--token", str(folder / "token"))
+        self.process = Forked("tools/producer.py", flags, output=Path(tempfile.mkstemp(dir=folder)[1]))
+        while "producer listens at" not in self.process.said:
+            assert self.process.poll() is None, self.process.said
+            time.sleep(0.02)
+        self.address = self.process.said.split()[3].rstrip(",")
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def producer(folder: Path) -> Iterator[_Process]:
     try:
         yield found
     finally:
-        found.process.terminate()
+        found.process.kill()
         found.process.wait(30)
 
 
