@@ -7,9 +7,13 @@ import gc
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +21,15 @@ from PIL import Image
 
 import megatron.runtime.training.elastic  # noqa: F401 - what ranks of elastic runs need beside what those of other runs do
 import pretrain_mllm
+from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
+from megatron.runtime.training import prediction
 from megatron.runtime.training import run as training_run
 from tools import launch as launcher
 
 launcher.import_for_ranks()
 Image.init()  # imports what reads each format
+prediction._SAMPLES_OF_LAYERS = 64  # drawing a thousand takes a rank longer than the steps of a test
 training_run.find_peak_tflops = cache(training_run.find_peak_tflops)
 for _dtype in (torch.float64, torch.float32):
     training_run.find_peak_tflops(_dtype)  # of this machine, once for all ranks
@@ -47,6 +54,30 @@ def run_text(argv: list[str]) -> None:
     exec(text, {"__name__": "__main__"})
 
 
+def answer_in_a_fork() -> None:
+    """Have the model in training (--sample-prompts) asked in a process that is forked now; what users run starts Python anew."""
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.Process(target=_answer, args=(ours, theirs), daemon=True).start()
+
+    def run(command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        ours.send(command[3:])
+        return subprocess.CompletedProcess(command, 0, "", ours.recv())
+
+    sample_prompts.subprocess = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
+
+
+def _answer(ours: Connection, theirs: Connection) -> None:
+    ours.close()  # so that the end of the run is the end of the file
+    with suppress(EOFError):
+        while True:
+            asked, said = theirs.recv(), ""
+            try:
+                sample_prompts.main(asked)
+            except SystemExit as problem:
+                said = str(problem)
+            theirs.send(said)
+
+
 PROGRAMS: dict[str, Callable[[list[str]], int | None]] = {
     "pretrain_mllm.py": pretrain_mllm.main,
     "-c": run_text,
@@ -67,4 +98,6 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         stream.flush()
         os.dup2(file, stream.fileno())
     sys.argv = [program, *argv]
+    if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
+        answer_in_a_fork()
     sys.exit(PROGRAMS[program]([*argv]))

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from tests.distributed.wide_transformers import build_wide_model
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.fp8_steps import train_in_fp8
 from tests.engine_on_cpu.install import FOLDER
+from tools import check_calls
 
 NAMES = ("vision", "llm")
 BIASES = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm", "activation": "gelu"}
@@ -142,12 +145,28 @@ def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool, name: str) -> Non
     assert_matches(case, engine_ranks)
 
 
-def count_all_waits() -> list[tuple[int, int]]:
-    return [count_waits(replace(case, transformer_impl="transformer_engine")) for case in WAITS]
+def check_all_calls() -> tuple[int, str]:
+    with redirect_stdout(StringIO()) as said:
+        return check_calls.main(["--require", "transformer_engine"]), said.getvalue()
 
 
-def test_layers_come_to_as_many_waits_as_costs_count(engine_ranks: EnginePool) -> None:
-    for case, found in zip(WAITS, engine_ranks.run(count_all_waits, world_size=2)[0], strict=True):
+def test_calls_fit_every_version(engine_ranks: EnginePool) -> None:
+    ((code, said),) = engine_ranks.run(check_all_calls, world_size=1)
+    assert code == 0 and "transformer_engine: not" not in said, said
+
+
+NUM_PARTS = 5
+"""Parts of WAITS; in the first one cases differ in everything."""
+
+
+def count_waits_of(part: int) -> list[tuple[int, int]]:
+    return [count_waits(replace(case, transformer_impl="transformer_engine")) for case in WAITS[part::NUM_PARTS]]
+
+
+@pytest.mark.deep(when=lambda engine_ranks, part: part > 0 and is_deep(engine_ranks, "waits"))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_layers_come_to_as_many_waits_as_costs_count(engine_ranks: EnginePool, part: int) -> None:
+    for case, found in zip(WAITS[part::NUM_PARTS], engine_ranks.run(count_waits_of, part, world_size=2)[0], strict=True):
         options = RunOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         assert found == tuple(len(computation_waits(kind, layers_of(case), options=options)) for kind in kinds), case

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -71,8 +72,9 @@ def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_sc
     output.write_text(json.dumps(answers))
 
 
-if __name__ == "__main__":
-    checkpoint, prompts, max_new_tokens, guidance_scale, output = sys.argv[1:]
+def main(argv: Sequence[str]) -> None:
+    """Write the answers to a file; the exit of a failure says why. argv: what `answer_prompts` gives the process."""
+    checkpoint, prompts, max_new_tokens, guidance_scale, output = argv
     try:
         _answer(
             Path(checkpoint),
@@ -83,3 +85,7 @@ if __name__ == "__main__":
         )
     except BraidError as problem:
         sys.exit(str(problem))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
