@@ -7,7 +7,8 @@ from setuptools import setup
 # Optional: without a C++ compiler Braid still installs and runs the Python reference of every kernel.
 kernels = Pybind11Extension(
     "multimodal._kernels",
-    sources=sorted(glob("csrc/*.cpp")),
+    # The one that takes longest first, beside all others.
+    sources=["csrc/module.cpp", *sorted({*glob("csrc/*.cpp")} - {"csrc/module.cpp"})],
     depends=sorted(glob("csrc/*.h")),
     cxx_std=17,
     # No fused multiply-add: results must be those of the Python references, bit for bit, on every processor.

@@ -1,4 +1,5 @@
-# Sourced by the other scripts: makes .venv in the repository's root, installs Braid into it, and activates it.
+# Sourced by the other scripts: makes .venv in the repository's root, installs Braid into it, and activates it. Those that need
+# few of the optional packages name them in `extras` before; a later script that needs more installs the rest.
 #
 # BRAID_VENV     another folder than .venv, for a second environment beside it (say, of another Python).
 # BRAID_TORCH    what pip installs as torch, "torch==2.13.0" unless set; may carry pip's options. On Linux the default brings the
@@ -10,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PIP_DISABLE_PIP_VERSION_CHECK=1
 BRAID_TORCH="${BRAID_TORCH:-torch==2.13.0}"
 venv="${BRAID_VENV:-.venv}"
+extras="${extras:-all}"
 
 fail() {
     echo "error: $*" >&2
@@ -50,16 +52,23 @@ make_venv() {
 
 install_braid() {
     "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints.txt"
-    "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable '.[all]'
+    "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable ".[$extras]"
 }
 
-# What the installed environment depends on; unchanged means nothing to do.
+# What the installed environment depends on, and its extras.
 fingerprint() {
     { echo "$BRAID_TORCH" "$PWD"; cat pyproject.toml setup.py csrc/*; } | sha256sum
+    echo "$1"
+}
+
+is_prepared() {
+    local installed
+    [[ -x "$venv/bin/python" ]] && installed="$(cat "$venv/braid.stamp" 2>/dev/null)" || return
+    [[ "$installed" == "$(fingerprint all)" || "$installed" == "$(fingerprint "$extras")" ]]
 }
 
 prepare_environment() {
-    if [[ -x "$venv/bin/python" && "$(fingerprint)" == "$(cat "$venv/braid.stamp" 2>/dev/null)" ]]; then
+    if is_prepared; then
         return
     fi
     # A half-made environment, or one that was moved here with its repository, is made anew.
@@ -77,7 +86,7 @@ prepare_environment() {
     step "Installing Braid, building its C++ kernels" install_braid
     "$venv/bin/python" -c 'import multimodal._kernels' 2>/dev/null ||
         echo "note: the C++ kernels did not build (is there a C++ compiler?); their slower Python references run instead"
-    fingerprint >"$venv/braid.stamp"
+    fingerprint "$extras" >"$venv/braid.stamp"
 }
 
 prepare_environment

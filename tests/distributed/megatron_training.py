@@ -37,11 +37,18 @@ from tests.distributed.random_source import RandomSource
 
 def megatron_losses(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
     """Train 20 steps on this rank, a pipeline stage of as many as there are ranks; returns the losses that it has summed up."""
+    with one_pipeline(), megatron_without_cuda():
+        training = MegatronTraining(case, weights)
+        return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+
+
+@contextmanager
+def one_pipeline() -> Iterator[None]:
+    """Set `parallel_state` up for a pipeline over all ranks."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     try:
-        with megatron_without_cuda():
-            return _train(case, weights)
+        yield
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -62,28 +69,34 @@ def megatron_without_cuda() -> Iterator[None]:
         yield
 
 
-def _train(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
-    model = _build_model(case, weights)
-    optimizer = build_optimizer(model)
-    losses = []
-    for number in range(NUM_STEPS):
-        source = case.batch_of_step(number)
-        num_targets = sum(shape.num_target_tokens for shape in source.shapes)
-        optimizer.zero_grad()
+class MegatronTraining:
+    """One rank of a run, whose pipeline stages are all ranks; `parallel_state` is set up for it."""
+
+    def __init__(self, case: ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
+        self.case, self.model = case, _build_model(case, weights)
+        self.optimizer = build_optimizer(self.model)
+
+    def prepare(self, source: RandomSource) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the microbatches of a global batch."""
+        return list(_microbatches(source))
+
+    def train_step(self, microbatches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
+        """Train on a global batch; returns the loss that this rank has summed up, 0 but on the last stage."""
+        num_targets = sum(shape.num_target_tokens for shape in self.case.shapes)
+        self.optimizer.zero_grad()
         found = schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=_forward_step,
-            data_iterator=_microbatches(source),
-            model=model,
-            num_microbatches=len(source) // MICRO_BATCH_SIZE,
-            seq_length=case.sequence_length,
+            data_iterator=iter(microbatches),
+            model=self.model,
+            num_microbatches=len(microbatches),
+            seq_length=self.case.sequence_length,
             micro_batch_size=MICRO_BATCH_SIZE,
         )
-        losses.append(sum(found) / num_targets)
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        assert len(gradients) == len(list(model.parameters()))
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        assert len(gradients) == len(list(self.model.parameters()))
         scale_gradients([(gradients, 1)], num_targets=num_targets)
-        optimizer.step()
-    return losses
+        self.optimizer.step()
+        return sum(found) / num_targets
 
 
 def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:

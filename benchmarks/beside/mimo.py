@@ -9,26 +9,23 @@ Steps take turns in the same processes; shown are medians, the ratio to MIMO's, 
 (a balanced batch holds the same samples, so its losses are the same). Needs megatron-core 0.19 (Python 3.12). Layouts are the
 encoder's replicas, the LLM's stages and its replicas; more processes than cores wait for cores, not for each other.
 
-Run `python benchmarks/against_mimo.py [--json] [--iterations N] [--layouts V,P,D ...]`.
+Run `python benchmarks/beside/mimo.py [--json] [--iterations N] [--layouts V,P,D ...]`.
 """
 
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.beside.turns import take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -41,7 +38,6 @@ from tests.distributed.mimo_training import MimoLayout, MimoTraining, mimo_witho
 from tests.distributed.random_source import SampleShape
 
 NUM_SAMPLES, NUM_TOKENS, MOST_MERGED_ROWS = 16, 192, 12
-MIMO, SAME = "MIMO", "Braid, as MIMO"
 
 
 def build_case() -> ComparedCase:
@@ -80,8 +76,8 @@ def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict
     }
     apart = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
     return {
-        MIMO: MimoTraining(case, weights, layout),
-        SAME: BraidTraining(case, apart, balancer="none"),
+        "MIMO": MimoTraining(case, weights, layout),
+        "Braid, as MIMO": BraidTraining(case, apart, balancer="none"),
         "Braid, balanced": BraidTraining(case, apart, balancer="orchmllm"),
         "Braid, balanced, dip": BraidTraining(case, apart, balancer="orchmllm", builder="dip"),
         "Braid, ranks shared": BraidTraining(case, _shared(case, layout.num_ranks), balancer="orchmllm"),
@@ -92,28 +88,7 @@ def measure(layout: MimoLayout, weights: Weights, num_iterations: int, *, rank: 
     """Return for each run the median seconds of a step and the largest difference of its losses from MIMO's."""
     case = build_case()
     with mimo_without_cuda():
-        runs = build_runs(case, layout, weights)
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        losses: dict[str, list[float]] = {name: [] for name in runs}
-        for number in range(num_iterations + 1):
-            source = case.batch_of_step(number)
-            for name, run in runs.items():
-                prepared = run.prepare(source)
-                dist.barrier()
-                start = time.perf_counter()
-                loss = run.train_step(prepared)  # type: ignore[arg-type]
-                dist.barrier()
-                if number:  # the first one warms up
-                    seconds[name].append(time.perf_counter() - start)
-                losses[name].append(_summed(loss))
-    return {
-        name: {
-            "seconds": statistics.median(found),
-            "of_mimo": statistics.median(each / mimo for each, mimo in zip(found, seconds[MIMO], strict=True)),
-            "loss_difference": max(abs(each - mimo) for each, mimo in zip(losses[name], losses[MIMO], strict=True)),
-        }
-        for name, found in seconds.items()
-    }
+        return take_turns(build_runs(case, layout, weights), case, num_iterations)
 
 
 def _first_weights(*, rank: int) -> Weights:
@@ -123,12 +98,6 @@ def _first_weights(*, rank: int) -> Weights:
 def _shared(case: ComparedCase, num_ranks: int) -> Plan:
     sizes = {name: UnitSizes(data_parallel_size=num_ranks) for name in case.graph.unit_names}
     return plan_colocated(case.graph, sizes=sizes, world_size=num_ranks)
-
-
-def _summed(loss: float) -> float:
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, loss)
-    return float(sum(shares))
 
 
 def main() -> None:
@@ -149,7 +118,7 @@ def main() -> None:
     table = Table("encoder dp, LLM pp, LLM dp", "run", "step (s)", "of MIMO's", "largest difference of a loss")
     for text, rows in found.items():
         for name, row in rows.items():
-            table.add_row(text, name, f"{row['seconds']:.3f}", f"{row['of_mimo']:.3f}", f"{row['loss_difference']:.1e}")
+            table.add_row(text, name, f"{row['seconds']:.3f}", f"{row['of_peer']:.3f}", f"{row['loss_difference']:.1e}")
     Console().print(table)
     print(f"load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
 
