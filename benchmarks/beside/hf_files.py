@@ -48,7 +48,7 @@ def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, f
     options = SessionOptions(graph, BuildOptions(Precision(torch.float32)), VOCAB_SIZE, timeout=TIMEOUT)
     plan = plan_colocated(graph, sizes={name: UnitSizes() for name in graph.unit_names}, world_size=1)
     session = Session(options, plan=plan)
-    tensors = dict(LlamaForCausalLM.from_pretrained(folder / "given").state_dict())
+    tensors = dict(LlamaForCausalLM.from_pretrained(folder / "given", trust_remote_code=False).state_dict())
     (stage,) = session.stages.values()
 
     def read_here() -> None:
@@ -56,7 +56,7 @@ def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, f
         sum(float(parameter.sum()) for parameter in stage.parameters())
 
     def read_there() -> None:
-        model = LlamaForCausalLM.from_pretrained(folder / "given")
+        model = LlamaForCausalLM.from_pretrained(folder / "given", trust_remote_code=False)
         sum(float(parameter.sum()) for parameter in model.parameters())
 
     works = {
