@@ -98,17 +98,18 @@ class ManifestSource:
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
-        return self._decoder.read(self._wanted(index, item_index))
+        return self._decoder.read(self.wanted(index, item_index))
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """Announce the items that will be read next."""
-        self._decoder.expect([self._wanted(*each) for each in items])
+        self._decoder.expect([self.wanted(*each) for each in items])
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one image, (frames, 1) of a clip."""
         return self._samples.item(index, item_index).grid
 
-    def _wanted(self, index: int, item_index: int) -> WantedItem:
+    def wanted(self, index: int, item_index: int) -> WantedItem:
+        """Return what decodes an item."""
         return WantedItem(self._samples.item(index, item_index), self._samples.where(index))
 
     def _facts(self, options: tuple[object, ...]) -> list[str]:

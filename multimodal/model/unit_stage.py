@@ -18,6 +18,7 @@ from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, Laye
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.engine_adapter import adapt_engine_linears
+from multimodal.model.inputs.latents import encode_images
 from multimodal.model.layers.carried_states import CarriedStates, join
 from multimodal.model.layers.layer_kind import Exchange, HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
@@ -221,6 +222,11 @@ class UnitStage(MegatronModule):
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
+        if batch.whole_images is not None:
+            assert batch.patches is not None and self.unit.image is not None
+            dtype = self.options.precision.rotary_dtype
+            latents = encode_images(batch.patches, batch.whole_images, self.unit.image, dtype=dtype)
+            batch = replace(batch, patches=latents, whole_images=None)
         frequencies, lengths = self._position_inputs(batch)
         local = self.frequencies(batch, base) if (base := self.unit.transformer.rotary_local_base) is not None else None
         weight = self.shared_embedding_weight

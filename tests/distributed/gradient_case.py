@@ -39,7 +39,7 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import TIMEOUT
@@ -280,7 +280,9 @@ def _loss_divisors(case: GradientCase) -> dict[str, int]:
     for index, shape in enumerate(case.source.shapes):
         for item, (unit, _, _) in enumerate(shape.items):
             if unit in divisors:
-                divisors[unit] += case.source.item(index, item).patches.size
+                image = case.graph.unit(unit).image
+                assert image is not None
+                divisors[unit] += len(case.source.item(index, item).patches) * image.num_patch_values
     return {case.graph.backbone.name: sum(shape.num_target_tokens for shape in case.source.shapes), **divisors}
 
 
@@ -421,4 +423,26 @@ def _image_input(case: GradientCase, index: int, item: int, name: str) -> Packed
     packed = pack_encoder_microbatch(
         [Atom(index, item)], source=case.source, index_of_sample={index: index}, item_input=unit.item_input, with_pixels=True
     )
-    return PackedInput((len(packed.positions),), packed.positions, patches=packed.patches).with_windows_of(unit)
+    patches = packed.patches
+    if unit.image is not None and unit.image.latents is not None:
+        patches = latents_of(unit.image, patches, packed.positions)
+    return PackedInput((len(packed.positions),), packed.positions, patches=patches).with_windows_of(unit)
+
+
+def latents_of(image: ImageInput, pixels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """What diffusers' autoencoder makes of an image, [num_patches, num_patch_values], patch by patch."""
+    from diffusers import AutoencoderKL
+
+    assert image.latents is not None
+    vae = AutoencoderKL.from_pretrained(image.latents.directory, low_cpu_mem_usage=False).double()
+    side, channels, scale = image.patch_size, image.in_channels, image.patch_size // image.latents.factor
+    rows, columns = (int(number) + 1 for number in places.amax(0))
+    whole = torch.zeros(1, channels, rows * side, columns * side, dtype=torch.float64)
+    for patch, (row, column) in zip(pixels, places.tolist(), strict=True):
+        values = (patch.float() / 255 - image.mean[0]) / image.std[0]
+        whole[0, :, row * side : (row + 1) * side, column * side : (column + 1) * side] = values.view(channels, side, side)
+    with torch.no_grad():
+        latents = (vae.encode(whole).latent_dist.mean[0] - vae.config.shift_factor) * vae.config.scaling_factor
+    return torch.stack(
+        [latents[:, row * scale :, column * scale :][:, :scale, :scale].flatten() for row, column in places.tolist()]
+    )

@@ -75,6 +75,10 @@ class RandomSource:
             return samples_to_patches(self._numbers(index, item_index, grid[:1]), audio=found)
         if isinstance(found, AudioInput):
             return frames_to_patches(self.frames(index, item_index), grid, audio=found)
+        if found.latents is not None:
+            size = (grid[0] * grid[1], found.num_pixel_values)
+            pixels = np.random.default_rng((self.seed, index, item_index)).integers(256, size=size, dtype=np.uint8)
+            return ItemPixels(pixels, grid)
         size = (grid[0] * grid[1], found.num_patch_values)
         return ItemPixels(self._numbers(index, item_index, size), grid)
 

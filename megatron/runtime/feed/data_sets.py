@@ -20,17 +20,19 @@ from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.index_progress import watch_indexing
-from multimodal.data.index.item_reader import ItemReader, item_inputs
+from multimodal.data.index.item_reader import ItemDecoder, ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.latent_cache import CachedLatents
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_program import SampleRequest, open_program, program_digest
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from multimodal.hugging_face.autoencoders import autoencoder_digest
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError, DataError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ImageInput, ModelGraph
 
 if TYPE_CHECKING:
     from megatron.runtime.feed.producers.produced_items import ProducedItems
@@ -80,7 +82,7 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     check_placeholders(config.model.model, tokenizer, chat)
     with in_turn or nullcontext():
         sources = [
-            _manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
+            open_manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
         ]
         sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=chat)
     parts = [split_indices(len(source), split=config.data.split, seed=config.training.seed) for source in sources]
@@ -101,15 +103,16 @@ def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource
     found = {}
     for name, path in config.evaluation.valid_sets.items():
         try:
-            found[name] = _manifest(path, config=config, **how)
+            found[name] = open_manifest(path, config=config, **how)
         except DataError as problem:
             raise DataError(f"--valid-data-path {path}: {problem}") from problem
     return found
 
 
-def _manifest(
+def open_manifest(
     path: str, *, config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None
 ) -> ManifestSource:
+    """Open one data set of a run; raises DataError or ConfigError if it, or a producer, cannot be used."""
     options = IndexOptions(
         config.data.seq_length,
         needs_items_first=config.model.attention_mask == "prefix",
@@ -134,7 +137,7 @@ def _manifest(
         tokenizer=tokenizer,
         **asdict(options),
         chat=chat,
-        decoder=producers,
+        decoder=_with_latents(path, config, graph, decoder=producers),
         indexing=producers,
         cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
         watch=partial(watch_indexing, path=path),
@@ -144,6 +147,25 @@ def _manifest(
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source
+
+
+def _with_latents(path: str, config: RunConfig, graph: ModelGraph, *, decoder: ItemDecoder | None) -> ItemDecoder | None:
+    """Return a decoder that takes from --latent-cache what is there; decoder: of all other items, None: this process."""
+    if config.data.latent_cache is None:
+        return decoder
+    images = latent_images(graph)
+    return CachedLatents(
+        config.data.latent_cache,
+        images,
+        {name: autoencoder_digest(image) for name, image in images.items()},
+        data_path=path,
+        decoder=decoder or ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
+    )
+
+
+def latent_images(graph: ModelGraph) -> dict[str, ImageInput]:
+    """Return the images of the generators that make latents."""
+    return {unit.name: unit.image for unit in graph.generators if unit.image is not None and unit.image.latents is not None}
 
 
 def _find_producers(

@@ -15,6 +15,7 @@ from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.inputs.latents import WholeImages
 from multimodal.model.inputs.noise_paths import draw_path
 from multimodal.model.inputs.prepared_input import prepare_input
 from multimodal.model.layers.layer_kind import InputContext
@@ -174,7 +175,12 @@ def _generator_input(
     items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
-    num_patches, num_values = packed.lengths, None if packed.patches is None else packed.patches.shape[1]
+    assert unit.image is not None
+    num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
+    if unit.image.latents is not None and packed.patches is not None and packed.patches.dtype == torch.uint8:
+        grids = tuple(source.item_grid(source_index[item.sample_id], item.item_index) for item in items)
+        images = WholeImages(grids, packed.positions, torch.arange(len(packed.patches)))
+        packed = dataclasses.replace(packed, whole_images=images)
     if step.graph.takes_tokens(unit.name):
         lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
         packed = _put_conditions_before(packed, items, place, step, lengths=lengths)

@@ -322,6 +322,8 @@ class DataConfig:
     share of the global batch, which is then exchanged."""
     data_cache_path: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder for the index that is made of the data; by default .braid-index beside it, or ~/.cache/braid."""
+    latent_cache: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
+    """Folder with the latents of what generators make, as tools/cache_latents.py writes it; by default ranks encode images."""
     allow_outside_paths: bool = False
     """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)

@@ -17,6 +17,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.unlike_replicas import has_unequal_shares
 from multimodal.cost.engine_limits import engine_products, fp8_multiple
 from multimodal.cost.layers.registry import describe_layer
+from multimodal.hugging_face.autoencoders import check_autoencoders
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -122,6 +123,8 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
         yield f"--generator-ema-decay would be ignored: {reason}; leave it out"
     if config.evaluation.sample_guidance_scale != 1 and not graph.generators:
         yield "--sample-guidance-scale would be ignored: the model has no generator, and draws nothing; leave it out"
+    if config.data.latent_cache is not None and not any(unit.image and unit.image.latents for unit in graph.generators):
+        yield "--latent-cache would be ignored: no generator of the model makes latents; leave it out, or give one `latents`"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             yield (
@@ -156,6 +159,7 @@ def _problems_with_model(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
 
 
 def _check_layers_can_be_built(graph: ModelGraph) -> None:
+    check_autoencoders(graph)
     for unit in graph.units:
         audio = unit.audio if unit.module is None else None
         if audio is not None and audio.tokens_per_second != 50:

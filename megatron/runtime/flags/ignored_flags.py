@@ -131,6 +131,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
                 "a program (digits, FILE.py) reads no image files; use a manifest"
             ),
             "overlong": "a program (digits, FILE.py) makes samples that fit, or cuts them; use a manifest",
+            "latent_cache": "a program's samples (digits, FILE.py) are not cached; use a manifest",
             "data_cache_path": "a program's samples (digits, FILE.py) have no index; use a manifest",
         },
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.runtime.generation.answering import Answering, open_answering
 from megatron.runtime.generation.whole_model import OpenedModel
 from multimodal.data.image_processing import image_grid
+from multimodal.model.inputs.latents import decode_latents, join_patches
 from multimodal.model.inputs.noise_paths import NoisePath
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -107,14 +108,14 @@ def _follow(
 ) -> Tensor:
     """Return the patches at time 0 of the flow that starts from noise at time 1: [num_patches, patch_channels]."""
     path = batch.path
-    assert path is not None and batch.patches is not None
+    assert path is not None and path.noise is not None
     generator = torch.Generator().manual_seed(seed)
-    patches = torch.randn(batch.patches.shape, generator=generator, dtype=torch.float64).to(batch.positions.device)
+    patches = torch.randn(path.noise.shape, generator=generator, dtype=torch.float64).to(batch.positions.device)
     times = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
 
     def velocity(time: float, is_told: float) -> Tensor:
         at = NoisePath(torch.full_like(path.times, time), torch.full_like(path.is_told, is_told), path.items, patches)
-        return _predict(stage, replace(batch, patches=patches, path=at), conditions).double()
+        return _predict(stage, replace(batch, patches=patches, whole_images=None, path=at), conditions).double()
 
     for now, then in pairwise(times):
         told = velocity(now, 1.0)
@@ -132,12 +133,13 @@ def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor
 def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
     """Return patches as an image of bytes.
 
-    patches: [num_patches, in_channels * patch_size^2], normalised; places: [num_patches, 2], row and column of each.
+    patches: [num_patches, num_patch_values], normalised pixels, or latents, which are decoded; places: [num_patches, 2], row and
+    column of each.
     """
-    rows, columns = (int(side) + 1 for side in places.amax(0))
-    size, channels = image.patch_size, image.in_channels
-    canvas = torch.zeros(rows, columns, channels, size, size, dtype=torch.float64)
-    canvas[places[:, 0].cpu(), places[:, 1].cpu()] = patches.double().cpu().reshape(-1, channels, size, size)
-    pixels = canvas.permute(0, 3, 1, 4, 2).reshape(rows * size, columns * size, channels).numpy()
-    values = np.clip(255 * (pixels * np.array(image.std) + np.array(image.mean)), 0, 255).round().astype(np.uint8)
-    return Image.fromarray(values[:, :, 0] if channels == 1 else values)
+    grid = int(places[:, 0].amax()) + 1, int(places[:, 1].amax()) + 1
+    channels = image.in_channels if image.latents is None else image.latents.channels
+    joined = join_patches(patches.double(), places, grid, channels=channels)
+    pixels = (joined if image.latents is None else decode_latents(joined.to(patches.dtype), image.latents)).double().cpu()
+    whole = pixels.permute(1, 2, 0).numpy()
+    values = np.clip(255 * (whole * np.array(image.std) + np.array(image.mean)), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(values[:, :, 0] if image.in_channels == 1 else values)

@@ -96,7 +96,10 @@ def _beside(path: Path, unit: Unit) -> Unit:
         return str(path.parent / folder) if (path.parent / folder).is_dir() else folder
 
     module = replace(unit.module, directory=found(unit.module.directory)) if unit.module is not None else None
-    return replace(unit, module=module, weights=found(unit.weights) if unit.weights is not None else None)
+    image = unit.image
+    if image is not None and image.latents is not None:
+        image = replace(image, latents=replace(image.latents, directory=found(image.latents.directory)))
+    return replace(unit, module=module, image=image, weights=found(unit.weights) if unit.weights is not None else None)
 
 
 def _with_known_kinds(graph: ModelGraph) -> ModelGraph:

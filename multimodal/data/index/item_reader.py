@@ -56,8 +56,11 @@ class ItemReader:
     def is_shaped(self, wanted: WantedItem, pixels: ItemPixels) -> bool:
         """Return True if an item has the grid, the patches and the values that follow from its description."""
         found, grid = self._inputs[wanted.item.unit], wanted.item.grid
-        num_patches = found.num_tokens(grid) if isinstance(found, AudioInput) else math.prod(grid)
-        return pixels.grid == grid and pixels.patches.shape == (num_patches, found.num_patch_values)
+        if isinstance(found, AudioInput):
+            shape = found.num_tokens(grid), found.num_patch_values
+        else:
+            shape = math.prod(grid), found.num_pixel_values
+        return pixels.grid == grid and pixels.patches.shape == shape
 
 
 def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:

@@ -172,6 +172,8 @@ _NO_ENDS = "has_row_ends", False
 def _image(unit: Unit) -> Iterator[Rule]:
     if unit.image is None:
         return
+    has_latents = unit.image.latents is not None
+    yield "image", has_latents and unit.role is not Role.GENERATOR, "latents belongs to generators; remove it here"
     for key, default in (("class_token", None), ("max_tiles", 1), ("position_grid", None), ("deepstack_layers", ()), _NO_ENDS):
         is_broken = unit.role is Role.GENERATOR and getattr(unit.image, key) != default
         yield "image", is_broken, f"{key} belongs to encoders; remove it here"

@@ -9,6 +9,18 @@ from multimodal.values.units.transformer import MOST_LAYERS
 
 
 @dataclass(frozen=True)
+class Latents:
+    """The frozen autoencoder (VAE) of a latent diffusion model, whose latents of images a generator makes, not their pixels."""
+
+    directory: str
+    """A folder of diffusers' `AutoencoderKL`, relative to the model file if in one."""
+    channels: int = field(default=4, metadata=up_to(2**10))
+    """Numbers of one latent."""
+    factor: int = field(default=8, metadata=up_to(2**10))
+    """Pixels of both sides that one latent stands for."""
+
+
+@dataclass(frozen=True)
 class ImageInput:
     """The rule that cuts an image into tokens: native resolution (Qwen2-VL: sizes rounded, area bounded), or one size for all."""
 
@@ -59,10 +71,19 @@ class ImageInput:
     added behind one of the LLM's first transformer layers (Qwen3-VL)."""
     full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
     """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image."""
+    latents: Latents | None = None
+    """Generators: what patches are made of; None: pixels."""
 
     @property
     def num_patch_values(self) -> int:
         """Numbers of one patch."""
+        if self.latents is not None:
+            return self.latents.channels * (self.patch_size // self.latents.factor) ** 2
+        return self.num_pixel_values
+
+    @property
+    def num_pixel_values(self) -> int:
+        """Numbers of one patch of pixels."""
         return self.in_channels * self.num_frames * self.patch_size**2
 
     @property
@@ -215,6 +236,11 @@ def problem_of_image(image: ImageInput) -> str:
         )
     if image.num_registers and (image.class_token is None or image.image_size is None):
         return "num_registers come with a class_token, in images of one size; give class_token and image_size, or leave it out"
+    if image.latents is not None and (image.patch_size % image.latents.factor or image.num_frames > 1):
+        return (
+            f"patch_size {image.patch_size} holds no whole number of latents, each of {image.latents.factor} pixels a side; make "
+            "it a multiple, with num_frames 1"
+        )
     is_cut = image.image_size is not None and image.fit == "crop"
     if image.shorter_side is not None and not (is_cut and image.shorter_side >= (image.image_size or 0)):
         return f"shorter_side {image.shorter_side} is for images that are cut, at least image_size; set fit: crop or leave it out"

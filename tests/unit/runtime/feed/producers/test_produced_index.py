@@ -79,7 +79,7 @@ def _check_alike(found: ManifestSource, expected: ManifestSource) -> None:
         assert found.lengths(index) == expected.lengths(index)
         np.testing.assert_array_equal(found.text(index).token_ids, expected.text(index).token_ids)
         np.testing.assert_array_equal(found.text(index).is_target, expected.text(index).is_target)
-        assert found._wanted(index, 0) == expected._wanted(index, 0) if expected.lengths(index).items else True
+        assert found.wanted(index, 0) == expected.wanted(index, 0) if expected.lengths(index).items else True
 
 
 def test_producers_index_as_a_rank_would(
