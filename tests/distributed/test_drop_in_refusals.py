@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
-from megatron.runtime.drop_in.forward_backward import REFUSALS, check_options
+from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options
 from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, step_of_pipeline
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_gpipe
@@ -118,6 +118,13 @@ def test_options_that_would_be_ignored_are_refused(refusal: Any) -> None:
         check_options(
             _config(**{refusal.option: "local" if refusal.option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1
         )
+
+
+def test_megatrons_own_sharding_is_refused() -> None:
+    sharded: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    sizes = {"num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match="use_megatron_fsdp=True cannot be used .*; leave it out"):
+        ForwardBackward(schedule="1f1b").forward_backward(forward_step_func=max, data_iterator=None, model=sharded, **sizes)
 
 
 @pytest.mark.parametrize(

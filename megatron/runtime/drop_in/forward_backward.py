@@ -68,6 +68,11 @@ class ForwardBackward:
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
+            raise ConfigError(
+                "use_megatron_fsdp=True cannot be used with Braid's schedules: it gathers and releases weights in the order of "
+                "Megatron's own; leave it out (--use-distributed-optimizer shards the optimizer), or call patches.undo()"
+            )
         groups = _process_groups(p2p_communicator, pg_collection)
         config = get_model_config(chunks[0])
         shape = PipelineShape(groups.pp.size(), len(chunks), num_microbatches, forward_only)

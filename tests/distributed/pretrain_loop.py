@@ -1,0 +1,206 @@
+"""Megatron's own `pretrain()` on a text GPT: flags, logging, evaluation and checkpoints are its own; nothing knows of Braid."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.training import arguments, get_args, global_vars, initialize, pretrain, training
+from megatron.training.argument_utils import core_transformer_config_from_args, pretrain_cfg_container_from_args
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.runtime import patches
+
+SEQUENCE_LENGTH, VOCABULARY = 8, 32
+FLAGS = {
+    "pipeline-model-parallel-size": 2,
+    "num-layers": 4,
+    "hidden-size": 16,
+    "num-attention-heads": 4,
+    "seq-length": SEQUENCE_LENGTH,
+    "max-position-embeddings": SEQUENCE_LENGTH,
+    "position-embedding-type": "rope",
+    "vocab-size": VOCABULARY,
+    "tokenizer-type": "NullTokenizer",
+    "micro-batch-size": 1,
+    "global-batch-size": 8,
+    "train-iters": 4,
+    "eval-interval": 2,
+    "eval-iters": 1,
+    "log-interval": 1,
+    "lr": 0.01,
+    "clip-grad": 0,  # whose code asserts that tensors are CUDA's
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
+    "dataloader-type": "external",
+    "distributed-backend": "gloo",
+    "transformer-impl": "local",
+}
+SWITCHES = (
+    *("no-gradient-accumulation-fusion", "no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-gelu-fusion"),
+    *("no-bias-dropout-fusion", "use-cpu-initialization", "no-save-rng", "no-load-rng", "no-rope-fusion"),
+)
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """What one rank saw."""
+
+    logged: list[dict[str, float]]
+    """What Megatron logged of each step and evaluation: losses, gradient norms, learning rates."""
+    weights: dict[str, np.ndarray]
+
+
+_CALLS_OF_CUDA = ("empty_cache", "synchronize", "set_device", "reset_peak_memory_stats", "get_rng_state", "set_rng_state")
+
+
+class _CudaOnCpu(TorchFunctionMode):
+    """Makes tensors for device "cuda" on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return args[0] if function is Tensor.cuda else function(*args, **kwargs)
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Let `pretrain` run without CUDA, which it asserts; dropout is zero."""
+    do_nothing = {name: lambda *_, **__: None for name in _CALLS_OF_CUDA}
+    with ExitStack() as stack:
+        for name, value in {**do_nothing, "device_count": lambda: 1}.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module, *_: module))
+        stack.enter_context(patch.object(torch.cuda, "Stream", _Stream))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", _Stream))
+        stack.enter_context(patch.object(torch.cuda, "stream", lambda _: nullcontext()))
+        stack.enter_context(patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()))
+        stack.enter_context(patch.object(CudaRNGStatesTracker, "add", lambda *_: None))
+        without_cuda = partial(initialize.initialize_megatron, allow_no_cuda=True)
+        stack.enter_context(patch.object(training, "initialize_megatron", without_cuda))
+        stack.enter_context(patch.object(initialize, "_compile_dependencies", lambda: None))  # of its indexed data sets
+        stack.enter_context(patch.object(arguments, "get_device_arch_version", lambda: 10))
+        stack.enter_context(patch.object(training, "set_jit_fusion_options", lambda **_: None))
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(_CudaOnCpu())
+        yield
+
+
+class _Stream:
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+
+def pretrain_text(flags: dict[str, Any], schedule: str | None) -> PretrainResult:
+    """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions."""
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    global_vars.unset_global_variables()
+    logged: list[dict[str, float]] = []
+    models: list[Any] = []
+    argv = ["pretrain", *(f"--{name}" for name in SWITCHES)]
+    for name, value in {**FLAGS, **flags}.items():
+        argv += [f"--{name}", *str(value).split()] if value is not True else [f"--{name}"]
+    if schedule is not None:
+        patches.apply(schedule=schedule)
+    try:
+        with patch.object(sys, "argv", argv), _on_cpu(), _recorded(logged):
+            arguments.parse_and_validate_args()
+            providers = {"model_provider": partial(_build_model, models)}
+            pretrain(
+                pretrain_cfg_container_from_args(get_args()), _open_data, ModelType.encoder_or_decoder, _forward_step, **providers
+            )
+    finally:
+        patches.undo()
+        parallel_state.destroy_model_parallel()
+    weights = {
+        f"{place} {n}": p.detach().numpy().copy() for place, model in enumerate(models) for n, p in model.named_parameters()
+    }
+    return PretrainResult(logged, weights)
+
+
+@contextmanager
+def _recorded(logged: list[dict[str, float]]) -> Iterator[None]:
+    """Keep what Megatron logs of steps and evaluations."""
+    step, evaluate = training.train_step, training.evaluate
+
+    def record_step(*args: Any, **kwargs: Any) -> Any:
+        found = step(*args, **kwargs)
+        losses, norm = found[0], found[5]
+        logged.append({name: float(value) for name, value in losses.items()} | {"norm": float(norm)})
+        return found
+
+    def record_evaluation(*args: Any, **kwargs: Any) -> Any:
+        found = evaluate(*args, **kwargs)
+        logged.append({name: float(value) for name, value in (found[0] or {}).items()})
+        return found
+
+    with patch.object(training, "train_step", record_step), patch.object(training, "evaluate", record_evaluation):
+        yield
+
+
+def _build_model(
+    models: list[Any],
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    args = get_args()
+    model = GPTModel(
+        config or core_transformer_config_from_args(args),
+        get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=SEQUENCE_LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    models.append(model)
+    return model
+
+
+def _open_data(_: Any, vp_stage: int | None = None) -> tuple[Iterator[Any], ...]:
+    """Return the iterators of training, validation and test, which go on where a checkpoint left off."""
+    args, rank = get_args(), parallel_state.get_data_parallel_rank()
+    consumed = (args.consumed_train_samples, args.consumed_valid_samples, 0)
+    return tuple(_read(kind, rank, number // args.data_parallel_size) for kind, number in enumerate(consumed))
+
+
+_open_data.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _read(kind: int, rank: int, first: int) -> Iterator[Tensor]:
+    for index in count(first):
+        yield torch.from_numpy(np.random.default_rng((kind, rank, index)).integers(VOCABULARY, size=(2, 1, SEQUENCE_LENGTH)))
+
+
+def _forward_step(batches: Iterator[Tensor], model: Any) -> Any:
+    tokens, labels = next(batches)
+    positions = torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
+    is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
+    return model(tokens, positions, is_hidden, labels=labels), _loss
+
+
+def _loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    total, num_tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int)
+    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total)])}

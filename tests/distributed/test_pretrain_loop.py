@@ -1,0 +1,51 @@
+"""Megatron's own `pretrain()` on Braid schedules: it logs, evaluates, saves and resumes as on its own functions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.rank_pool import RankPool
+
+pytest.importorskip(
+    "megatron.training",
+    reason="the installed megatron-core has no megatron.training; 0.19 has (Python 3.12)",
+    exc_type=ImportError,
+)
+
+from tests.distributed.pretrain_loop import PretrainResult, pretrain_text
+
+CHUNKS = {"num-virtual-stages-per-pipeline-rank": 2}
+
+
+def assert_same_run(found: list[PretrainResult], expected: list[PretrainResult], *, since: int = 0) -> None:
+    """Compare what ranks logged, from an entry of the expected run on, and the weights at the end."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [entry.keys() for entry in mine.logged] == [entry.keys() for entry in theirs.logged[since:]]
+        for logged, other in zip(mine.logged, theirs.logged[since:], strict=True):
+            assert logged == pytest.approx(other, rel=1e-6, abs=1e-6)
+        assert mine.weights.keys() == theirs.weights.keys()
+        for name, weight in theirs.weights.items():
+            assert mine.weights[name] == pytest.approx(weight, rel=0, abs=1e-6), name
+    assert len({entry["lm loss"] for entry in found[-1].logged}) == len(found[-1].logged) >= 5, "training changes the loss"
+
+
+@pytest.mark.parametrize(
+    ("flags", "schedule"),
+    [
+        ({}, "1f1b"),
+        ({"pipeline-model-parallel-size": 4, "use-distributed-optimizer": True}, "gpipe"),
+        (CHUNKS, "1f1b"),
+        ({"tensor-model-parallel-size": 2, "untie-embeddings-and-output-weights": True}, "1f1b"),
+    ],
+)
+def test_pretrain_runs_as_on_megatrons_functions(ranks: RankPool, flags: dict[str, Any], schedule: str) -> None:
+    expected = ranks.run(pretrain_text, flags, None, world_size=4)
+    assert_same_run(ranks.run(pretrain_text, flags, schedule, world_size=4), expected)
+
+
+def test_pretrain_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved under one schedule after half the steps, resumed under another: two steps and an evaluation are not repeated."""
+    expected = ranks.run(pretrain_text, {"save": tmp_path, "save-interval": 2, "ckpt-format": "torch"}, "1f1b", world_size=4)
+    resumed = {"load": tmp_path, "ckpt-step": 2, "ckpt-format": "torch"}
+    assert_same_run(ranks.run(pretrain_text, resumed, "gpipe", world_size=4), expected, since=3)
