@@ -1,37 +1,15 @@
-"""A model of how NCCL carries a lowered schedule on GPUs: streams in hardware queues, and kernels that wait for their peers.
-
-A rank's host issues kernels in the order of its lane and never waits. A kernel belongs to a stream; streams share hardware
-queues. The kernel at the head of a queue starts once its stream's kernel before it, and what it waits for by events, have ended;
-until then nothing behind it in that queue starts, of whatever stream (CUDA_DEVICE_MAX_CONNECTIONS=1 is one queue for all). A
-message is one grouped call at either end, and ends when the kernels of all peers run; so does a collective. Nothing is buffered.
-"""
+"""What hosts issue to GPUs for a lowered schedule, for the replay of NCCL (`benchmarks/nccl_replay.py`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.nccl_replay import COMPUTE_STREAM, Kernel, run_kernels
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import reduced_together
 from tests.unit.values.work.dependencies import dependencies
-
-COMPUTE_STREAM = "compute"
-POOL_SIZE = 32
-"""Streams that torch has for communicators; further ones share them."""
-
-
-@dataclass
-class Kernel:
-    """Work on one rank's GPU."""
-
-    label: str
-    stream: Hashable
-    waits_for: list["Kernel"]
-    peers: list["Kernel"] = field(default_factory=list)
-    """Kernels of other ranks that must run for this one to end."""
-    runs: bool = False
-    ended: bool = False
 
 
 @dataclass
@@ -62,47 +40,7 @@ def replay(
     they stand in the lane.
     """
     ranks = issue_all(schedule, track_of=track_of, posted_ahead=posted_ahead)
-    queues = {
-        (rank, number): kernels
-        for rank, issued in ranks.items()
-        for number, kernels in enumerate(_queues(issued.kernels, num_queues))
-    }
-    stream_before = {id(kernel): before for issued in ranks.values() for kernel, before in _in_streams(issued.kernels)}
-    moved = True
-    while moved:
-        moved = False
-        for kernels in queues.values():
-            while kernels and _may_start(kernels[0], stream_before[id(kernels[0])]):
-                kernels.pop(0).runs = moved = True
-        for issued in ranks.values():
-            for kernel in issued.kernels:
-                if kernel.runs and not kernel.ended and all(peer.runs for peer in kernel.peers):
-                    kernel.ended = moved = True
-    return {rank: kernels[0].label for (rank, _), kernels in queues.items() if kernels}
-
-
-def _may_start(kernel: Kernel, before: Kernel | None) -> bool:
-    return (before is None or before.ended) and all(each.ended for each in kernel.waits_for)
-
-
-def _in_streams(kernels: Sequence[Kernel]) -> list[tuple[Kernel, Kernel | None]]:
-    """Return each kernel with the one before it in its stream."""
-    last: dict[Hashable, Kernel] = {}
-    pairs = []
-    for kernel in kernels:
-        pairs.append((kernel, last.get(kernel.stream)))
-        last[kernel.stream] = kernel
-    return pairs
-
-
-def _queues(kernels: Sequence[Kernel], num_queues: int) -> list[list[Kernel]]:
-    """Deal streams to hardware queues in the order in which they appear, those of communicators from a pool."""
-    numbers: dict[Hashable, int] = {COMPUTE_STREAM: 0}
-    queues: list[list[Kernel]] = [[] for _ in range(num_queues)]
-    for kernel in kernels:
-        number = numbers.setdefault(kernel.stream, 1 + (len(numbers) - 1) % POOL_SIZE)
-        queues[number % num_queues].append(kernel)
-    return queues
+    return run_kernels({rank: issued.kernels for rank, issued in ranks.items()}, num_queues=num_queues).stuck
 
 
 def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], posted_ahead: int = 0) -> dict[int, Rank]:
