@@ -1,6 +1,7 @@
 """Checks Braid on one CUDA device in about ten minutes: kernels, training on every path, hardware queues, host synchronisation.
 
 ./scripts/gpu_check.sh [--output FILE.json] [--only tests,queues,...] [--quick]
+./scripts/gpu_check.sh --ranks 8 [--bench] [--only NAME,...]    several ranks: rank_checks.py
 """
 
 import argparse
@@ -11,24 +12,25 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # ranks are forked from here: CUDA must not start
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import rank_checks
+from benchmarks.rank_checks import watch_host_waits
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, run_tool
+from tools.command_line import Parser, count, run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -201,23 +203,23 @@ def measure_queues() -> None:
 def measure_synchronisation() -> None:
     """Train, and print after every step the places where the host waited for the device during the step's actions."""
     import pretrain_mllm
-    from megatron.runtime.execution.executor import Executor
 
-    original = Executor.execute
-
-    def counting(self: Executor, *arguments: Any, **options: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("warn")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = original(self, *arguments, **options)
-        torch.cuda.set_sync_debug_mode("default")
-        places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in caught if "synchroniz" in str(each.message))
+    def show_waits(places: Counter[str]) -> None:
         shown = ", ".join(f"{place} ({count})" for place, count in places.most_common(6))
-        print(f"{WAITS}{sum(places.values())} in a step: {shown}", flush=True)
-        return result
+        print(f"{WAITS}{places.total()} in a step: {shown}", flush=True)
 
-    Executor.execute = counting  # type: ignore[method-assign]
+    watch_host_waits(show_waits)
     pretrain_mllm.main([*TRAINING, "--bf16"])  # ends the process
+
+
+def check_ranks(name: str, check: Callable[[], str]) -> Outcome:
+    """Make a check of several ranks; never raises for what it finds."""
+    start = time.monotonic()
+    try:
+        return Outcome("ranks", name, True, check(), time.monotonic() - start)
+    except (ValueError, OSError, KeyError) as problem:
+        said = str(problem)
+        return Outcome("ranks", name, False, said.partition("\n")[0], time.monotonic() - start, said)
 
 
 MEASURES: Mapping[str, Callable[[], None]] = {"queues": measure_queues, "synchronisation": measure_synchronisation}
@@ -242,6 +244,8 @@ def build_parser() -> Parser:
     parser.add_argument("--only", default="", metavar="GROUP,...", help="Groups of checks; all by default.")
     parser.add_argument("--quick", action="store_true", help="Leave long sequences out.")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="By default benchmarks/results/gpu_check_<card>.json.")
+    parser.add_argument("--ranks", type=count, metavar="N", help="Check N ranks, one a GPU; on a CPU as a rehearsal.")
+    parser.add_argument("--bench", action="store_true", help="With --ranks: step, MFU, overlap, predicted beside measured.")
     parser.add_argument("--measure", choices=list(MEASURES), help=argparse.SUPPRESS)
     return parser
 
@@ -249,27 +253,39 @@ def build_parser() -> Parser:
 def run(argv: Sequence[str]) -> None:
     """Run the checks, print a table, write a file; raises ConfigError if there is no GPU or a check failed."""
     flags = build_parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        raise ConfigError("gpu_check needs a CUDA device, and torch finds none here; run it where nvidia-smi shows one")
+    has_cuda, wanted = torch.cuda.is_available(), {name for name in flags.only.split(",") if name}
+    if not has_cuda and flags.ranks is None:
+        raise ConfigError(
+            "gpu_check needs a CUDA device, and torch finds none here; run it where nvidia-smi shows one, or rehearse: --ranks 2"
+        )
+    if flags.bench and flags.ranks is None:
+        raise ConfigError("--bench measures several ranks; add --ranks N")
     if flags.measure is not None:
         MEASURES[flags.measure]()
         return
-    card, wanted = torch.cuda.get_device_name(), {name for name in flags.only.split(",") if name}
-    with tempfile.TemporaryDirectory() as folder:
-        checks = list(all_checks(Path(folder), is_quick=flags.quick))
-        if unknown := wanted - {check.group for check in checks}:
-            groups = ", ".join(dict.fromkeys(check.group for check in checks))
+    with tempfile.TemporaryDirectory() as name:
+        folder, checks = Path(name), list[tuple[str, Callable[[], Outcome]]]()
+        if flags.ranks is None:
+            checks = [(each.group, partial(run_check, each, folder)) for each in all_checks(folder, is_quick=flags.quick)]
+        else:
+            several = rank_checks.all_checks(flags.ranks, folder, is_bench=flags.bench)
+            checks = [(each, partial(check_ranks, each, check)) for each, check in several]
+        if unknown := wanted - {group for group, _ in checks}:
+            groups = ", ".join(dict.fromkeys(group for group, _ in checks))
             raise ConfigError(f"--only {','.join(sorted(unknown))}: no such group of checks; choose from {groups}")
-        outcomes = [run_check(check, Path(folder)) for check in checks if not wanted or check.group in wanted]
+        outcomes = [check() for group, check in checks if not wanted or group in wanted]
+    card = torch.cuda.get_device_name() if has_cuda else "CPU, a rehearsal over gloo"
     show(outcomes, card=card)
-    output = flags.output or RESULTS / f"gpu_check_{re.sub(r'[^a-z0-9]+', '_', card.lower())}.json"
+    ranks = "" if flags.ranks is None else f"_{flags.ranks}_ranks{'_bench' if flags.bench else ''}"
+    output = flags.output or RESULTS / f"gpu_check_{re.sub(r'[^a-z0-9]+', '_', card.lower())}{ranks}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
     output.write_text(json.dumps({"card": card, **versions, "checks": list(map(asdict, outcomes))}, indent=2) + "\n")
     failed = [f"{each.group}, {each.name}" for each in outcomes if not each.is_good]
     if failed:
         raise ConfigError(f"{len(failed)} of {len(outcomes)} checks failed ({'; '.join(failed)}); see above and {output}")
-    print(f"all {len(outcomes)} checks passed; {output}")
+    num_left_out = sum(each.result.startswith(rank_checks.LEFT_OUT) for each in outcomes)
+    print(f"all {len(outcomes) - num_left_out} checks passed{f', {num_left_out} left out' if num_left_out else ''}; {output}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Checks Braid on one CUDA device: kernels, training on every path, hardware queues, host synchronisation, attention's speed.
+# --ranks 8 [--bench]: every schedule and layout on several devices, or their speed.
 # Uses the python that is active, in NGC's images the one with CUDA, or $PYTHON: ./scripts/gpu_check.sh [--quick] [--only GROUP,...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
