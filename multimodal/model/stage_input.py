@@ -11,7 +11,7 @@ from multimodal.attention.device_values import map_tensors
 from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
 from multimodal.attention.windows import Windows, order_by_window
 from multimodal.cost.token_shares import RankShare, WholeItemShares
-from multimodal.model.inputs.latents import WholeImages
+from multimodal.model.inputs.latents import ItemsMade
 from multimodal.model.inputs.noise_paths import NoisePath
 from multimodal.values.model_graph import Unit
 
@@ -33,8 +33,8 @@ class PackedInput:
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage (for
     `target_rows` if these are given)."""
-    whole_images: WholeImages | None = None
-    """For generators of latents, where `patches` are pixels, of all images of the microbatch, which a stage encodes first."""
+    items_made: ItemsMade | None = None
+    """For generators of latents, or with a module of diffusers; where `patches` are pixels, these are of all images."""
     path: NoisePath | None = None
     """For generators that learn a flow."""
     token_ids: Tensor | None = None
@@ -190,9 +190,9 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
             parts[name] = None if rows is None else rows[is_held]
     if batch.path is not None:
         parts["path"] = batch.path.of_tokens(at, at if batch.target_rows is None else is_held)
-    if batch.whole_images is not None:
-        rows = batch.whole_images.rows[at if batch.target_rows is None else is_held]
-        parts |= {"patches": batch.patches, "whole_images": batch.whole_images._replace(rows=rows)}
+    if batch.items_made is not None:
+        rows = batch.items_made.rows[at if batch.target_rows is None else is_held]
+        parts |= {"patches": batch.patches, "items_made": batch.items_made._replace(rows=rows)}
     if batch.condition_rows is not None:
         taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)
         if batch.item_sources is not None:

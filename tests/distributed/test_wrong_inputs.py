@@ -88,6 +88,7 @@ def under_a_file(flag: str, name: str) -> Change:
 
 
 LARGE = {**MODEL["units"]["llm"], "hidden_size": 32768, "ffn_hidden_size": 131072, "num_layers": 64}
+OF_LATENTS = {"patch_size": 16, "merge_size": 1, "latents": {"directory": "no/such"}}
 OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no model": (flags(without="--model"), ("--model",)),
     "misspelt flag": (flags(trian_iters=3), ("--trian-iters", "--train-iters")),
@@ -95,6 +96,10 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a generator of nothing": (
         model("painter", {**MODEL["units"]["llm"], "role": "generator"}, ranks=3),
         ("'painter'", "'image'"),
+    ),
+    "latents without an autoencoder": (
+        model("painter", {**MODEL["units"]["llm"], "role": "generator", "flow": {}, "image": OF_LATENTS}, ranks=3),
+        ("'painter'", "no/such", "config.json", "`vae`"),
     ),
     "no memory for the model": (
         model("llm", LARGE),

@@ -15,7 +15,7 @@ from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.inputs.latents import WholeImages
+from multimodal.model.inputs.latents import ItemsMade
 from multimodal.model.inputs.noise_paths import draw_path
 from multimodal.model.inputs.prepared_input import prepare_input
 from multimodal.model.layers.layer_kind import InputContext
@@ -177,10 +177,11 @@ def _generator_input(
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
     assert unit.image is not None
     num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
-    if unit.image.latents is not None and packed.patches is not None and packed.patches.dtype == torch.uint8:
+    is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
+    if packed.patches is not None and (is_encoded or unit.module is not None):
         grids = tuple(source.item_grid(source_index[item.sample_id], item.item_index) for item in items)
-        images = WholeImages(grids, packed.positions, torch.arange(len(packed.patches)))
-        packed = dataclasses.replace(packed, whole_images=images)
+        made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)))
+        packed = dataclasses.replace(packed, items_made=made)
     if step.graph.takes_tokens(unit.name):
         lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
         packed = _put_conditions_before(packed, items, place, step, lengths=lengths)

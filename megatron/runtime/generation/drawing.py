@@ -18,11 +18,12 @@ from megatron.runtime.generation.answering import Answering, open_answering
 from megatron.runtime.generation.whole_model import OpenedModel
 from multimodal.data.image_processing import image_grid
 from multimodal.model.inputs.latents import decode_latents, join_patches
-from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.inputs.noise_paths import NUM_TIMES, NoisePath, mix_weights
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
+from multimodal.values.units.unit import Flow
 
 
 def draw_image(
@@ -87,8 +88,9 @@ def draw_sample(
 ) -> Image.Image:
     """Return the image in place of the first one that a sample's assistant answers with.
 
-    num_steps: of Euler's method from noise to data for generators that learn a flow; others make it in one pass. guidance_scale
-    g: the velocity is u + g (c - u), c with conditions and u without (classifier-free guidance); seed: of the noise.
+    num_steps: of Euler's method from noise to data for generators that learn a velocity, of DDIM for those that learn what DDPM
+    asks for; others make it in one pass. guidance_scale g: what is followed is u + g (c - u), c with conditions and u without
+    (classifier-free guidance); seed: of the noise.
     """
     unit = generator_of(answering.graph)
     assert unit.image is not None
@@ -106,24 +108,45 @@ def draw_sample(
 def _follow(
     stage: UnitStage, batch: PackedInput, conditions: Tensor, *, num_steps: int, guidance_scale: float, seed: int
 ) -> Tensor:
-    """Return the patches at time 0 of the flow that starts from noise at time 1: [num_patches, patch_channels]."""
-    path = batch.path
-    assert path is not None and path.noise is not None
+    """Return the patches at time 0 of the path that starts from noise at time 1: [num_patches, patch_channels]."""
+    path, flow = batch.path, stage.unit.flow
+    assert path is not None and path.noise is not None and flow is not None
     generator = torch.Generator().manual_seed(seed)
     patches = torch.randn(path.noise.shape, generator=generator, dtype=torch.float64).to(batch.positions.device)
-    times = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
 
-    def velocity(time: float, is_told: float) -> Tensor:
-        at = NoisePath(torch.full_like(path.times, time), torch.full_like(path.is_told, is_told), path.items, patches)
-        return _predict(stage, replace(batch, patches=patches, whole_images=None, path=at), conditions).double()
+    def predict(time: float, is_told: float) -> Tensor:
+        times = torch.full_like(path.times, time)
+        point = patches / mix_weights(flow, times.double())[0, :2].sum()  # it is both ends of what the generator mixes
+        at = NoisePath(times, torch.full_like(path.is_told, is_told), path.items, point)
+        return _predict(stage, replace(batch, patches=point, path=at), conditions).double()
 
-    for now, then in pairwise(times):
-        told = velocity(now, 1.0)
+    def guided(time: float) -> Tensor:
+        told = predict(time, 1.0)
         if guidance_scale != 1:
-            untold = velocity(now, 0.0)
+            untold = predict(time, 0.0)
             told = untold + guidance_scale * (told - untold)
-        patches = patches + (then - now) * told
+        return told
+
+    if flow.prediction == "velocity":
+        for now, then in pairwise(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()):
+            patches = patches + (then - now) * guided(now)
+        return patches
+    scheduler = ddim_scheduler(flow)
+    scheduler.set_timesteps(num_steps)
+    for step in scheduler.timesteps:
+        patches = scheduler.step(guided(float(step) / NUM_TIMES), step, patches).prev_sample
     return patches
+
+
+def ddim_scheduler(flow: Flow) -> Any:
+    """Return diffusers' DDIM for a generator that learns DDPM's noise or v; raises ConfigError without diffusers."""
+    try:
+        from diffusers import DDIMScheduler
+    except ImportError as problem:
+        raise ConfigError("DDIM needs the package 'diffusers'; install it with: pip install 'braid[diffusion]'") from problem
+    betas = {"beta_start": flow.beta_start, "beta_end": flow.beta_end, "beta_schedule": "scaled_linear"}
+    kind = "epsilon" if flow.prediction == "epsilon" else "v_prediction"
+    return DDIMScheduler(**betas, prediction_type=kind, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
 
 
 def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor:

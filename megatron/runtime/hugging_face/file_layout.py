@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.runtime.hugging_face.named_weights import NamedWeights
-from megatron.runtime.hugging_face.weight_files import DTYPES, SINGLE_NAME, SavedWeight
+from megatron.runtime.hugging_face.weight_files import DIFFUSERS_NAME, DTYPES, SINGLE_NAME, SavedWeight
 from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS
 
 MOST_BYTES = 5 * 10**9
@@ -46,7 +46,7 @@ class FileLayout:
     @property
     def index(self) -> dict[str, object] | None:
         """Return the content of the index file; None if there is one file, whose name needs none."""
-        if list(self.headers) in ([SINGLE_NAME], [ADAPTER_WEIGHTS]):
+        if list(self.headers) in ([SINGLE_NAME], [DIFFUSERS_NAME], [ADAPTER_WEIGHTS]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
         metadata = {"total_parameters": self.num_parameters, "total_size": size}

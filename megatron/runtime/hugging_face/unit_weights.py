@@ -25,8 +25,6 @@ from multimodal.model.layers.opaque_module import rename_keys
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
-_MODULE = "layers.0.module."
-
 
 def is_composed(graph: ModelGraph) -> bool:
     """Return True if any unit has a folder of its own."""
@@ -74,7 +72,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     folder = Path(unit.weights)
     own = [each for each in tensors if each.key.split(".")[1] == unit.name and not is_of_projector(graph, each.key)]
     if unit.module is not None:
-        start = f"model.{unit.name}.{_MODULE}"
+        start = f"model.{unit.name}.layers.{0 if unit.role is Role.ENCODER else 1}.module."
         names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix(start), 0, 0, shape[0]),), what=what)
         return on_first_rank(lambda: _find_module(folder, names, unit), what=what)
     if unit.role is Role.ENCODER:
@@ -116,15 +114,15 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
 
 
 def is_of_projector(graph: ModelGraph, key: str) -> bool:
-    """Return True if a tensor (`model.<unit>.layers.<layer>. ...`) belongs to an encoder's projector.
+    """Return True if a tensor (`model.<unit>.layers.<layer>. ...`) belongs to a projector.
 
     The norm behind an encoder's layers comes from its folder, if that has one: it is the projector's first operation. A norm of
     merged tokens belongs to the projector.
     """
     _, name, _, layer, tensor = key.split(".", 4)
     unit = graph.unit(name)
-    if unit.role is not Role.ENCODER or int(layer) != len(unit.layers) - 1:
-        return False
+    if int(layer) != unit.projector_layer or unit.role is Role.GENERATOR:
+        return int(layer) == unit.projector_layer
     has_own_norm = unit.weights is not None and unit.module is None
     return not (has_own_norm and unit.projector_norm == "patches" and tensor.startswith("norm."))
 
@@ -132,7 +130,7 @@ def is_of_projector(graph: ModelGraph, key: str) -> bool:
 def _find_module(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
     """Return the names in a folder: those of the module in transformers' files, possibly inside a larger model."""
     with WeightFiles(folder) as files:
-        renamed = rename_keys(unit, files.weights)
+        renamed = rename_keys(unit, files.weights) if unit.role is Role.ENCODER else {key: key for key in files.weights}
         first = next(iter(names.shapes))
         prefixes = [key.removesuffix(first) for key in renamed if key == first or key.endswith(f".{first}")] or [""]
         prefix = max(prefixes, key=lambda each: sum(each + key in renamed for key in names.shapes))

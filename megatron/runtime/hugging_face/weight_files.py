@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+DIFFUSERS_NAME = "diffusion_pytorch_model.safetensors"
+"""The only file of a module of diffusers."""
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 )
@@ -119,8 +121,9 @@ class WeightFiles:
 
 def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
     """List the files with weights, and the tensors of each according to the index."""
-    if (folder / single).is_file():
-        return {single: set()}
+    for name in (single, DIFFUSERS_NAME):
+        if (folder / name).is_file():
+            return {name: set()}
     if not (folder / INDEX_NAME).is_file():
         other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".h5", ".msgpack"))
         hint = f" ({other[0]} is of a form that is not read)" if other else ""

@@ -27,7 +27,8 @@ class GeneratorProjectorLayer(Layer):
 
     @property
     def _num_path_weights(self) -> int:
-        return 0 if self.unit.flow is None else self.unit.transformer.hidden_size * self.input_values
+        sees_noise = self.unit.flow is not None and self.unit.module is None
+        return self.unit.transformer.hidden_size * self.input_values if sees_noise else 0
 
     @property
     def _num_sources(self) -> int:
@@ -40,7 +41,7 @@ class GeneratorProjectorLayer(Layer):
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Nothing but noisy patches is counted: the index of each patch's image takes a few bytes."""
-        is_kept = self.unit.flow is not None and case.need.trains_weights
+        is_kept = self._num_path_weights > 0 and case.need.trains_weights
         return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_outputs * self.input_values * is_kept)
 
 

@@ -64,7 +64,7 @@ class OpaqueLayer(Layer):
         """Sum over the layers. Images have one size, so attention is linear in tokens, too."""
         image, load = self.unit.image, self._padded(load)
         embedding, layer = self._embedding.forward_flops(load), self._layer.forward_flops(load)
-        if image is None:
+        if image is None or image.image_size is None:
             return LayerFlops(
                 embedding.linear + self.unit.transformer.num_layers * layer.linear,
                 self.unit.transformer.num_layers * layer.attention,
@@ -99,3 +99,10 @@ class OpaqueLayer(Layer):
         audio = self.unit.audio
         kind = PatchEmbeddingLayer if audio is None else _WaveformLayer if audio.waveform is not None else AudioEmbeddingLayer
         return kind(self.graph, self.unit, self.vocab_size)
+
+
+class DenoiserLayer(OpaqueLayer):
+    """The same as a generator's last layer."""
+
+    position = "last"  # type: ignore[assignment]
+    roles = (Role.GENERATOR,)

@@ -19,7 +19,7 @@ from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorP
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.modulated_transformer import ModulatedTransformerLayer
 from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
-from multimodal.cost.layers.opaque import OpaqueLayer
+from multimodal.cost.layers.opaque import DenoiserLayer, OpaqueLayer
 from multimodal.cost.layers.query_projector import QueryProjectorLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.layers.windowed_transformer import (
@@ -46,6 +46,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "sliding_moe_transformer": SlidingMoeTransformerLayer,
     "modulated_transformer": ModulatedTransformerLayer,
     "opaque": OpaqueLayer,
+    "denoiser": DenoiserLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,
     "joined_tokens": JoinedTokensLayer,

@@ -12,8 +12,8 @@ from multimodal.values.errors import ModelError
 from multimodal.values.units.items import ImageInput, Latents
 
 
-class WholeImages(NamedTuple):
-    """All images of a microbatch, on every rank that has a part of them: an image is encoded as a whole."""
+class ItemsMade(NamedTuple):
+    """All images of a microbatch, on every rank that has a part of them, where a module takes images as a whole."""
 
     grids: tuple[tuple[int, int], ...]
     """(rows, columns) of patches of each."""
@@ -24,7 +24,7 @@ class WholeImages(NamedTuple):
 
 
 @torch.no_grad()
-def encode_images(pixels: Tensor, whole: WholeImages, image: ImageInput, *, dtype: torch.dtype) -> Tensor:
+def encode_images(pixels: Tensor, whole: ItemsMade, image: ImageInput, *, dtype: torch.dtype) -> Tensor:
     """Return the latents of this rank's patches, [num_own_patches, num_patch_values].
 
     pixels: [num_patches, num_pixel_values], bytes or normalised; dtype: in which the autoencoder computes. Images are encoded one
@@ -34,8 +34,7 @@ def encode_images(pixels: Tensor, whole: WholeImages, image: ImageInput, *, dtyp
     found = [torch.empty(0, image.num_patch_values, dtype=dtype, device=pixels.device)]
     for own, places, grid in zip(patches.split(lengths), whole.places.split(lengths), whole.grids, strict=True):
         latents = encode_image(join_patches(own, places, grid, channels=image.in_channels), image)
-        cut = latents.unflatten(1, (grid[0], -1)).unflatten(3, (grid[1], -1)).permute(1, 3, 0, 2, 4)
-        found.append(cut[places[:, 0], places[:, 1]].flatten(1))
+        found.append(cut_image(latents, places, grid))
     return torch.cat(found).index_select(0, whole.rows)
 
 
@@ -65,6 +64,12 @@ def join_patches(patches: Tensor, places: Tensor, grid: tuple[int, int], *, chan
     canvas = patches.new_zeros(*grid, channels, size, size)
     canvas[places[:, 0], places[:, 1]] = patches.view(-1, channels, size, size)
     return canvas.permute(2, 0, 3, 1, 4).reshape(channels, grid[0] * size, grid[1] * size)
+
+
+def cut_image(image: Tensor, places: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return the patches at these places of an image, [channels, height, width], as `join_patches` takes them."""
+    cut = image.unflatten(1, (grid[0], -1)).unflatten(3, (grid[1], -1)).permute(1, 3, 0, 2, 4)
+    return cut[places[:, 0], places[:, 1]].flatten(1)
 
 
 @cache

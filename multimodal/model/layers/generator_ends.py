@@ -7,12 +7,13 @@ from torch import Tensor
 
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
-from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.inputs.noise_paths import NoisePath, mix_weights
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
+from multimodal.values.units.unit import Flow
 
 
 class ConditionProjector(torch.nn.Module):
@@ -34,7 +35,7 @@ class NoisyPatches(torch.nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.image, self.wide = context.unit.image, context.options.precision.rotary_dtype
+        self.image, self.flow, self.wide = context.unit.image, context.unit.flow, context.options.precision.rotary_dtype
         self.weight = context.empty(context.config.hidden_size, context.patch_channels)
 
     def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
@@ -42,9 +43,15 @@ class NoisyPatches(torch.nn.Module):
         assert batch.patches is not None and batch.path is not None and batch.path.noise is not None
         data = normalised_patches(batch.patches, self.image).to(self.wide)
         rows = torch.arange(len(data), device=data.device) if batch.target_rows is None else batch.target_rows
-        times = batch.path.times.to(self.wide).index_select(0, batch.path.items.index_select(0, rows))
-        noisy = torch.lerp(data, batch.path.noise.to(self.wide), times[:, None])
+        weights = weights_of_rows(self.flow, batch.path, rows, dtype=self.wide)
+        noisy = weights[:, :1] * data + weights[:, 1:2] * batch.path.noise.to(self.wide)
         return hidden.index_add(0, rows, deferrable_linear(noisy.to(hidden.dtype), self.weight, None))
+
+
+def weights_of_rows(flow: Flow | None, path: NoisePath, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Return the `mix_weights` of the items of these rows: [num_rows, 4]."""
+    assert flow is not None
+    return mix_weights(flow, path.times.to(dtype)).index_select(0, path.items.index_select(0, rows))
 
 
 class GeneratorProjector(ConditionProjector):
@@ -58,7 +65,7 @@ class GeneratorProjector(ConditionProjector):
         super().__init__(context)
         unit, graph = context.unit, context.graph
         self.rotary_base, self.feature_dtype = unit.transformer.rotary_base, context.options.precision.rotary_dtype
-        self.noisy = None if unit.flow is None else NoisyPatches(context)
+        self.noisy = None if unit.flow is None or unit.module is not None else NoisyPatches(context)
         self.sources = tuple("" if name == graph.backbone.name else name for name in graph.upstream(unit.name))
         """The units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
         self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(context) for name in self.sources if name})
@@ -75,9 +82,11 @@ class GeneratorProjector(ConditionProjector):
         width, dtype = projected.shape[-1], self.feature_dtype
         features = position_features(batch.positions, hidden_size=width, base=self.rotary_base, dtype=dtype).to(projected.dtype)
         spread = projected.index_select(0, batch.condition_rows)
-        if self.noisy is None or batch.path is None:
+        if batch.path is None:
             return (spread + features)[:, None]
         told = batch.path.is_told.to(spread.dtype).index_select(0, batch.path.items)
+        if self.noisy is None:  # what follows has positions and noise of its own
+            return (spread * told[:, None])[:, None]
         hidden: Tensor = self.noisy(torch.addcmul(features, spread, told[:, None]), batch)
         return hidden[:, None]
 
@@ -124,7 +133,7 @@ class GeneratorHead(torch.nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config, self.image, self.group = context.config, context.unit.image, context.groups.tp
+        config, self.image, self.flow, self.group = context.config, context.unit.image, context.unit.flow, context.groups.tp
         self.is_sequence_sharded = config.sequence_parallel
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.weight = context.empty(context.patch_channels, config.hidden_size)
@@ -137,14 +146,19 @@ class GeneratorHead(torch.nn.Module):
         """
         patches, rows, path = given.batch.patches, given.batch.target_rows, given.batch.path
         assert patches is not None
-        hidden, noise = self.norm(hidden), None if path is None else path.noise
+        hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
         predicted = deferrable_linear(hidden, self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        data = normalised_patches(patches, self.image)
-        loss_sum = (wide - (data if noise is None else noise.to(wide.dtype) - data)).square().sum()
+        target = normalised_patches(patches, self.image).to(wide.dtype)
+        if path is not None:
+            assert path.noise is not None
+            at = torch.arange(len(target), device=target.device) if rows is None else rows
+            weights = weights_of_rows(self.flow, path, at, dtype=wide.dtype)
+            target = weights[:, 2:3] * target + weights[:, 3:] * path.noise.to(wide.dtype)
+        loss_sum = (wide - target).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
 
 

@@ -8,14 +8,11 @@ from torch.nn import Module
 
 from multimodal.cost.layers.modulated_transformer import NUM_MODULATIONS
 from multimodal.model.deferrable_linear import deferrable_linear
-from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.inputs.noise_paths import NUM_TIMES, NoisePath
 from multimodal.model.layers.generator_ends import position_features, random_path
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.stage_input import pad_rows
-
-NUM_TIMES = 1000
-"""Times are scaled to this many steps before sines and cosines are taken (DDPM's number of steps)."""
 
 
 class Modulation(torch.nn.Module):

@@ -1,6 +1,7 @@
 """All kinds of layers that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
+from multimodal.model.layers.denoiser import DenoiserKind
 from multimodal.model.layers.embeddings.joined_tokens import JoinedTokensKind
 from multimodal.model.layers.embeddings.patches import (
     LearnedPatchEmbedding,
@@ -39,6 +40,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "sliding_moe_transformer": SlidingMoeTransformerKind(),
     "modulated_transformer": ModulatedTransformerKind(),
     "opaque": OpaqueKind(),
+    "denoiser": DenoiserKind(),
     "projector": ProjectorKind(Projector),
     "linear_projector": ProjectorKind(LinearProjector),
     "joined_tokens": JoinedTokensKind(),

@@ -38,9 +38,10 @@ def _layers(unit: Unit) -> Iterator[Rule]:
         takes_sound = audio is not None and audio.chunk_tokens is None
         problem = (
             "module belongs to encoders of images of one size, or of sound in one piece; give the unit an image with image_size "
-            "or audio without chunk_tokens, or leave module out"
+            "or audio without chunk_tokens, or leave module out; or to generators with image and flow, without lora"
         )
-        yield "module", unit.role is not Role.ENCODER or not (takes_images or takes_sound), problem
+        draws = unit.role is Role.GENERATOR and image is not None and unit.flow is not None and unit.lora is None
+        yield "module", not draws and (unit.role is not Role.ENCODER or not (takes_images or takes_sound)), problem
         yield "module", bool(unit.deepstack_layers), "module is one layer; leave deepstack_layers out"
         yield "module", kinds is not None, "module takes the place of all layers but the projector; leave layers out"
     if unit.new_tokens is not None:

@@ -46,7 +46,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Opaque:
-    """An unchanged module of Hugging Face's transformers in place of an encoder's layers.
+    """An unchanged module of Hugging Face's transformers in place of an encoder's layers, or of diffusers in a generator's.
 
     It counts as one layer: no plan cuts it, and its backward is one piece.
     """
@@ -115,6 +115,11 @@ class Flow:
     """The LLM's last tokens, up to the one that opens an item, whose hidden states condition it."""
     condition_dropout: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     """Share of items that are learnt without conditions, so that sampling can be guided (classifier-free guidance)."""
+    prediction: Literal["velocity", "epsilon", "v"] = "velocity"
+    """What is learnt: noise - data of a rectified flow, or with the 1000 steps of DDPM the noise (epsilon), or v."""
+    beta_start: float = field(default=0.00085, metadata={"above": 0, "below": 1})
+    """DDPM's first and last beta; their roots are evenly spaced (Stable Diffusion)."""
+    beta_end: float = field(default=0.012, metadata={"above": 0, "below": 1})
 
 
 _OF_BACKBONES = "vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"
@@ -179,7 +184,8 @@ class Unit:
     """Backbone only: the first of the tokens that training adds to the vocabulary, and the one behind the last. Their rows of the
     embeddings and of the output projection are trained where these are frozen, too."""
     module: Opaque | None = None
-    """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector.
+    """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector. Generators
+    with a flow: one of diffusers, whose cross-attention is as wide as `hidden_size`.
     Until its cost is measured, it is estimated from `num_layers` and the rest of the shape."""
     weights: str | None = None
     """A Hugging Face folder that initialises the unit, except for its projector; relative to the model file if in one."""
@@ -206,7 +212,7 @@ class Unit:
         if self.queries is not None:
             last = "query_projector"
         if self.module is not None:
-            return "opaque", last
+            return ("opaque", last) if self.role is Role.ENCODER else (first, "denoiser")
         has_experts = self.transformer.experts is not None
         plain = "transformer" if self.flow is None else "modulated_transformer"
         body = [MOE_KINDS[0] if has_experts else plain] * self.transformer.num_layers
@@ -227,7 +233,7 @@ class Unit:
     @property
     def inner_layers(self) -> tuple[str, ...]:
         """Kinds of the layers that pipeline stages share out: all but the two ends, or a module of transformers as one layer."""
-        return self.layers[1:-1] or self.layers[:1]
+        return self.layers[1:-1] or (self.layers[1:] if self.role is Role.GENERATOR else self.layers[:1])
 
     @property
     def num_inner_layers(self) -> int:

@@ -1,0 +1,245 @@
+"""Generators with a module of diffusers: its own loss and gradients, those of one process under plans, folders, drawings."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers", reason="diffusers is not installed (pip install 'braid[diffusion]')")
+
+from safetensors.torch import load_file
+
+from megatron.runtime.generation.drawing import _follow
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.hugging_face.unit_weights import load_units
+from multimodal.cost.layers.registry import read_model
+from multimodal.model.inputs.latents import ItemsMade, cut_image, join_patches
+from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from tests.distributed.dealt_case import UNITS, dealt, unit_plan
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step, single_rank_plan
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.hugging_face_comparison import MULTIPLE
+from tests.distributed.hugging_face_models import llama
+from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankError, RankPool
+
+SIDE = 4
+"""Pixels of a patch."""
+WIDTH, NUM_STEPS = 16, 4
+SHAPES = (
+    SampleShape((("painter", 1, 2),), 5, 3),
+    SampleShape((("painter", 2, 2), ("painter", 1, 2)), 6, 2),
+    SampleShape((), 3, 2),
+    SampleShape((("painter", 2, 2),), 4, 0),
+)
+KINDS = [("unet", "epsilon"), ("unet", "v"), ("sd3", "velocity")]
+
+
+def save_module(kind: str, folder: Path) -> Path:
+    """A tiny U-Net or SD3 of random weights, also those that start as zeros."""
+    from diffusers import SD3Transformer2DModel, UNet2DConditionModel
+
+    torch.manual_seed(3)
+    if kind == "unet":
+        blocks = {
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+        }
+        sizes = {"block_out_channels": (4, 8), "norm_num_groups": 2, "layers_per_block": 1, "attention_head_dim": 2}
+        module: Any = UNet2DConditionModel(**blocks, **sizes, in_channels=1, out_channels=1, cross_attention_dim=WIDTH)
+    else:
+        sizes = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16}
+        channels = {"in_channels": 1, "out_channels": 1, "joint_attention_dim": WIDTH, "pooled_projection_dim": 24}
+        module = SD3Transformer2DModel(**sizes, **channels, sample_size=8, patch_size=2, pos_embed_max_size=8)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    module.save_pretrained(folder)
+    return folder
+
+
+def graph_with(folder: Path, prediction: str = "epsilon", **llm: Any) -> ModelGraph:
+    painter = {
+        **UNITS["painter"],
+        "hidden_size": WIDTH,
+        "image": {"patch_size": SIDE, "in_channels": 1, "merge_size": 1},
+        "flow": {"prediction": prediction, "condition_tokens": 3, "condition_dropout": 0.4},
+        "module": {"directory": str(folder)},
+        "weights": str(folder),
+    }
+    return ModelGraph.from_dict({"units": {"llm": {**UNITS["llm"], **llm}, "painter": painter}})
+
+
+def case_of(graph: ModelGraph, plan: Plan, **options: Any) -> GradientCase:
+    source = RandomSource(graph, SHAPES, MULTIPLE)
+    return GradientCase(graph, plan, dealt(source, plan, ([0, 1], [2], [3])), source, **options)
+
+
+def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
+    """Runs on a rank."""
+    session = build_session(case)
+    load_units(session)
+    if target:
+        save_hugging_face(Path(target), session=session)
+    return run_step(session, plan_case(case))
+
+
+def batch_of(*, times: torch.Tensor, told: torch.Tensor) -> tuple[PackedInput, torch.Tensor]:
+    """Two images of 2 x 2 patches and one of 1 x 2, each behind two more conditions; and all their conditions."""
+    grids, generator = ((2, 2), (1, 2), (2, 2)), torch.manual_seed(5)
+    places = torch.cat([torch.cartesian_prod(*map(torch.arange, grid)) for grid in grids])
+    counts = [math.prod(grid) for grid in grids]
+    rows = torch.cat([torch.tensor([3 * item, 3 * item + 1] + [3 * item + 2] * count) for item, count in enumerate(counts)])
+    lengths, items = tuple(count + 2 for count in counts), torch.arange(3).repeat_interleave(torch.tensor(counts) + 2)
+    is_patch = torch.cat([torch.arange(length) >= 2 for length in lengths])
+    data, noise = torch.randn(2, len(places), SIDE**2, dtype=torch.float64, generator=generator)
+    positions = torch.zeros(len(rows), 2, dtype=torch.long)
+    made = ItemsMade(grids, places, torch.arange(len(places)))
+    path = NoisePath(times, told, items, noise)
+    conditions = torch.randn(9, WIDTH, dtype=torch.float64, generator=generator)
+    rest = {"target_rows": is_patch.nonzero()[:, 0], "condition_rows": rows, "item_sources": torch.zeros(9, dtype=torch.long)}
+    return PackedInput(lengths, positions, patches=data, items_made=made, path=path, **rest), conditions
+
+
+def compare_with_diffusers(case: GradientCase, folder: str) -> dict[str, float]:
+    """Return the largest differences of loss and gradients from diffusers' own; on one rank."""
+    import diffusers
+
+    session = build_session(case)
+    load_units(session)
+    stage: UnitStage = session.stages["painter", 0].train()
+    flow = stage.unit.flow
+    times, told = torch.tensor([0.25, 0.5, 0.875], dtype=torch.float64), torch.tensor([1.0, 0.0, 1.0])
+    batch, conditions = batch_of(times=times, told=told)
+    loss = stage(None, batch, conditions).loss_sum
+    loss.backward()
+    name = "SD3Transformer2DModel" if flow.prediction == "velocity" else "UNet2DConditionModel"
+    module = getattr(diffusers, name).from_pretrained(folder, low_cpu_mem_usage=False).double().eval()
+    projector = stage.layers["0"]
+    projected = (torch.nn.functional.linear(conditions, projector.weight.detach(), projector.bias.detach())).unflatten(0, (3, 3))
+    if flow.prediction == "velocity":
+        scheduler: Any = None
+    else:
+        betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+        scheduler = diffusers.DDPMScheduler(**betas)
+        scheduler.alphas_cumprod = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2).cumprod(0)
+    counts, made = [4, 2, 4], batch.items_made
+    start = torch.randn(batch.patches.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def draw(image: torch.Tensor, item: int) -> torch.Tensor:
+        """As diffusers' pipelines do, from the same noise."""
+        places, grid = made.places.split(counts)[item], made.grids[item]
+        sample = join_patches(start.split(counts)[item], places, grid, channels=1)[None]
+        given = torch.stack((projected[item], torch.zeros_like(projected[item]))).detach()
+        if flow.prediction == "velocity":
+            sampler: Any = diffusers.FlowMatchEulerDiscreteScheduler()
+            sampler.set_timesteps(sigmas=[1 - number / NUM_STEPS for number in range(NUM_STEPS)])
+            more = {"pooled_projections": torch.nn.functional.pad(given[:, -1], (0, 8))}
+        else:
+            kind = {"epsilon": "epsilon", "v": "v_prediction"}[flow.prediction]
+            known = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1, "prediction_type": kind}
+            sampler, more = diffusers.DDIMScheduler(**betas, **known), {}
+            sampler.set_timesteps(NUM_STEPS)
+        for step in sampler.timesteps:
+            with torch.no_grad():
+                several = step.double().expand(2)
+                told, untold = module(sample.expand(2, -1, -1, -1), encoder_hidden_states=given, timestep=several, **more).sample
+            sample = sampler.step((untold + 2 * (told - untold))[None], step, sample).prev_sample
+        return cut_image(sample[0], places, grid)
+
+    pictures: list[torch.Tensor] = []
+    expected = torch.zeros((), dtype=torch.float64)
+    parts = zip(batch.patches.split(counts), batch.path.noise.split(counts), made.places.split(counts), made.grids, strict=True)
+    for item, (patches, noisy, places, grid) in enumerate(parts):
+        image, noise = (join_patches(each, places, grid, channels=1)[None] for each in (patches, noisy))
+        given, step = projected[item][None] * told[item], (1000 * times[item]).long()[None]
+        if flow.prediction == "velocity":
+            mixed, target = torch.lerp(image, noise, times[item]), noise - image
+            pooled = torch.nn.functional.pad(given[:, -1], (0, 8))
+            found = module(
+                mixed, encoder_hidden_states=given, pooled_projections=pooled, timestep=1000 * times[item][None]
+            ).sample
+        else:
+            mixed = scheduler.add_noise(image, noise, step)
+            target = noise if flow.prediction == "epsilon" else scheduler.get_velocity(image, noise, step)
+            found = module(mixed, step, encoder_hidden_states=given).sample
+        expected = expected + (found - target).square().sum()
+        pictures.append(draw(image, item))
+    stage.eval()
+    drawn = _follow(stage, batch, conditions, num_steps=NUM_STEPS, guidance_scale=2.0, seed=1)
+    expected.backward()
+    differences = {"drawn": float((drawn - torch.cat(pictures)).abs().max()), "loss": float((loss - expected).abs() / expected)}
+    ours = dict(stage.layers["1"].module.named_parameters())
+    for key, parameter in module.named_parameters():
+        scale = max(1e-3, float(parameter.grad.abs().max()))
+        differences[key] = float((ours[key].main_grad - parameter.grad).abs().max()) / scale
+    return differences
+
+
+@pytest.mark.parametrize(("kind", "prediction"), KINDS)
+def test_loss_and_gradients_are_those_of_diffusers(kind: str, prediction: str, ranks: RankPool, tmp_path: Path) -> None:
+    graph = graph_with(save_module(kind, tmp_path / kind), prediction)
+    case = case_of(graph, single_rank_plan(graph))
+    (differences,) = ranks.run(compare_with_diffusers, case, str(tmp_path / kind), world_size=1)
+    assert differences.pop("drawn") < 1e-5
+    assert len(differences) > 50 and {name: each for name, each in differences.items() if not each < 1e-12} == {}
+
+
+@pytest.mark.parametrize(("kind", "prediction"), KINDS[1:])
+def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(
+    kind: str, prediction: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    llama().save_pretrained(tmp_path / "llm")
+    painter = graph_with(save_module(kind, tmp_path / kind), prediction).unit("painter")
+    llm = replace(read_model(tmp_path / "llm").backbone, name="llm", weights=str(tmp_path / "llm"))
+    graph = ModelGraph((llm, painter), (("llm", "painter"),))
+    (expected,) = ranks.run(run_and_save, case_of(graph, single_rank_plan(graph)), world_size=1)
+    layers = len(llm.layers)
+    apart = Plan({"llm": unit_plan(0, num_layers=layers), "painter": unit_plan(1, dp=2, num_layers=2)})
+    shared = Plan({"llm": unit_plan(0, tp=2, num_layers=layers), "painter": unit_plan(0, dp=2, num_layers=2)})
+    for name, case in (
+        ("apart", case_of(graph, apart, builder="zb-h1")),
+        ("zero 3", case_of(graph, shared, shards_weights=True)),
+    ):
+        run = partial(run_and_save, target=str(tmp_path / name))
+        assert_matches(case, ranks, run=run, expected=expected)
+        for file in ("config.json", "diffusion_pytorch_model.safetensors"):
+            assert (tmp_path / name / "painter" / file).read_bytes() == (tmp_path / kind / file).read_bytes(), f"{file}, {name}"
+        assert set(load_file(tmp_path / name / "projectors" / "model.safetensors")) == {
+            f"painter.layers.0.{tensor}" for tensor in ("weight", "bias")
+        }
+
+
+def build_all(case: GradientCase) -> None:
+    """Runs on a rank."""
+    build_session(case)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32}, "hidden_size is 32, but the module in .* takes 16"),
+        ({"module": {"class": "AutoencoderKL"}}, "AutoencoderKL is not known as a generator's"),
+        ({"flow": None}, "or to generators with image and flow"),
+    ],
+)
+def test_a_module_that_does_not_fit_is_refused(change: dict[str, Any], message: str, ranks: RankPool, tmp_path: Path) -> None:
+    folder = save_module("unet", tmp_path)
+    entry = graph_with(folder).to_dict()
+    painter = entry["units"]["painter"]
+    changed = {key: {**painter[key], **value} if isinstance(value, dict) else value for key, value in change.items()}
+    painter |= changed
+    with pytest.raises((ModelError, RankError), match=message):
+        graph = ModelGraph.from_dict(
+            {**entry, "units": {**entry["units"], "painter": {k: v for k, v in painter.items() if v is not None}}}
+        )
+        ranks.run(build_all, case_of(graph, single_rank_plan(graph)), world_size=1)
