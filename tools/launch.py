@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if torch.cuda.is_available():
         os.environ["OMP_NUM_THREADS"] = num_threads
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or microbatches of all sizes leave holes
         return _torchrun(arguments)
     import_for_ranks()
     return _fork(asked, num_threads)

@@ -63,7 +63,9 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
     """Resolve `auto`; raises ConfigError when a backend that takes whole sequences cannot evaluate the mask."""
     needs_mask = rule.is_causal and (rule.mode is not MaskMode.CAUSAL or (rule.window or rule.softcap) is not None)
     if name == AUTO:
-        return _of_blocks(shape, rule) if needs_mask or is_shared else FLASH if can_flash(shape) else SEQUENCES
+        if needs_mask or is_shared or (shape.is_cuda and not can_flash(shape)):  # no loop over sequences launches kernels there
+            return _of_blocks(shape, rule)
+        return FLASH if can_flash(shape) else SEQUENCES
     if name in BY_SEQUENCE and is_shared:
         raise ConfigError(
             f"--attention-backend {name} needs whole sequences, which context parallelism spreads over ranks; choose "

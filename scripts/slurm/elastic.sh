@@ -52,6 +52,9 @@ if [[ -z "$JOIN" ]]; then
 fi
 MASTER_PORT=$((20000 + ${JOIN:-$SLURM_JOB_ID} % 20000))
 
+# Microbatches of all sizes would leave holes in the memory of a GPU.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
 # These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
 container=()
 if [[ -n "$IMAGE" ]]; then

@@ -43,6 +43,9 @@ if [[ -n "$end" ]]; then
     limits=(--exit-duration-in-mins "$((minutes > 1 ? minutes : 1))")
 fi
 
+# Microbatches of all sizes would leave holes in the memory of a GPU.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+
 # These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
 container=()
 if [[ -n "$IMAGE" ]]; then

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -103,3 +104,20 @@ def test_all_ranks_give_up_together(ranks: RankPool) -> None:
     (told,) = set(ranks.run(fail_to_make_groups, world_size=WORLD_SIZE))
     failed = "Gloo connectFullMesh failed with Connection closed by peer"
     assert told == f"the ranks could not connect to each other in 2 attempts (rank 2: {failed})"
+
+
+def test_groups_of_nccl_are_told_what_is_urgent_and_what_they_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[list[int], Any]] = []
+
+    def options(is_high_priority_stream: bool) -> SimpleNamespace:
+        return SimpleNamespace(is_urgent=is_high_priority_stream, config=SimpleNamespace(max_ctas=32))
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options, **_: made.append((ranks, pg_options)))
+    create_groups.create_groups([(0, 1), (2, 3)], timeout=TIMEOUT, backend="nccl", urgent=[(2, 3)])
+    create_groups.create_groups([range(4)], timeout=TIMEOUT, backend="nccl", most_blocks=8)
+    assert [(ranks, each.is_urgent, each.config.max_ctas) for ranks, each in made] == [
+        *(([0, 1], False, 32), ([2, 3], True, 32), ([0, 1, 2, 3], False, 8))
+    ]

@@ -6,9 +6,9 @@ so the ranks tell each other in the store how an attempt went. A first attempt i
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -42,16 +42,25 @@ def connect_world(backend: str, *, store: Store, rank: int, size: int, timeout: 
 
 
 def create_groups(
-    rank_sets: Iterable[Sequence[int]], *, timeout: timedelta, backend: str | None = None
+    rank_sets: Iterable[Sequence[int]],
+    *,
+    timeout: timedelta,
+    backend: str | None = None,
+    urgent: Collection[Sequence[int]] = (),
+    most_blocks: int | None = None,
 ) -> list[dist.ProcessGroup]:
     """Create one group for each set of ranks; collective over the world, in which every rank gives the same sets.
 
-    backend: by default that of the world. Returns the groups in order, with torch's mark where this rank is no member. Raises
-    RuntimeError.
+    backend: by default that of the world. urgent: sets whose collectives go before other work that is ready (NCCL), such as work
+    that fills waits for them; most_blocks: multiprocessors that a call of a group may hold (NCCL). Returns the groups in order,
+    with torch's mark where this rank is no member. Raises RuntimeError.
     """
     listed, rank, size = [list(ranks) for ranks in rank_sets], dist.get_rank(), dist.get_world_size()
     if (backend or dist.get_backend()) != "gloo" or size == 1:
-        return [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in listed]
+        is_nccl, urgent_sets = (backend or dist.get_backend()) == "nccl", {tuple(ranks) for ranks in urgent}
+        options = [_nccl_options(tuple(ranks) in urgent_sets, most_blocks) if is_nccl else None for ranks in listed]
+        given = zip(listed, options, strict=True)
+        return [dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=each) for ranks, each in given]
     world = dist.distributed_c10d._world
     first = world.group_count
 
@@ -75,6 +84,13 @@ def create_groups(
     for group in _own(groups):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     return groups
+
+
+def _nccl_options(is_urgent: bool, most_blocks: int | None) -> Any:
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=is_urgent)
+    if most_blocks is not None:
+        options.config.max_ctas = most_blocks
+    return options
 
 
 def _own(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:

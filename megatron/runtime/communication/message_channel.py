@@ -14,6 +14,9 @@ from multimodal.plan.communicators import BETWEEN_UNITS, Partners, Track
 MOST_CONNECTED_RANKS = 64
 """The largest world in which all ranks of neighbouring units are connected at the start."""
 
+MOST_BLOCKS = 8
+"""Multiprocessors that a message may hold, mostly while it waits for its other end, beside computations."""
+
 
 class Arrival(Protocol):
     """A pending receive: a dist.Work, or one followed by a copy."""
@@ -53,7 +56,7 @@ class MessageChannel:
         listed, ranks = list(tracks), list(range(world_size))
         self._own: list[dist.ProcessGroup] = []
         if dist.get_backend() != "gloo":  # with which a group of its own would only connect all pairs of ranks once more
-            self._own = create_groups([ranks] * len(listed), timeout=timeout)
+            self._own = create_groups([ranks] * len(listed), timeout=timeout, most_blocks=MOST_BLOCKS)
         world = dist.distributed_c10d._get_default_group()
         self._groups = dict(zip(listed, self._own or [world] * len(listed), strict=True))
         self._tags = {track: index for index, track in enumerate(listed)}

@@ -1,6 +1,6 @@
 """Parallelism units: a plan's rank grids as process groups (DistTrain 4.1: each unit has its own DP and TP groups)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -58,10 +58,10 @@ class GroupBook:
         self._rank, self._timeout = rank, timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def create(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
-        """Create all groups and keep those that this rank belongs to; collective over all ranks."""
+    def create(self, rank_sets: Iterable[tuple[int, ...]], *, urgent: Collection[tuple[int, ...]] = ()) -> None:
+        """Create all groups and keep those that this rank belongs to; collective over all ranks; urgent: see `create_groups`."""
         listed = sorted(set(rank_sets))
-        groups = create_groups(listed, timeout=self._timeout)
+        groups = create_groups(listed, timeout=self._timeout, urgent=urgent)
         self._groups |= {ranks: group for ranks, group in zip(listed, groups, strict=True) if self._rank in ranks}
 
     def close(self) -> None:
@@ -83,7 +83,9 @@ def build_memberships(
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # in which sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
-    book.create(group_ranks(graph, plan, num_state_copies=num_state_copies))
+    stages = [(unit, stage) for unit in plan.units.values() for replica in unit.replicas for stage in replica.stages]
+    tensor_groups = {group for unit, stage in stages for group in unit.tensor_parallel_groups(stage) if len(group) > 1}
+    book.create(group_ranks(graph, plan, num_state_copies=num_state_copies), urgent=tensor_groups)
     memberships = {}
     for name, unit in plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):

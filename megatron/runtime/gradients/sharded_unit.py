@@ -165,9 +165,8 @@ class ShardedUnit:
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""
-        for layer in self.layers:
-            if layer.gradient_share is not None:
-                layer.gradient_share.zero_()
+        if shares := [layer.gradient_share for layer in self.layers if layer.gradient_share is not None]:
+            torch._foreach_zero_(shares)
 
     def start_reduction(self, stage_index: int, layers: LayerRange | None = None) -> Callable[[], None]:
         """Do nothing: gradients are reduced microbatch by microbatch, and weights gathered layer by layer."""

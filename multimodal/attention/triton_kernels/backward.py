@@ -256,3 +256,28 @@ def join_gradients_kernel(
         slot_rows = head * num_slot_rows + slot * BLOCK + within
         total += tl.load(partial + slot_rows[:, None] * PADDED_CHANNELS + channels[None, :])
     store_tile(gradient + head * CHANNELS, total, start, channels, num_heads * CHANNELS, num_tokens, TILE_ROWS, CHANNELS)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    output, output_gradient, deltas, num_queries, num_heads,
+    CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, TILE_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write deltas: [heads, num_queries], each row's output times its gradient, which the softmax's gradient subtracts.
+
+    output, output_gradient: [num_queries, heads, channels], contiguous; grid: (tiles of queries, heads).
+    """
+    head = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * TILE_ROWS
+    rows = start + tl.arange(0, TILE_ROWS)
+    channels = tl.arange(0, PADDED_CHANNELS)
+    tile = load_tile(
+        output + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True,
+        PADDED_CHANNELS != CHANNELS, CHANNELS,
+    )  # fmt: skip
+    gradient = load_tile(
+        output_gradient + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True,
+        PADDED_CHANNELS != CHANNELS, CHANNELS,
+    )  # fmt: skip
+    found = tl.sum(tile.to(tl.float32) * gradient.to(tl.float32), 1)
+    tl.store(deltas + head * num_queries + rows, found, mask=rows < num_queries)

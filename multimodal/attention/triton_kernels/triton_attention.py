@@ -16,7 +16,12 @@ from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.attention_mask import AttentionMask, MaskTensors
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.device_values import CPU
-from multimodal.attention.triton_kernels.backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_kernels.backward import (
+    delta_kernel,
+    join_gradients_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
 from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options, longest_item
 from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
@@ -24,6 +29,7 @@ from multimodal.values.errors import ConfigError
 
 _IS_INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 LOG2_E = math.log2(math.e)
+DELTA_ROWS = 64
 
 
 class _Work(NamedTuple):
@@ -106,8 +112,12 @@ class _TritonAttention(torch.autograd.Function):
         query, key, value, output, log_sums = ctx.saved_tensors
         mask, options = ctx.mask, ctx.options
         output_gradient = output_gradient.contiguous()
-        # [heads, num_queries]: subtracted by the softmax's gradient.
-        deltas = (output.float() * output_gradient.float()).sum(dim=-1).t().contiguous()
+        deltas = torch.empty_like(log_sums)
+        num_queries, heads, channels = query.shape
+        delta_kernel[(triton.cdiv(num_queries, DELTA_ROWS), heads)](
+            output, output_gradient, deltas, num_queries, heads,
+            CHANNELS=channels, PADDED_CHANNELS=triton.next_power_of_2(channels), TILE_ROWS=DELTA_ROWS,
+        )  # fmt: skip
         shared = (query, key, value, output_gradient, log_sums, deltas)
         rows = _row_work(mask, options.max_blocks_per_item, query.device)
         (query_gradient,) = _gradients(

@@ -85,14 +85,10 @@ def test_auto_takes_the_fastest_that_runs_here(monkeypatch: pytest.MonkeyPatch) 
     causal = MaskRule(is_causal=True)
     single = AttentionShape(dtype=torch.float32, num_multiprocessors=132)
     exact = AttentionShape(dtype=torch.float64, num_multiprocessors=132)
-    assert [choose_backend("auto", rule=causal, shape=each) for each in (HALF, single, exact)] == [
-        "flash",
-        "sequences",
-        "sequences",
-    ]
+    assert [choose_backend("auto", rule=causal, shape=each) for each in (HALF, single, exact)] == ["flash", "triton", "blocks"]
     assert [choose_backend("auto", rule=ITEMS, shape=each) for each in (HALF, single, exact)] == ["triton", "triton", "blocks"]
     wide = AttentionShape(channels=320, dtype=torch.bfloat16, num_multiprocessors=132)
-    assert [choose_backend("auto", rule=rule, shape=wide) for rule in (causal, ITEMS)] == ["sequences", "flex"]
+    assert [choose_backend("auto", rule=rule, shape=wide) for rule in (causal, ITEMS)] == ["flex", "flex"]
     shared = choose_attention("auto", rule=MaskRule(is_causal=False), shape=HALF, is_shared=True)
     assert (shared.backend, shared.alone) == ("triton", "flash")
 

@@ -12,7 +12,12 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from multimodal.attention.triton_kernels.backward import join_gradients_kernel, key_value_gradient_kernel, query_gradient_kernel
+from multimodal.attention.triton_kernels.backward import (
+    delta_kernel,
+    join_gradients_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
 from multimodal.attention.triton_kernels.options import TileSizes, choose_options
 
@@ -72,6 +77,7 @@ def main() -> None:
         (key_value_gradient_kernel, options.key_value_gradient),
         (join_outputs_kernel, join),
         (join_gradients_kernel, join),
+        (delta_kernel, join),
     ):
         print(json.dumps(compile_kernel(kernel, tiles, channels=channels, capability=capability)))
 
