@@ -206,8 +206,9 @@ def _gradients(chunks: list[DistributedDataParallel]) -> dict[str, np.ndarray]:
 def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for index in range(case.num_microbatches):
         random = np.random.default_rng((step, index, parallel_state.get_data_parallel_rank()))
-        tokens = torch.from_numpy(random.integers(VOCAB_SIZE, size=(2, MICRO_BATCH_SIZE, SEQUENCE_LENGTH)))
-        is_target = torch.from_numpy(random.random((MICRO_BATCH_SIZE, SEQUENCE_LENGTH)) < 0.6)
+        length = SEQUENCE_LENGTH - (index + step) % 4 * case.options.get("variable_seq_lengths", False)
+        tokens = torch.from_numpy(random.integers(VOCAB_SIZE, size=(2, MICRO_BATCH_SIZE, length)))
+        is_target = torch.from_numpy(random.random((MICRO_BATCH_SIZE, length)) < 0.6)
         is_target[0, 0] = True
         yield tokens[0], tokens[1], is_target
 
@@ -217,8 +218,8 @@ def _forward_step(
 ) -> Any:
     checkpoints.append(checkpoint)
     token_ids, labels, is_target = next(batches)
-    positions = torch.arange(SEQUENCE_LENGTH).expand_as(token_ids)
-    is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
+    positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+    is_hidden = torch.ones(1, 1, *positions.shape[1:] * 2, dtype=torch.bool).triu(1)
     return model(token_ids, positions, is_hidden, labels=labels), partial(_loss, is_target, model.config.calculate_per_token_loss)
 
 

@@ -12,6 +12,8 @@ from tests.distributed.rank_pool import RankPool
 
 INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 """What Megatron's own interleaved function needs on two stages."""
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+"""Microbatches of different lengths."""
 
 
 def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, under: tuple[Any, ...] = ()) -> list[LoopResult]:
@@ -37,6 +39,8 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
         ("gpipe", LoopCase(2, num_microbatches=5, launches_sync=True)),
         ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
         ("1f1b", LoopCase(2, tensor_parallel_size=2)),
+        ("1f1b", LoopCase(4, options=VARIABLE)),
+        ("gpipe", LoopCase(2, options=VARIABLE | {"deallocate_pipeline_outputs": True})),
         ("1f1b", LoopCase(2, num_chunks=2, per_token_loss=True, options=INTERLEAVED)),
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
     ],

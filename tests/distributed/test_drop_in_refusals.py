@@ -138,6 +138,12 @@ def test_megatrons_own_sharding_is_refused() -> None:
             2,
             "microbatch_group_size_per_vp_stage=3 would be ignored",
         ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+            2,
+            2,
+            "variable_seq_lengths=True works with one model chunk per rank",
+        ),
         ({"pipeline_dtype": None}, 2, 1, "pipeline_dtype is None"),
     ],
 )

@@ -16,6 +16,7 @@ from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineStep
+from megatron.runtime.drop_in.told_shapes import SHAPE_TRACKS
 from multimodal.plan.communicators import Partners, Track
 from multimodal.values.errors import ConfigError
 
@@ -38,6 +39,7 @@ class ForwardBackward:
         self._schedule = schedule
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
+        self._tracks: tuple[Track, ...] = ()
         self._connected: set[tuple[int, ...]] = set()
 
     def forward_backward(
@@ -94,24 +96,25 @@ class ForwardBackward:
             cp_group=groups.cp,
         )
         ranks = tuple(dist.get_process_group_ranks(groups.pp))
-        channel = self._open_channel(ranks) if shape.num_stages > 1 else None
+        channel = self._open_channel(ranks, tells_shapes=config.variable_seq_lengths) if shape.num_stages > 1 else None
         inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step, groups.cp.size())
         lane = schedule.lanes[groups.pp.rank()]
         step = PipelineStep(inputs, channel=channel, ranks=ranks, message_shapes=message_shapes, shape=shape, lane=lane)
         _run_step(step, groups=groups, force_all_reduce=force_all_reduce)
         return step.forward_data
 
-    def _open_channel(self, ranks: tuple[int, ...]) -> MessageChannel:
-        """Return this process's channel; a new one if torch.distributed was set up anew since the last step."""
-        if self._channel is None or self._world is not dist.group.WORLD:
-            self._world = dist.group.WORLD
-            self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=_TRACKS, timeout=MESSAGE_TIMEOUT)
+    def _open_channel(self, ranks: tuple[int, ...], *, tells_shapes: bool) -> MessageChannel:
+        """Return this process's channel; a new one for other tracks, or where torch.distributed was set up anew."""
+        tracks = _TRACKS + SHAPE_TRACKS * tells_shapes
+        if self._channel is None or self._world is not dist.group.WORLD or self._tracks != tracks:
+            self._world, self._tracks = dist.group.WORLD, tracks
+            self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=tracks, timeout=MESSAGE_TIMEOUT)
             self._connected.clear()
         if ranks not in self._connected:
             self._connected.add(ranks)
             place = ranks.index(dist.get_rank())
             ring = Partners(frozenset({ranks[(place + 1) % len(ranks)]}), frozenset({ranks[place - 1]}))
-            partners = {track: ring if track.direction == "forward" else Partners(*ring[::-1]) for track in _TRACKS}
+            partners = {track: Partners(*ring[::-1]) if track.direction == "backward" else ring for track in tracks}
             self._channel.connect(partners, device=platform.device())
         return self._channel
 
@@ -179,12 +182,6 @@ class _Refusal(NamedTuple):
 
 
 REFUSALS = (
-    _Refusal(
-        "variable_seq_lengths",
-        bool,
-        "shapes are not exchanged before messages",
-        "pad every microbatch to seq_length and set it to False",
-    ),
     _Refusal("mtp_standalone", bool, "its stage sends tensors of other shapes", "leave the MTP layers in the last stage"),
     _Refusal(
         "overlap_moe_expert_parallel_comm",
@@ -225,6 +222,11 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int) -> None:
             f"the model has {num_chunks} chunks, pipeline_model_parallel_size is {num_stages} and "
             f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}; give a list of as many chunks "
             "as the latter says, and leave it out where there is one pipeline stage"
+        )
+    if num_chunks > 1 and getattr(config, "variable_seq_lengths", False):
+        raise ConfigError(
+            "variable_seq_lengths=True works with one model chunk per rank, which needs activations in the order in which they "
+            "are sent; leave virtual_pipeline_model_parallel_size out, or pad every microbatch to seq_length and set it to False"
         )
     group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if num_chunks > 1 and group_size not in (None, num_stages):

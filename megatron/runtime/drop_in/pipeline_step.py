@@ -18,6 +18,7 @@ from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.sync_functions import GradientSync
+from megatron.runtime.drop_in.told_shapes import NUM_DIMENSIONS, ShapeTellingBroker
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.values.action import Action, ActionKind
@@ -65,7 +66,8 @@ class PipelineStep(LaneRun):
         have the shapes of their activations.
         """
         dtype = inputs.config.pipeline_dtype or torch.float32
-        broker = Broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
+        make_broker = ShapeTellingBroker if inputs.config.variable_seq_lengths else Broker
+        broker = make_broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
         super().__init__(broker=broker, clock=StepClock(lane=0))
         self.inputs, self.ranks, self.message_shapes, self.shape, self.lane = inputs, ranks, message_shapes, shape, lane
         self.forward_data: list[Any] = []
@@ -177,7 +179,9 @@ class PipelineStep(LaneRun):
         """Check that the next stage can receive the output: a message of another size would hang or crash it."""
         shape, dtype = self.message_shapes[1], self.inputs.config.pipeline_dtype
         is_tensor = isinstance(output, Tensor)
-        if not is_tensor or output.numel() != torch.Size(shape).numel() or output.dtype != dtype:
+        is_variable = self.inputs.config.variable_seq_lengths
+        fits = is_tensor and (output.dim() == NUM_DIMENSIONS if is_variable else output.numel() == torch.Size(shape).numel())
+        if not fits or output.dtype != dtype:
             found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
             raise ConfigError(
                 f"forward_step_func returned {found}, but the next stage expects {dtype} of shape {shape} (sequence, microbatch, "
