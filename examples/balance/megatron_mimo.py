@@ -42,7 +42,7 @@ class BalancedEncoder(Encoder):
         return exchange.send_outputs(super().forward(patches, exchange.rows_here()), "features")
 
 
-def build_model(dtype: torch.dtype) -> DistributedDataParallel:
+def build_model(dtype: torch.dtype, encoder: type[Encoder] = BalancedEncoder) -> DistributedDataParallel:
     """Return MIMO with an encoder and a GPT."""
     config = TransformerConfig(
         num_layers=1,
@@ -62,7 +62,7 @@ def build_model(dtype: torch.dtype) -> DistributedDataParallel:
         "max_sequence_length": SEQUENCE_LENGTH,
         "position_embedding_type": "rope",
     }
-    vision = ModuleSpec(VisionModalitySubmodules, submodules={"encoders": {ENCODERS: ModuleSpec(BalancedEncoder)}})
+    vision = ModuleSpec(VisionModalitySubmodules, submodules={"encoders": {ENCODERS: ModuleSpec(encoder)}})
     model = MimoModel(MimoModelConfig(ModuleSpec(GPTModel, params=language), {"vision": vision}, {"vision": IMAGE}))
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model.to(dtype))
 
