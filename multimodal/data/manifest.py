@@ -40,6 +40,7 @@ class ManifestSource:
         allows_outside_paths: bool = False,
         max_image_pixels: int = DEFAULT_MAX_PIXELS,
         overlong: Overlong = "truncate",
+        skips_bad: bool = False,
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
@@ -49,10 +50,11 @@ class ManifestSource:
         """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
         graph: its encoders take images and sound; its generator, if it has one, makes the assistant's images; samples with items
-        that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong: see
-        `IndexOptions`. chat: writes conversations by a model's template; None: in Braid's own format. cache: keeps indices; None:
-        the index is built, and not kept. decoder: decodes items; None: this process does, on request. indexing: tokenises texts
-        and measures items, if there is no index yet; None: this process does. watch: sees samples pass while an index is built.
+        that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong,
+        skips_bad: see `IndexOptions`. chat: writes conversations by a model's template; None: in Braid's own format. cache: keeps
+        indices; None: the index is built, and not kept. decoder: decodes items; None: this process does, on request. indexing:
+        tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees samples pass while an
+        index is built.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
@@ -67,7 +69,7 @@ class ManifestSource:
                 )
         self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
         self._tokenizer = tokenizer
-        options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong)
+        options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong, skips_bad)
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
         if cache:

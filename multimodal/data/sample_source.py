@@ -10,6 +10,8 @@ from multimodal.values.sample_lengths import SampleLengths
 
 Overlong = Literal["truncate", "skip", "error"]
 """The ways to treat samples of more tokens than a sequence may have."""
+BadSample = Literal["error", "skip"]
+"""The ways to treat samples with items that cannot be read."""
 DEFAULT_MAX_PIXELS = 89_478_485
 """Default for the most pixels of an image file; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
 PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS

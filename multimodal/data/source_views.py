@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.audio.audio_processing import silence_of
-from multimodal.data.index.item_reader import expect_items
+from multimodal.data.index.item_reader import expect_items, item_inputs
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.values.model_graph import AudioInput, ModelGraph
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
 from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -157,15 +158,40 @@ class BlankImages(_SameSamples):
         found = self._inputs.get(self._source.lengths(index).items[item_index].unit)
         if found is None:
             return self._source.item(index, item_index)
-        grid = self._source.item_grid(index, item_index)
-        if isinstance(found, AudioInput):
-            num_tokens, value = found.num_tokens(grid), silence_of(found)
-        else:
-            num_tokens, value = grid[0] * grid[1], 0.0
-        return ItemPixels(np.full((num_tokens, found.num_patch_values), value, dtype=np.float32), grid)
+        return _blank_item(found, self._source.item_grid(index, item_index))
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """Announce the items that are not empty and will be read next to the source."""
         expect_items(
             self._source, [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
         )
+
+
+class ReadableItems(_SameSamples):
+    """The same samples, with empty items of the promised lengths in the place of those that cannot be read."""
+
+    def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
+        """graph: gives the number of values of a token in each unit."""
+        super().__init__(source)
+        self._inputs = item_inputs(graph)
+        self.problems: dict[int, str] = {}
+        """Index of a sample -> what is wrong with its first item that could not be read."""
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Decode one item, or note why not."""
+        try:
+            return self._source.item(index, item_index)
+        except (DataError, OSError) as problem:
+            self.problems.setdefault(index, str(problem))
+        found = self._inputs[self._source.lengths(index).items[item_index].unit]
+        return _blank_item(found, self._source.item_grid(index, item_index), is_bytes=True)
+
+
+def _blank_item(found: ItemInput, grid: tuple[int, int], *, is_bytes: bool = False) -> ItemPixels:
+    """Return an item of nothing: silence, or an image without a value; is_bytes: of bytes, as those beside it are."""
+    if isinstance(found, AudioInput):
+        return ItemPixels(np.full((found.num_tokens(grid), found.num_patch_values), silence_of(found), np.float32), grid)
+    num_patches = grid[0] * grid[1]
+    if is_bytes:
+        return ItemPixels(np.zeros((num_patches, found.num_pixel_values), np.uint8), grid)
+    return ItemPixels(np.zeros((num_patches, found.num_patch_values), np.float32), grid)

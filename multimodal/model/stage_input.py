@@ -54,7 +54,7 @@ class PackedInput:
     targets: Tensor | None = None
     """[num_targets]."""
     target_weights: Tensor | None = None
-    """[num_targets], float64; None: all 1. For the LLM only."""
+    """[num_targets], or [num_patches] of a generator, float64; None: all 1."""
     generator_rows: Tensor | None = None
     """[num_conditions]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
     condition_rows: Tensor | None = None

@@ -63,10 +63,10 @@ class Executor(RankResources):
         atoms = (atom for place, _ in running.correct for atom in step.assignment.atoms(place))
         flags = {atom.sample_id: True for atom in atoms if step.lengths[atom.sample_id].num_target_tokens}
         for place, is_correct in running.correct:
-            found = is_correct.tolist()
-            num_correct += sum(found)
-            for sample_id, flag in zip(step.target_samples[place], found, strict=True):
-                flags[sample_id] = flags[sample_id] and flag
+            for sample_id, flag in zip(step.target_samples[place], is_correct.tolist(), strict=True):
+                if sample_id in flags:
+                    num_correct += flag
+                    flags[sample_id] = flags[sample_id] and flag
         group = self.groups[self.graph.backbone.name].cp
         if flags and group.size() > 1:  # a sample is correct if it is on all ranks that share it; the first of them reports it
             whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=self.device)

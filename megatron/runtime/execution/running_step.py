@@ -184,7 +184,7 @@ class RunningStep(StepMessages):
             self.token_losses.append((action.microbatch_place, output.token_losses))
         is_backbone = action.unit == self.step.graph.backbone.name
         count = self.step.loss_divisor if is_backbone else self.step.num_generated_values[action.unit]
-        return output.loss_sum / count, output.conditions
+        return output.loss_sum / (count or 1), output.conditions
 
     def _collect(self, action: Action) -> tuple[Inputs, tuple[PackedInput, ...]]:
         """Take all inputs of a forward: hidden states, upstream outputs, and the data of its sample subsets."""

@@ -1,9 +1,11 @@
 """A step's inputs on this rank's device, and the rows of its routes."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +13,10 @@ from megatron.runtime.communication.broker import RowShares
 from megatron.runtime.step.step import ROUTES, Step
 from megatron.runtime.step.token_placement import RouteRows
 from multimodal.attention.device_values import Parcel, map_tensors
+from multimodal.balance.batch_work import list_items
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.model_graph import Role
 
 
 class StepInputs:
@@ -34,7 +38,22 @@ class StepInputs:
 
     def of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
         """Return the inputs of a microbatch, one per sample subset."""
-        return self._open(place)
+        found: tuple[PackedInput, ...] = self._open(place)
+        return tuple(self._without_dropped(batch, place) for batch in found) if self._step.dropped else found
+
+    def _without_dropped(self, batch: PackedInput, place: MicrobatchPlace) -> PackedInput:
+        """Return an input whose targets of dropped samples weigh nothing."""
+        step, role = self._step, self._step.graph.unit(place.unit).role
+        if role is Role.ENCODER:
+            return batch
+        samples: Iterable[int] = step.target_samples.get(place, ())
+        if role is Role.GENERATOR:
+            images = list_items(step.assignment.atoms(place), unit=place.unit, lengths_by_sample=step.lengths)
+            of_tokens = np.repeat([image.sample_id for image in images], batch.lengths)
+            of_tokens = of_tokens if batch.share is None else of_tokens[batch.share.positions]
+            samples = (of_tokens if batch.target_rows is None else of_tokens[batch.target_rows.cpu().numpy()]).tolist()
+        is_kept = torch.tensor([sample not in step.dropped for sample in samples], dtype=torch.float64, device=self._device)
+        return replace(batch, target_weights=is_kept if batch.target_weights is None else is_kept * batch.target_weights)
 
     def output_rows(self, route: Route) -> Tensor:
         """[num_rows]: for each row that this rank sends on a route, its index in the result of the sample subset."""

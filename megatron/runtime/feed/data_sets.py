@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron.runtime.feed.bad_samples import check_share
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.shared_token import read_token
 from multimodal.data.chat.chat_format import ChatFormat
@@ -21,7 +22,7 @@ from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.index_progress import watch_indexing
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, item_inputs
-from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.latent_cache import CachedLatents
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_program import SampleRequest, open_program, program_digest
@@ -119,6 +120,7 @@ def open_manifest(
         allows_outside_paths=config.data.allow_outside_paths,
         max_image_pixels=config.data.max_image_pixels,
         overlong=config.data.overlong,
+        skips_bad=config.data.bad_sample == "skip",
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)
@@ -142,6 +144,9 @@ def open_manifest(
         cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
         watch=partial(watch_indexing, path=path),
     )
+    if bad := {reason.removeprefix(BAD): count for reason, count in source.skipped.items() if reason.startswith(BAD)}:
+        num_samples, most = len(source) + sum(source.skipped.values()), config.data.bad_samples_per_thousand
+        check_share(sum(bad.values()), num_samples, most_per_thousand=most, problem=next(iter(bad)))
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", path, count, reason)
     if source.num_cut:

@@ -37,6 +37,7 @@ from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
+from multimodal.data.source_views import ReadableItems
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
@@ -67,6 +68,8 @@ class StepOptions:
     """Build options of the run's stages; see `load_inputs`."""
     seed: int = 0
     """The seed of the noise from which generators learn."""
+    skips_bad: bool = False
+    """Give samples that cannot be read empty items, and say so in `Step.problems`."""
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):
@@ -95,11 +98,13 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
         drawn = self._batches.batch(step)
-        source, source_index = self._source, {sample.sample_id: sample.source_index for sample in drawn}
+        graph, plan = self._schedules.graph, self._schedules.plan
+        readable = ReadableItems(self._source, graph=graph) if self._options.skips_bad else None
+        source: SampleSource = readable or self._source
+        source_index = drawn_index = {sample.sample_id: sample.source_index for sample in drawn}
         share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
         known = share.lengths if share else (replace(source.lengths(at), sample_id=key) for key, at in source_index.items())
         lengths = LengthBatch(known)
-        graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
         balance = partial(self._balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
         assignment = self._decisions.find(lengths, balance) if self._decisions else balance()
@@ -116,7 +121,9 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         planned = plan_step(source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options)
         vocab_size = self._balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
-        return planned.changed(balance=report, flops=flops)
+        found = readable.problems if readable else {}
+        problems = {sample_id: found[index] for sample_id, index in drawn_index.items() if index in found}
+        return planned.changed(balance=report, flops=flops, problems=problems)
 
     def close(self) -> None:
         """Remove what other ranks of the node were told."""

@@ -14,7 +14,7 @@ from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_program import DIGITS_PROGRAM
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, Overlong
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, BadSample, Overlong
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
@@ -317,6 +317,11 @@ class DataConfig:
     """Most LLM tokens (text and images) that one sample may have."""
     overlong: Overlong = "truncate"
     """Treatment of longer samples: cut them at the end, leave them out, or stop at the first with an error."""
+    bad_sample: BadSample = "error"
+    """Treatment of samples with an image or sound that is missing or cannot be read: stop at the first with an error, or go on
+    without them."""
+    bad_samples_per_thousand: float = field(default=1.0, metadata={"minimum": 0, "below": 1000})
+    """--bad-sample skip: most such samples among a thousand; more are an error."""
     lengths_from: Literal["index", "decode"] = "index"
     """Source of lengths: metadata, so that each rank loads only samples assigned to it; or decoding, in which each rank decodes a
     share of the global batch, which is then exchanged."""

@@ -135,7 +135,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "data_cache_path": "a program's samples (digits, FILE.py) have no index; use a manifest",
         },
     ),
-    *_rows("producers", "emulate", lambda c: c.training.emulate is not None, _EMULATED),
+    *_rows(
+        "bad_samples_per_thousand",
+        "bad_sample",
+        lambda c: c.data.bad_sample != "skip",
+        "the first bad sample is an error; add --bad-sample skip",
+    ),
+    *_rows("bad_sample producers", "emulate", lambda c: c.training.emulate is not None, _EMULATED),
     *_without("producers", {"producer_token": "nothing is decoded elsewhere; add --producers HOST:PORT"}),
     *_without(
         "eval_iters",
@@ -231,6 +237,7 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
     ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
     ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
+    ("bad_sample", "latent_cache", "an image without latents is one that the cache was not written for; write it again"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
 

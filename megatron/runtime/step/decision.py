@@ -87,11 +87,11 @@ class StepDecision:
 
     @property
     def samples_in_words(self) -> frozenset[int]:
-        """Samples without items for generators."""
+        """Samples with targets, and without items for generators."""
         return frozenset(
             sample_id
             for sample_id, sample in self.lengths.items()
-            if all(item.unit not in self._generators for item in sample.items)
+            if sample.num_target_tokens and all(item.unit not in self._generators for item in sample.items)
         )
 
     @cached_property

@@ -70,6 +70,10 @@ class Step(StepDecision):
     """The effect of balancing."""
     sharing: ContextSharing = DEFAULT_SHARING
     """The rule that deals tokens to context parallel ranks."""
+    problems: Mapping[int, str] = field(default_factory=dict)
+    """Sample id -> why this rank could not read it; it has empty items."""
+    dropped: frozenset[int] = frozenset()
+    """Samples that add nothing to any loss, the same on every rank."""
 
     @cached_property
     def placement(self) -> TokenPlacement:
@@ -82,6 +86,16 @@ class Step(StepDecision):
         other = replace(self, **changes)
         kept = {name: self.__dict__[name] for name in TOTALS if name in self.__dict__}
         other.__dict__.update(kept, placement=self.placement)
+        self.placement.belongs_to(other)
+        return other
+
+    def without(self, dropped: Collection[int]) -> "Step":
+        """Return the same step in which these samples add nothing to any loss, nor to what it is divided by."""
+        lengths = {key: replace(each, num_target_tokens=0) if key in dropped else each for key, each in self.lengths.items()}
+        kept = {key: each for key, each in lengths.items() if key not in dropped}
+        other = replace(self, lengths=lengths, dropped=frozenset(dropped))
+        of_kept = {"num_generated_values": replace(self, lengths=kept).num_generated_values}
+        other.__dict__.update(of_kept, placement=self.placement, num_tokens=self.num_tokens)
         self.placement.belongs_to(other)
         return other
 

@@ -121,6 +121,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 raise _StoppedError(agreed.stop)
             if run.background_save is not None:
                 run.background_save.check()
+            if run.bad_samples is not None:
+                step = run.bad_samples.leave_out(step, device=device)
             if number == progress.first_step + 1 and run.world.rank == 0:  # the others wait for it in the step
                 options, lengths = balance_options(run, step_predictor(run)), tuple(step.lengths.values())
                 reporter.say_if(describe_better_pair(run.config, lengths, options=options))
@@ -221,7 +223,7 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
         for step in load_evaluation_steps(run, source, parts):
             if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
                 raise _StoppedError(reason)
-            yield step
+            yield step if run.bad_samples is None else run.bad_samples.leave_out(step, device=platform.device())
 
     flags, found = run.config.evaluation, []
     held_out = {HELD_OUT: run.data.valid} if len(run.data.valid) else {}

@@ -88,6 +88,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
             ),
             costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
             build=run.session.options.build,
+            skips_bad=run.bad_samples is not None,
         ),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         arrangement=arrangement,

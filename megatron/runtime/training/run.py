@@ -15,6 +15,7 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
+from megatron.runtime.feed.bad_samples import BadSamples
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
@@ -85,6 +86,8 @@ class Run:
     """The review of a plan that the run made by itself."""
     decisions_name: str | None = None
     """The name under which a node's ranks share assignments (`NodeDecisions`); None: each rank decides for itself."""
+    bad_samples: BadSamples | None = None
+    """Leaves out samples that cannot be read (--bad-sample skip)."""
     note_reported: Callable[[int], None] = lambda step: None
     """Called with each step that rank 0 has reported."""
 
@@ -221,6 +224,7 @@ def build_run(
         emulation=prepared.emulation,
         background_save=BackgroundSave(world.timeout) if config.checkpoint.async_save else None,
         stop_requests=stop_requests,
+        bad_samples=BadSamples(config.data.bad_samples_per_thousand) if config.data.bad_sample == "skip" else None,
     )
 
 

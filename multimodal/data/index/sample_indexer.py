@@ -41,6 +41,12 @@ class IndexOptions:
     """The largest image (width x height of its file) that is decoded."""
     overlong: Overlong = "truncate"
     """Cut samples of more tokens at the end (`build_conversation`), leave them out, or raise DataError."""
+    skips_bad: bool = False
+    """Leave out samples with items that are missing or cannot be read, in place of DataError."""
+
+
+BAD = "that cannot be read: "
+"""How the reason begins for which such a sample is left out."""
 
 
 class SampleIndexing(Protocol):
@@ -80,7 +86,12 @@ class SampleIndexer:
                     kind = "audio" if isinstance(segment, AudioSegment) else "images"
                     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
-        tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+        try:
+            tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+        except DataError as problem:
+            if self._options.skips_bad:
+                return f"{BAD}{problem}"
+            raise
         of_items = iter([_item_segment(own, unit, graph=self._graph) for own, (_, unit) in zip(tiles, found, strict=True)])
         segments = [each if isinstance(each, TextSegment) else next(of_items) for each in sample.segments]
         if self._chat is not None:

@@ -158,8 +158,10 @@ class GeneratorHead(torch.nn.Module):
             at = torch.arange(len(target), device=target.device) if rows is None else rows
             weights = weights_of_rows(self.flow, path, at, dtype=wide.dtype)
             target = weights[:, 2:3] * target + weights[:, 3:] * path.noise.to(wide.dtype)
-        loss_sum = (wide - target).square().sum()
-        return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
+        errors = (wide - target).square()
+        if (counted := given.batch.target_weights) is not None:
+            errors = errors * counted.to(errors.dtype)[:, None]
+        return HeadOutput(errors.sum(), None, predicted=None if self.training else wide.detach())
 
 
 class GeneratorHeadKind(LayerKind):

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from multimodal.data.image_processing import image_to_patches
+from multimodal.data.index.sample_indexer import BAD
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -72,6 +73,21 @@ def test_images_beyond_the_cut_are_dropped(data: DataFolder) -> None:
     source = data.open([[image("a.png"), DOCUMENT, image("a.png"), DOCUMENT]], seq_length=11)
     assert source.lengths(0) == SampleLengths(0, (ItemLengths("vision", 4, 1),), num_text_tokens=9, num_target_tokens=5)
     assert source.num_cut == 1
+
+
+def test_samples_with_items_that_cannot_be_read_are_left_out(data: DataFolder) -> None:
+    """Each with a reason of its own; what is wrong with the manifest stays an error."""
+    (data.path / "cut.png").write_bytes(b"\x89PNG")
+    text = {"type": "text", "role": "assistant", "text": "yes"}
+    lines = [[{"type": "image", "path": path}, text] for path in (data.image("a.png", (16, 16)), "gone.png", "cut.png")]
+    source = data.open(lines, skips_bad=True)
+    assert len(source) == 1 and set(source.skipped.values()) == {1}
+    for reason, name in zip(source.skipped, ("gone.png does not exist", "cut.png cannot be decoded"), strict=True):
+        assert reason.startswith(f"{BAD}{data.path / 'manifest.jsonl'}, line ") and name in reason
+    with pytest.raises(DataError, match=r"gone\.png does not exist"):
+        data.open(lines)
+    with pytest.raises(DataError, match="the key 'path' is missing"):
+        data.open([*lines, [{"type": "image"}, text]], skips_bad=True)
 
 
 def test_overlong_samples_are_left_out_or_refused(data: DataFolder) -> None:

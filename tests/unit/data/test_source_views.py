@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multimodal.data.source_views import BlankImages
+from multimodal.data.source_views import BlankImages, ReadableItems
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.conftest import DataFolder
 
@@ -40,6 +40,20 @@ def test_what_is_to_be_made_is_not_blanked(data: DataFolder, painter_graph: Mode
     blank = BlankImages(source, graph=painter_graph)
     assert not blank.item(0, 0).patches.any()
     np.testing.assert_array_equal(blank.item(0, 1).patches, source.item(0, 1).patches)
+
+
+def test_items_that_cannot_be_read_are_empty_and_noted(data: DataFolder, painter_graph: ModelGraph, tmp_path: Path) -> None:
+    image = {"type": "image", "path": data.image("a.png", (24, 16))}
+    made = {**image, "path": data.image("b.png", (24, 16)), "role": "assistant"}
+    source = data.open([[image, made], [image, made]], graph=painter_graph)
+    seen = source.item(0, 0), source.item(0, 1)
+    readable = ReadableItems(source, graph=painter_graph)
+    (tmp_path / "b.png").write_bytes((tmp_path / "b.png").read_bytes()[:200])
+    found = readable.item(1, 0), readable.item(1, 1)
+    np.testing.assert_array_equal(found[0].patches, seen[0].patches)
+    assert found[1].grid == seen[1].grid and found[1].patches.shape == seen[1].patches.shape
+    assert found[1].patches.dtype == np.uint8 and not found[1].patches.any()
+    assert list(readable.problems) == [1] and "b.png cannot be decoded as an image" in readable.problems[1]
 
 
 def test_sound_is_silent(data: DataFolder, two_encoder_graph: ModelGraph) -> None:
