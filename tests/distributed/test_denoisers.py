@@ -31,6 +31,7 @@ from tests.distributed.hugging_face_comparison import MULTIPLE
 from tests.distributed.hugging_face_models import llama
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.test_latents import autoencoder
 
 SIDE = 4
 """Pixels of a patch."""
@@ -93,7 +94,7 @@ def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
     return run_step(session, plan_case(case))
 
 
-def batch_of(*, times: torch.Tensor, told: torch.Tensor) -> tuple[PackedInput, torch.Tensor]:
+def batch_of(*, times: torch.Tensor, told: torch.Tensor, width: int = WIDTH) -> tuple[PackedInput, torch.Tensor]:
     """Two images of 2 x 2 patches and one of 1 x 2, each behind two more conditions; and all their conditions."""
     grids, generator = ((2, 2), (1, 2), (2, 2)), torch.manual_seed(5)
     places = torch.cat([torch.cartesian_prod(*map(torch.arange, grid)) for grid in grids])
@@ -105,7 +106,7 @@ def batch_of(*, times: torch.Tensor, told: torch.Tensor) -> tuple[PackedInput, t
     positions = torch.zeros(len(rows), 2, dtype=torch.long)
     made = ItemsMade(grids, places, torch.arange(len(places)))
     path = NoisePath(times, told, items, noise)
-    conditions = torch.randn(9, WIDTH, dtype=torch.float64, generator=generator)
+    conditions = torch.randn(9, width, dtype=torch.float64, generator=generator)
     rest = {"target_rows": is_patch.nonzero()[:, 0], "condition_rows": rows, "item_sources": torch.zeros(9, dtype=torch.long)}
     return PackedInput(lengths, positions, patches=data, items_made=made, path=path, **rest), conditions
 
@@ -217,6 +218,49 @@ def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(
         assert set(load_file(tmp_path / name / "projectors" / "model.safetensors")) == {
             f"painter.layers.0.{tensor}" for tensor in ("weight", "bias")
         }
+
+
+def draw_and_save(case: GradientCase, target: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the painter draws, and the conditions behind its projector; runs on a rank."""
+    session = build_session(case)
+    load_units(session)
+    save_hugging_face(Path(target), session=session)
+    stage = session.stages["painter", 0].eval()
+    batch, conditions = batch_of(
+        times=torch.zeros(3, dtype=torch.float64), told=torch.ones(3), width=case.graph.backbone.transformer.hidden_size
+    )
+    with torch.no_grad():
+        drawn = _follow(stage, batch, conditions, num_steps=NUM_STEPS, guidance_scale=2.0, seed=1)
+        return drawn, stage.layers["0"].project(conditions).unflatten(0, (3, 3))
+
+
+def test_a_pipeline_of_the_exported_folder_draws_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    llama().save_pretrained(tmp_path / "llm")
+    known = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "prediction_type": "v_prediction"}
+    scheduler = DDIMScheduler(**known, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    nothing: dict[str, Any] = {"text_encoder": None, "tokenizer": None, "safety_checker": None, "feature_extractor": None}
+    vae = AutoencoderKL.from_pretrained(autoencoder(tmp_path / "vae", channels=1), low_cpu_mem_usage=False)
+    unet = UNet2DConditionModel.from_pretrained(save_module("unet", tmp_path / "unet"), low_cpu_mem_usage=False)
+    parts = {"vae": vae, "unet": unet, "scheduler": scheduler, **nothing}
+    StableDiffusionPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path / "pipeline")
+    llm = replace(read_model(tmp_path / "llm").backbone, name="llm", weights=str(tmp_path / "llm"))
+    graph = ModelGraph((llm, graph_with(tmp_path / "pipeline" / "unet", "v").unit("painter")), (("llm", "painter"),))
+    case = case_of(graph, single_rank_plan(graph))
+    ((drawn, projected),) = ranks.run(draw_and_save, case, str(tmp_path / "out"), world_size=1)
+    written = tmp_path / "out" / "painter"
+    for path in ("unet/diffusion_pytorch_model.safetensors", "vae/diffusion_pytorch_model.safetensors", "model_index.json"):
+        assert (written / path).read_bytes() == (tmp_path / "pipeline" / path).read_bytes()
+    pipeline = StableDiffusionPipeline.from_pretrained(written, **nothing, torch_dtype=torch.float64, low_cpu_mem_usage=False)
+    pipeline.set_progress_bar_config(disable=True)
+    start = torch.randn(drawn.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[:4]
+    places = torch.cartesian_prod(torch.arange(2), torch.arange(2))
+    latents = join_patches(start, places, (2, 2), channels=1)[None]
+    told = {"prompt_embeds": projected[:1], "negative_prompt_embeds": torch.zeros_like(projected[:1])}
+    asked = {"latents": latents, "height": 16, "width": 16, "guidance_scale": 2.0, "num_inference_steps": NUM_STEPS}
+    found = pipeline(**told, **asked, output_type="latent").images[0]
+    torch.testing.assert_close(cut_image(found, places, (2, 2)), drawn[:4], rtol=0, atol=1e-5)
 
 
 def build_all(case: GradientCase) -> None:

@@ -39,14 +39,14 @@ SHAPES = (
 )
 
 
-def autoencoder(folder: Path, *, seed: int = 0) -> Path:
+def autoencoder(folder: Path, *, seed: int = 0, channels: int = CHANNELS) -> Path:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
     AutoencoderKL(
         in_channels=1,
         out_channels=1,
-        latent_channels=CHANNELS,
+        latent_channels=channels,
         block_out_channels=(4, 4),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,

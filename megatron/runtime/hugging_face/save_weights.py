@@ -1,6 +1,7 @@
 """Determines the content of a Hugging Face folder (tensors, names and files), and writes it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron.runtime.checkpoint.all_ranks import failing_together, on_all_ranks, on_first_rank
@@ -9,7 +10,7 @@ from megatron.runtime.hugging_face.file_layout import cut_into_files, in_one_fil
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, find_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import check_units, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
-from megatron.runtime.hugging_face.write_folder import Export, check_links, write_folder
+from megatron.runtime.hugging_face.write_folder import PIPELINE_INDEX, Export, check_links, copy_pipeline, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
@@ -67,7 +68,11 @@ def save_hugging_face(
         exports = [("", _prepare(session, like, special_tokens=special_tokens or {}, what=what), None)]
     for name, export, keys in exports:
         tensors = (each for each in merged_tensors(session.state, adapters) if keys is None or each.key in keys)
-        write_folder(folder / name, export, session=session, tensors=tensors)
+        pipeline = export.like.parent if export.like is not None and (export.like.parent / PIPELINE_INDEX).is_file() else None
+        place = folder / name if pipeline is None or export.like is None else folder / name / export.like.name
+        write_folder(place, export, session=session, tensors=tensors)
+        if pipeline is not None:
+            on_first_rank(partial(copy_pipeline, pipeline, folder / name), what=what)
 
 
 def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collection[str]]]:

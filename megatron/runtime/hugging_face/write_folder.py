@@ -34,6 +34,8 @@ from multimodal.values.errors import CheckpointError
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md")
 """Suffixes of the files that accompany weights: tokenizer, templates, image processor, licence. No programs."""
+PIPELINE_INDEX = "model_index.json"
+"""Says which modules a pipeline of diffusers has, each in a folder beside it."""
 _LARGEST_COPY = 256 * 2**20
 
 
@@ -192,9 +194,26 @@ def _accompanying(source: Path) -> Iterator[Path]:
             yield path
 
 
-def _stays_inside(path: Path) -> bool:
-    """Return True if a file is in its folder, or in the `blobs` that a cache of Hugging Face's hub links snapshots to."""
-    folder, target = path.parent.resolve(), path.resolve()
+def copy_pipeline(pipeline: Path, target: Path) -> None:
+    """Copy what a module of diffusers is used with from its pipeline's folder: index, schedule and autoencoder.
+
+    Raises CheckpointError for links that lead out of it, and OSError.
+    """
+    found = (pipeline / PIPELINE_INDEX, *(pipeline / "scheduler").rglob("*"), *(pipeline / "vae").rglob("*"))
+    for path in (each for each in found if each.is_file() and each.suffix in (".json", ".safetensors")):
+        if not _stays_inside(path, pipeline):
+            raise CheckpointError(f"{path}: is a link to {path.resolve()}, outside of {pipeline}; put the file itself there")
+        copy = target / path.relative_to(pipeline)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+def _stays_inside(path: Path, root: Path | None = None) -> bool:
+    """Return True if a file is in its folder, or in the `blobs` that a cache of Hugging Face's hub links snapshots to.
+
+    root: the folder, if the file is in one inside of it.
+    """
+    folder, target = (root or path.parent).resolve(), path.resolve()
     blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
     return any(target.is_relative_to(each) for each in (folder, *blobs))
 
