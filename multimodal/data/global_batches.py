@@ -52,6 +52,8 @@ class GlobalBatches:
     """The first step (from 0) whose batch is drawn here."""
     first_sample: int = 0
     """Samples that were consumed before it."""
+    block_size: int = 2**20
+    """Samples in a block: an epoch shuffles blocks, and the samples in each, so that no order of all samples is in memory."""
 
     def __post_init__(self) -> None:
         if not self.parts or any(part.num_samples < 1 for part in self.parts):
@@ -91,7 +93,12 @@ class GlobalBatches:
     def _index_in_part(self, part: int, count: int) -> int:
         num_samples = self.parts[part].num_samples
         epoch, position = divmod(count, num_samples)
-        return int(_epoch_order(num_samples, self.seed, epoch)[position]) if self.shuffle else position
+        if not self.shuffle:
+            return position
+        blocks, starts = _block_order(num_samples, self.block_size, self.seed, epoch)
+        number = int(np.searchsorted(starts, position, side="right")) - 1
+        block, size = int(blocks[number]), int(starts[number + 1] - starts[number])
+        return block * self.block_size + int(_order(size, self.seed, epoch, block)[position - starts[number]])
 
 
 @lru_cache(maxsize=8)
@@ -109,5 +116,13 @@ def _turns(weights: tuple[float, ...]) -> tuple[Integers, Integers, Integers]:
 
 
 @lru_cache(maxsize=64)
-def _epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch)))).permutation(num_samples)
+def _block_order(num_samples: int, block_size: int, seed: int, epoch: int) -> tuple[Integers, Integers]:
+    """Return the blocks of an epoch in order, [num_blocks], and the position at which each begins, and the end."""
+    num_blocks = -(-num_samples // block_size)
+    blocks = _order(num_blocks, seed, epoch, num_blocks)
+    return blocks, row_starts(np.minimum(block_size, num_samples - blocks * block_size))
+
+
+@lru_cache(maxsize=64)
+def _order(size: int, seed: int, epoch: int, block: int) -> npt.NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, block)))).permutation(size)

@@ -8,10 +8,12 @@ from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.values.errors import ConfigError, DataError
 
 
-@given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 2**40), st.booleans())
-def test_epochs_visit_every_sample_once(num_samples: int, global_batch_size: int, seed: int, shuffle: bool) -> None:
-    """Across batch borders, with sample ids that count on."""
-    batches = GlobalBatches((DataPart(num_samples),), global_batch_size, seed, shuffle)
+@given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 2**40), st.booleans(), st.integers(1, 50))
+def test_epochs_visit_every_sample_once(
+    num_samples: int, global_batch_size: int, seed: int, shuffle: bool, block_size: int
+) -> None:
+    """Across the borders of batches and blocks, with sample ids that count on."""
+    batches = GlobalBatches((DataPart(num_samples),), global_batch_size, seed, shuffle, block_size=block_size)
     num_steps = -(-3 * num_samples // global_batch_size)
     drawn = [sample for step in range(num_steps) for sample in batches.batch(step)]
     assert [sample.sample_id for sample in drawn] == list(range(num_steps * global_batch_size))
@@ -42,6 +44,15 @@ def test_the_order_is_the_same_everywhere() -> None:
     """Pinned: another order would break the resumption of existing runs."""
     found = [sample.source_index for sample in GlobalBatches((DataPart(8),), 8, seed=1234).batch(1)]
     assert found == [0, 5, 7, 3, 6, 4, 2, 1]
+
+
+def test_a_thousand_million_samples_are_shuffled_by_blocks() -> None:
+    """In memory is the order of one block and that of the blocks, whose samples follow each other at random."""
+    batches = GlobalBatches((DataPart(10**9),), 2**10, seed=1)
+    drawn = [[sample.source_index for sample in batches.batch(step)] for step in (0, 1023, 1024)]
+    blocks = [{index // 2**20 for index in found} for found in drawn]
+    assert blocks[0] == blocks[1] != blocks[2] and list(map(len, blocks)) == [1, 1, 1]
+    assert len({index for found in drawn for index in found}) == 3 * 2**10 and drawn[0] != sorted(drawn[0])
 
 
 def test_nothing_to_draw() -> None:
