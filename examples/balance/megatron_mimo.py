@@ -20,6 +20,7 @@ from megatron.core.models.mimo.config.base_configs import MimoModelConfig
 from megatron.core.models.mimo.model.base import MimoModel
 from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import utils as transformer_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -124,6 +125,7 @@ def prepare() -> None:
     platform.install()
     if not torch.cuda.is_available():
         CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # of a dropout of zero
+        transformer_utils.torch = platform.CpuTorch(torch)  # of masks, which MIMO of 0.19 leaves to attention
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
 
