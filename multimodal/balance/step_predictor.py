@@ -12,6 +12,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.computation_seconds import ComputationSeconds
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.simulate import simulate_seconds
 from multimodal.values.assignment import Assignment
@@ -32,6 +33,8 @@ class StepPredictor:
     cluster: Cluster
     vocab_size: int
     options: RunOptions = DEFAULT_OPTIONS
+    profile: LayerProfile | None = None
+    """Measured layers, used instead of those that follow from the cluster's description."""
     _first: list[ModelCosts] = field(default_factory=list, init=False, repr=False, compare=False)
     """Costs of the first step; its cached values about the plan are valid for all steps."""
     _latest: "list[StepPrediction]" = field(default_factory=list, init=False, repr=False, compare=False)
@@ -58,7 +61,7 @@ class StepPredictor:
         evened = [even_out_replicas(each, plan=self.schedules.plan) for each in assignments]
         steps = [(self.schedules.shape(each), each, batch) for each in evened]
         if steps and not self._first:
-            self._first.append(ModelCosts(*steps[0], self.cluster, self.vocab_size, self.options))
+            self._first.append(ModelCosts(*steps[0], self.cluster, self.vocab_size, self.options, self.profile))
         costs = [self._first[0].of_batch(*step) for step in steps]
         ComputationSeconds.compute_ahead([each.computations for each in costs])
         return [StepPrediction(self.schedules, *each) for each in zip(costs, assignments, strict=True)]

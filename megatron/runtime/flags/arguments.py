@@ -23,6 +23,7 @@ from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLI
 from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -72,6 +73,9 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
         check_plan(config, graph=frozen_graph, plan=plan)
     _check_input_file("--emulate", config.training.emulate)
     _check_input_file("--cluster", config.training.cluster)
+    _check_input_file("--layer-costs", config.training.layer_costs)
+    if config.training.layer_costs is not None:
+        LayerProfile.from_file(config.training.layer_costs).check(frozen_graph)
     optimizer = config.optimizer  # values relative to the length of training become steps
     decay_iters = optimizer.lr_decay_iters or config.training.train_iters
     fraction = optimizer.lr_warmup_fraction

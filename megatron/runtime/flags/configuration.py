@@ -222,6 +222,9 @@ class TrainingConfig:
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
     """The machine whose durations --balance auto, the order of --balance disttrain and schedules made from durations go by; by
     default one like this."""
+    layer_costs: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
+    """The layers' seconds as tools/profile_layers.py measured them, in place of those that follow from the machine's description;
+    with --plan auto, in place of measuring them."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False

@@ -96,7 +96,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         f"only --balance {_WEIGH} balance units by costs of their own; choose one",
     ),
     *_rows(
-        "cluster",
+        "cluster layer_costs",
         "balance balance_num_microbatches schedule plan",
         lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one",

@@ -45,19 +45,23 @@ class Choice:
     """The choice and the reasons for it, for the log."""
     text: str
     """The content of the plan file."""
+    profile: LayerProfile | None = None
+    """The layers that it was planned with; steps of the run are predicted by them, too."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
         flags = {name: getattr(self.run, name) for name in _IN_CHOICES}
+        profile = self.profile and self.profile.to_dict()
         plain = {"plan": self.run.plan.to_dict(), "flags": flags, "cluster": self.cluster.to_dict()}
-        return {**plain, "seconds": self.seconds, "lines": self.lines, "text": self.text}
+        return {**plain, "seconds": self.seconds, "lines": self.lines, "text": self.text, "profile": profile}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Choice":
         """Build from the plain form; raises KeyError, TypeError or BraidError."""
         flags = {**value["flags"], "passes": tuple(value["flags"]["passes"])}
         run = PlannedRun(Plan.from_dict(value["plan"]), planner=PLANNER, **flags)
-        return cls(run, Cluster.from_dict(value["cluster"]), value["seconds"], tuple(value["lines"]), value["text"])
+        profile = value["profile"] and LayerProfile.from_dict(value["profile"])
+        return cls(run, Cluster.from_dict(value["cluster"]), value["seconds"], tuple(value["lines"]), value["text"], profile)
 
 
 def build_request(
@@ -105,7 +109,8 @@ def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: 
     planned = _plan(request, may_share_weights=may_share_weights)
     run, prediction = planned
     text = plan_text(PLAN_NAME, run, prediction, made_for=made_for, cluster=cluster_name)
-    return Choice(run, request.cluster, prediction.iteration_seconds, tuple(_describe(planned, request)), text)
+    lines = tuple(_describe(planned, request))
+    return Choice(run, request.cluster, prediction.iteration_seconds, lines, text, request.profile)
 
 
 def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
@@ -164,8 +169,8 @@ def _sizes(run: PlannedRun) -> str:
     return ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
 
 
-def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: Path) -> RunConfig:
-    """Return the configuration of a run with this plan; plan, cluster: their files."""
+def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: Path, layer_costs: Path | None) -> RunConfig:
+    """Return the configuration of a run with this plan; the paths are those of the files that describe it."""
     training = replace(
         config.training,
         schedule=run.schedule,
@@ -174,6 +179,7 @@ def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: P
         micro_batch_size=run.micro_batch_size,
         recompute_granularity=run.recompute,
         cluster=cluster,
+        layer_costs=layer_costs,
     )
     shares = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in run.plan.units.values())
     parallelism = replace(
@@ -188,4 +194,4 @@ def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: P
     planned = replace(config, model=model, parallelism=parallelism, training=training, given=given)
     if goes_by_durations(planned):
         return planned
-    return replace(planned, training=replace(training, cluster=None), given=given - {"cluster"})
+    return replace(planned, training=replace(training, cluster=None, layer_costs=None), given=given - {"cluster", "layer_costs"})

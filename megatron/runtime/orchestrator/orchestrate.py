@@ -19,6 +19,7 @@ from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.orchestrator.choose_plan import PLAN_NAME, Choice, build_request, choose_plan, planned_config
 from megatron.runtime.orchestrator.kept_values import find_value, keep_value, key_of, place_file
 from megatron.runtime.orchestrator.measure_machine import describe_machine, measure_cluster, profile_model
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -29,7 +30,7 @@ from multimodal.values.sample_lengths import SampleLengths
 logger = logging.getLogger(__name__)
 MOST_SAMPLES = 4096
 """Samples whose lengths a plan is made from: the first of the training."""
-CLUSTER_NAME = "cluster.yaml"
+CLUSTER_NAME, LAYERS_NAME = "cluster.yaml", "layers.json"
 _LINKS = {False: "links as measured now", True: "links as kept"}
 
 
@@ -75,11 +76,13 @@ def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: Build
 
 def under_choice(config: RunConfig, choice: Choice) -> RunConfig:
     """Return the configuration of the run under a plan, with the plan's files at a place that this rank can read."""
-    place = f"plans/{key_of((choice.text, choice.cluster))}"
+    place = f"plans/{key_of((choice.text, choice.cluster, choice.profile))}"
     cluster = config.training.cluster or place_file(
         place, CLUSTER_NAME, yaml.safe_dump(choice.cluster.to_dict(), sort_keys=False)
     )
-    return planned_config(config, choice.run, plan=place_file(place, PLAN_NAME, choice.text), cluster=cluster)
+    profile = choice.profile
+    layers = None if profile is None else place_file(place, LAYERS_NAME, json.dumps(profile.to_dict()))
+    return planned_config(config, choice.run, plan=place_file(place, PLAN_NAME, choice.text), cluster=cluster, layer_costs=layers)
 
 
 class _FirstRank:
@@ -101,8 +104,12 @@ class _FirstRank:
         self._lines: tuple[str, ...] = ()
 
     def look_at_machine(self, build: BuildOptions) -> str:
-        """Profile layers, and return whether links are known."""
-        profile, self._layers = profile_model(self.request, build)
+        """Profile layers, unless --layer-costs has them, and return whether links are known."""
+        given = self._config.training.layer_costs
+        if given is None:
+            profile, self._layers = profile_model(self.request, build)
+        else:
+            profile, self._layers = LayerProfile.from_file(given), f"layers of --layer-costs {given}"
         self.request = replace(self.request, profile=profile)
         return "known" if self._are_links_known or self._world_size == 1 else "measure"
 

@@ -1,6 +1,6 @@
 """Predicts steps during training, from the plan and schedule, on a described machine or from a cost table, and warns by that.
 
-All ranks must predict alike, so nothing is measured here.
+All ranks must predict alike, so nothing is measured here: measured layers are read from --layer-costs.
 """
 
 import math
@@ -21,6 +21,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.data.sample_source import SampleSource
 from multimodal.plan.planners.entrain import LARGEST_BATCH, POOL_SIZE, stable_batch_size
@@ -44,12 +45,12 @@ _SAMPLES_OF_LAYERS = 1024
 def build_predictor(
     config: RunConfig, schedules: ScheduleCache, *, vocab_size: int, num_state_copies: int | None = None
 ) -> StepPredictor:
-    """Return a predictor of steps as `schedules` would run them on --cluster; raises ConfigError if that cannot be read.
+    """Return a predictor of steps as `schedules` would run them, by --cluster and --layer-costs; may raise ConfigError.
 
     num_state_copies: of an elastic run's optimizer state.
     """
     options = run_options(config, num_state_copies=num_state_copies)
-    return StepPredictor(schedules, _cluster_of(config), vocab_size, options)
+    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config))
 
 
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:
@@ -89,6 +90,7 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
                 micro_batch_size=min(training.micro_batch_size, training.global_batch_size),
                 vocab_size=inputs.vocab_size,
                 recompute=training.recompute_granularity,
+                profile=_profile_of(config),
                 tp_comm_overlap=config.parallelism.tp_comm_overlap,
             )
             size = StageSize(sizes.tensor_parallel_size, sizes.context_parallel_size)
@@ -98,6 +100,10 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
 
 def _cluster_of(config: RunConfig) -> Cluster:
     return Cluster.from_file(config.training.cluster) if config.training.cluster else assumed_cluster()
+
+
+def _profile_of(config: RunConfig) -> LayerProfile | None:
+    return LayerProfile.from_file(config.training.layer_costs) if config.training.layer_costs else None
 
 
 def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
@@ -128,7 +134,8 @@ def predict_timeline(
 ) -> Mapping[str, Timeline]:
     """Return the simulated timeline of a step by its title; empty if simulating it takes long.
 
-    Without --cluster the machine is assumed, so only proportions are compared: computations last as long in all as measured.
+    Without --cluster or --layer-costs the machine is assumed, so only proportions are compared: computations last as long in all
+    as measured.
     """
     if emulation is not None:
         return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation.costs).timeline}
@@ -136,8 +143,9 @@ def predict_timeline(
     if not prediction.is_simulated:
         return {}
     found = simulate_schedule(step.schedule, prediction.costs).timeline
-    if config.training.cluster:
-        return {f"Predicted for --cluster {config.training.cluster}": found}
+    files = {"--cluster": config.training.cluster, "--layer-costs": config.training.layer_costs}
+    if given := [f"{flag} {path}" for flag, path in files.items() if path]:
+        return {f"Predicted for {' and '.join(given)}": found}
     factor = measured.computing_seconds / (found.computing_seconds or 1.0)
     return {f"Predicted for the assumed machine, times {factor:.3g}": found.scaled(factor)}
 

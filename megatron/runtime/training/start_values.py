@@ -21,6 +21,7 @@ from megatron.runtime.orchestrator.machine import assumed_cluster
 from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.sample_program import program_digest
 from multimodal.kernels import kernels
@@ -30,7 +31,7 @@ from multimodal.values.plan import Plan
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that do not affect what ranks do together: only rank 0 reports, and devices may differ."""
 BY_CONTENT = frozenset(
-    {"model", "plan", "data_path", "valid_data_path", "tokenizer_model", "chat_template", "emulate", "cluster"}
+    {"model", "plan", "data_path", "valid_data_path", "tokenizer_model", "chat_template", "emulate", "cluster", "layer_costs"}
 )
 """Input files that may be at another place on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")
@@ -51,6 +52,8 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
         costs |= _flat("cluster", Cluster.from_file(config.training.cluster))
     elif goes_by_durations(config):
         costs |= _flat("cluster", assumed_cluster())
+    if config.training.layer_costs is not None:
+        costs |= _flat("layers", LayerProfile.from_file(config.training.layer_costs).to_dict())
     return {
         **collect_flag_values(config),
         "model": dict(_flat("", graph.to_dict())),

@@ -56,7 +56,7 @@ def test_a_choice_is_planned_told_and_run() -> None:
     told = Choice.from_dict(json.loads(json.dumps(choice.to_dict())))
     assert told == replace(choice, run=replace(choice.run))
 
-    config = planned_config(configured(), told.run, plan=Path("plan.yaml"), cluster=Path("cluster.yaml"))
+    config = planned_config(configured(), told.run, plan=Path("plan.yaml"), cluster=Path("cluster.yaml"), layer_costs=None)
     training = config.training
     assert (training.schedule, training.balance, training.micro_batch_size) == (
         choice.run.schedule,
@@ -69,10 +69,13 @@ def test_a_choice_is_planned_told_and_run() -> None:
 
 def test_durations_of_the_machine_are_given_to_runs_that_go_by_them() -> None:
     plan = choose_plan(asked(configured()), may_share_weights=False, made_for={}, cluster_name="").run.plan
-    files = {"plan": Path("plan.yaml"), "cluster": Path("cluster.yaml")}
+    files = {"plan": Path("plan.yaml"), "cluster": Path("cluster.yaml"), "layer_costs": Path("layers.json")}
     by_order = planned_config(configured(), PlannedRun(plan, balance="none"), **files)
     by_durations = planned_config(configured(), PlannedRun(plan, balance="auto"), **files)
-    assert (by_order.training.cluster, by_durations.training.cluster) == (None, Path("cluster.yaml"))
+    assert [(each.training.cluster, each.training.layer_costs) for each in (by_order, by_durations)] == [
+        (None, None),
+        (files["cluster"], files["layer_costs"]),
+    ]
 
 
 def test_a_plan_that_would_leave_processes_idle_is_refused_with_the_number_that_works() -> None:

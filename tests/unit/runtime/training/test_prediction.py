@@ -10,12 +10,16 @@ import yaml
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.training.prediction import build_predictor, describe_better_pair, describe_small_batch
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
@@ -53,6 +57,27 @@ def test_overlapped_parts(tmp_path: Path, line: str, num_parts: int) -> None:
 )
 def test_what_replicas_share(tmp_path: Path, line: str, zero_stage: int) -> None:
     assert options_of(tmp_path, f"--llm-dp 2 {line}").zero_stage == zero_stage
+
+
+def test_layer_costs_replace_what_follows_from_the_machine(tmp_path: Path) -> None:
+    """A step is predicted to take as long as its layers were measured to take; costs of another model are refused."""
+    curves = LayerCurves(Quadratic(1.0), Quadratic(2.0), Quadratic(4.0))
+
+    def write(unit: str) -> str:
+        profile = LayerProfile("", "", {(unit, kind, 1, 1): curves for kind in ("token_embedding", "transformer", "head")})
+        profile.to_file(tmp_path / f"{unit}.yaml")
+        return f"--global-batch-size 2 --balance auto --layer-costs {tmp_path}/{unit}.yaml"
+
+    config, graph = read_run(tmp_path, write("llm"), SHAPE, units=1, world_size=2)
+    plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=2)
+    options = BalanceOptions(predictor=build_predictor(config, ScheduleCache(graph, plan, BUILDERS["1f1b"]), vocab_size=128))
+    lengths = [SampleLengths(index, (), 20, 20) for index in range(2)]
+    assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=options)
+    assert options.predictor is not None
+    without_input_gradient = 1.0 + 4.0  # the embedding
+    assert options.predictor.predict(assignment, lengths).least_seconds == 5 * 7.0 + without_input_gradient
+    with pytest.raises(ConfigError, match="the layer costs list 'token_embedding' of unit 'other', which the model lacks"):
+        read_run(tmp_path, write("other"), SHAPE, units=1, world_size=2)
 
 
 def warning_of(tmp_path: Path, line: str) -> str | None:
