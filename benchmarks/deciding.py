@@ -82,6 +82,8 @@ NOT_IN_A_STEP = ("first", "again")
 BY_DURATIONS = ("optimus", "optimus-zb", "interleaved-zb")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "dip", "dip-4", "breadth-first", "interleaved-1f1b", "zb-v", *BY_DURATIONS)
 """Schedules that a run with one encoder can have."""
+PLANNED = [name for name, row in PASSES.items() if row.is_planned]
+"""The passes that runs on CUDA have by default."""
 _CHUNKS = dict.fromkeys(("breadth-first", "interleaved-1f1b", "zb-v", *BY_DURATIONS), 2)
 
 
@@ -278,7 +280,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 512, 3072, 12288], help="ranks of the LLM")
     parser.add_argument("--balancers", nargs="*", default=list(BALANCERS), choices=list(BALANCERS), help="all by default")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES), choices=SCHEDULES, help="all by default")
-    parser.add_argument("--passes", nargs="*", default=[], choices=list(PASSES), help="passes of the schedules")
+    parser.add_argument("--passes", nargs="*", default=PLANNED, choices=list(PASSES), help="those of planned runs by default")
     parser.add_argument("--kernels", action="store_true", help="time balancers alone at 2,560 replicas as well")
     parser.add_argument("--before", metavar="CHECKOUT", help="another checkout to compare with")
     arguments = parser.parse_args()

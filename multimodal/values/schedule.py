@@ -158,6 +158,17 @@ class Schedule:
         """True if anything runs inside a computation."""
         return bool((self.modes == SlotMode.INSIDE).any())
 
+    def with_inserted(
+        self, shape: StepShape, numbers: Integers, *, lanes: Integers, before: Integers, pieces: Integers
+    ) -> "Schedule":
+        """Return a schedule of a shape with more pieces, which stand in line in these lanes, before these slots. O(slots).
+
+        numbers: [num_pieces before] the number in `shape` of each piece of this schedule's shape.
+        """
+        columns = np.insert(numbers[self.pieces], before, pieces), np.insert(self.modes, before, 0)
+        starts = self.lane_starts + row_starts(np.bincount(lanes, minlength=self.num_lanes))
+        return Schedule(shape, starts, *columns, np.insert(self.waits, before, NO_WAIT))
+
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
         """Return a schedule of the same shape and dialect with other slots; the cuts of the shape are read from them."""
         return Schedule.of_lanes(self.shape, lanes, lowered=self.lowered)

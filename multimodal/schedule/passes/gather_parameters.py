@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 
 from multimodal.values.action import ActionKind
-from multimodal.values.schedule import Lane, Schedule, Slot
+from multimodal.values.arrays.rows import row_numbers
+from multimodal.values.schedule import Schedule
 from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 
@@ -19,9 +20,13 @@ def gather_parameters(schedule: Schedule) -> Schedule:
     if schedule.shape.cuts.gathers_parameters:
         return schedule
     shape = schedule.shape.with_cuts(replace(schedule.shape.cuts, gathers_parameters=True))
-    work, gathers = step_work(shape), list[list[Slot]]([] for _ in schedule.lanes)
-    for action in map(work.action, np.flatnonzero(work.kinds == KIND_NUMBERS[ActionKind.GATHER_PARAMETERS]).tolist()):
-        for lane in shape.lanes_of(*action[1:4]):
-            gathers[lane].append(Slot(action))
-    pairs = zip(schedule.lanes, gathers, strict=True)
-    return schedule.with_lanes(Lane(lane.ranks, (*first, *lane.slots)) for lane, first in pairs)
+    work = step_work(shape)
+    is_gather = work.kinds == KIND_NUMBERS[ActionKind.GATHER_PARAMETERS]
+    gathers = np.flatnonzero(is_gather)
+    if not len(gathers):
+        return schedule
+    starts, lanes = work.lanes_of(gathers)
+    by_lane = np.argsort(lanes, kind="stable")
+    lanes, pieces = lanes[by_lane], gathers[row_numbers(starts)[by_lane]]
+    before = schedule.lane_starts[lanes]
+    return schedule.with_inserted(shape, np.flatnonzero(~is_gather), lanes=lanes, before=before, pieces=pieces)

@@ -3,11 +3,14 @@
 from collections.abc import Set
 from dataclasses import replace
 
+import numpy as np
+
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 
 def reduce_by_layer(schedule: Schedule) -> Schedule:
@@ -24,8 +27,37 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     """
     if schedule.shape.cuts.reduced_by_layer:
         return schedule
+    is_unlike = any(unit.is_unlike for unit in schedule.shape.plan.units.values())
+    if not (is_unlike or schedule.has_fillers or schedule.shape.cuts.num_subsets or schedule.shape.cuts.segments):
+        return _of_whole_computations(schedule)
     reductions = (action for lane in schedule.lanes for action in lane.actions if action.kind is ActionKind.REDUCE_GRADIENTS)
     return cut_reductions(schedule, {key for action in reductions for key in _cut_together(action, schedule.shape)})
+
+
+def _of_whole_computations(schedule: Schedule) -> Schedule:
+    """Do the same, without making actions, in a schedule in line whose computations are whole and whose replicas are alike."""
+    shape, work = schedule.shape, schedule.work
+    kinds, stages, lanes = work.kinds[schedule.pieces], work.computed_stages[schedule.pieces], schedule.lane_of_slot
+    slots = np.flatnonzero(kinds == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
+    reduced, last = stages[slots], np.zeros(work.pieces.num_stages, np.int64)
+    np.maximum.at(last, work.computed_stages, 1 + work.microbatches)
+    follows = (slots > 0) & (lanes[slots] == lanes[slots - 1]) & (kinds[slots - 1] == KIND_NUMBERS[ActionKind.BACKWARD])
+    follows &= (stages[slots - 1] == reduced) & (work.microbatches[schedule.pieces[slots - 1]] == last[reduced] - 1)
+    can_be_cut = follows | (last[reduced] == 0)
+    keys = [(unit, stage) for unit, _, stage in map(work.stages.__getitem__, reduced.tolist())]
+    cut = {(unit, stage) for unit, stage in keys if len(shape.plan.virtual_stage(unit, 0, stage).layers) > 1}
+    cut -= {key for key, is_free in zip(keys, can_be_cut.tolist(), strict=True) if not is_free}
+    if not cut:
+        return schedule
+    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
+    cut_work = step_work(aimed)
+    is_second = (cut_work.kinds == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]) & (cut_work.pieces.parts == 1)
+    numbers, is_cut = np.flatnonzero(~is_second), np.array([key in cut for key in keys], bool)
+    at, first = slots[is_cut], numbers[schedule.pieces[slots[is_cut]]]
+    found = schedule.with_inserted(aimed, numbers, lanes=lanes[at], before=at + 1, pieces=first + 1)
+    early = (at + np.arange(len(at)))[follows[is_cut]]  # where the first parts stand now, behind their backwards
+    found.pieces[early - 1], found.pieces[early] = found.pieces[early].copy(), found.pieces[early - 1].copy()
+    return schedule if execute_lanes(found).stuck else found
 
 
 def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule:
