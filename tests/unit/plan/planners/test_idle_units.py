@@ -43,7 +43,7 @@ def without_items(graph: ModelGraph, idle: str, **changes: object) -> PlanningRe
     return request(graph, lengths=lengths, **changes)
 
 
-@pytest.mark.deep(when=lambda name, case: name != "disttrain" and case != "generator")
+@pytest.mark.deep(when=lambda name, case: name == "braid" or (name != "disttrain" and case != "generator"))
 @pytest.mark.parametrize(
     ("name", "case"),
     [
