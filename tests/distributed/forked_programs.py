@@ -16,11 +16,13 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import pretrain_mllm  # first, as it says how much torch is to log
+
+# isort: split
 import torch
 from PIL import Image
 
 import megatron.runtime.training.elastic  # noqa: F401 - what ranks of elastic runs need beside what those of other runs do
-import pretrain_mllm
 from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
 from megatron.runtime.training import prediction
