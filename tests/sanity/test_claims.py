@@ -103,6 +103,7 @@ PROOFS = {
             "unit/data/forms/test_tar_files.py::test_samples_of_archives_are_those_of_files",
             "unit/data/forms/test_tar_files.py::test_a_split_of_energon_by_its_field_map",
         ),
+        "left out by all ranks alike": ("distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan",),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",
@@ -180,11 +181,13 @@ PROOFS = {
         "runs training loops written for Megatron": (
             "distributed/test_drop_in.py::test_training_equals_that_on_megatrons_own_function",
         ),
+        "process groups set up": ("distributed/test_drop_in_groups.py::test_every_unit_gets_the_groups_of_its_grid",),
         "what it cannot honour it refuses": (
             "distributed/test_drop_in_refusals.py::test_options_that_would_be_ignored_are_refused",
         ),
     },
     "Balancers": {
+        "for any torch loop": ("distributed/test_module_exchange.py::test_examples_train_as_unbalanced",),
         "`--balance` with": (
             "distributed/test_every_balancer.py::test_every_balancer_trains_every_model",
             "unit/balance/test_auto.py::test_auto_is_the_best_of_all_and_never_worse_than_none",

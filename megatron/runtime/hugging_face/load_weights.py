@@ -97,7 +97,7 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights,
 
 def check_finite(values: torch.Tensor, what: str) -> None:
     """Raise CheckpointError if a weight is no number, or infinite, in the run's type."""
-    # Both are NaN if a value is, and one pass over the values is a twentieth of what `isfinite` of each takes on a CPU.
+    # The least and the largest are NaN if any value is; finding them takes a twentieth of the time of `isfinite` on a CPU.
     if values.numel() and not torch.stack(torch.aminmax(values)).isfinite().all():
         raise CheckpointError(
             f"{what} has values that are not finite (NaN or infinity) in {str(values.dtype).removeprefix('torch.')}; copy the "
