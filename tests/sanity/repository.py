@@ -19,6 +19,11 @@ def list_python_files(*folders):
     return [path for folder in folders for path in _list_files(ROOT / folder) if path.suffix == ".py"]
 
 
+def found_in(paths, find):
+    """Map the place of each file to what a function finds in its text, where it finds anything."""
+    return {str(path.relative_to(ROOT)): found for path in paths if (found := find(path.read_text()))}
+
+
 def module_name(path):
     """Return the dotted name under which a file of the repository is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.sanity.repository import ROOT, list_python_files
+from tests.sanity.repository import ROOT, found_in, list_python_files
 
 TRIPLE = {"graph", "plan", "assignment"}
 MADE_HERE = {"multimodal/balance/placement.py": "as_computed", "multimodal/values/validate.py": "validate_assignment"}
@@ -27,10 +27,9 @@ def find_triples(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [*list_python_files("multimodal", "megatron", "tools"), ROOT / "pretrain_mllm.py"], ids=str)
-def test_nobody_takes_the_step_apart(path):
-    name = str(path.relative_to(ROOT))
-    assert find_triples(path.read_text()) == ([MADE_HERE[name]] if name in MADE_HERE else [])
+def test_nobody_takes_the_step_apart():
+    modules = [*list_python_files("multimodal", "megatron", "tools"), ROOT / "pretrain_mllm.py"]
+    assert found_in(modules, find_triples) == {name: [made] for name, made in MADE_HERE.items()}
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,10 @@
 
 import ast
 
-import pytest
-
 from multimodal.balance import BALANCERS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
-from tests.sanity.repository import ROOT, list_python_files
+from tests.sanity.repository import found_in, list_python_files
 
 REGISTRIES = {
     f"multimodal/{folder}/__init__.py" for folder in ("balance", "plan/planners", "schedule/builders", "schedule/passes")
@@ -29,12 +27,9 @@ def find_names(source):
     return [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and node.value in NAMES]
 
 
-@pytest.mark.parametrize(
-    "path", list_python_files("multimodal", "megatron", "tools"), ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_no_other_file_knows_a_name(path):
-    if str(path.relative_to(ROOT)) not in REGISTRIES | CHOOSING:
-        assert find_names(path.read_text()) == []
+def test_no_other_file_knows_a_name():
+    found = found_in(list_python_files("multimodal", "megatron", "tools"), find_names)
+    assert {name: names for name, names in found.items() if name not in REGISTRIES | CHOOSING} == {}
 
 
 def test_a_planted_list_is_found():
