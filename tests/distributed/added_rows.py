@@ -22,6 +22,8 @@ from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 
+ADDS_ROWS = "ADDS_ROWS"
+"""Environment variable: whether a forked run has them."""
 SCHEDULE, BALANCER, PLANNER = "forwards-first", "backwards-dealt", "one-stage-each"
 
 

@@ -27,6 +27,7 @@ from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
 from megatron.runtime.training import prediction
 from megatron.runtime.training import run as training_run
+from tests.distributed.added_rows import ADDS_ROWS, add_rows
 from tools import launch as launcher
 
 launcher.import_for_ranks()
@@ -100,6 +101,8 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         stream.flush()
         os.dup2(file, stream.fileno())
     sys.argv = [program, *argv]
+    if ADDS_ROWS in environment:
+        add_rows()
     if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
         answer_in_a_fork()
     sys.exit(PROGRAMS[program]([*argv]))

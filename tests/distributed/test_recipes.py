@@ -16,7 +16,7 @@ from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.search.simulated_part import QUICK
 from multimodal.schedule.builders import BUILDERS
-from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
+from tests.distributed.added_rows import ADDS_ROWS, BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY
 from tests.distributed.small_run import MODEL, losses
 from tests.unit.plan.planners.planning_cases import TWO, request
@@ -75,10 +75,8 @@ def _recorded(function: Callable[..., Any], calls: list[Any]) -> Callable[..., A
 
 def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
     """Two processes, which get the rows before pretrain_mllm.py starts, as if these stood in the registries."""
-    (tmp_path / "sitecustomize.py").write_text("from tests.distributed.added_rows import add_rows\nadd_rows()\n")
-    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     chosen = {"--schedule": SCHEDULE, "--balance": BALANCER}
-    found, expected = losses(tmp_path, chosen, environment=environment, is_new_program=True), losses(tmp_path, {})
+    found, expected = losses(tmp_path, chosen, environment={ADDS_ROWS: "1"}), losses(tmp_path, {})
     assert len(found) == 2 and found == pytest.approx(expected, rel=0, abs=1e-9)
 
 

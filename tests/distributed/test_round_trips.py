@@ -1,7 +1,7 @@
 """Training that goes on from a checkpoint: bit for bit under the same plan, from the same values under any other."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +74,33 @@ SAME: dict[str, TrainingCase] = {
 }
 
 
+Saved = Callable[[TrainingCase], tuple[Path, list[RankReport]]]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Trains a case for two steps, saves, and trains for two more, once for all tests; returns the folder and the reports."""
+    done: list[tuple[TrainingCase, Path, list[RankReport]]] = []
+
+    def train(case: TrainingCase) -> tuple[Path, list[RankReport]]:
+        for before, folder, reports in done:
+            if before == case:
+                return folder, reports
+        folder = tmp_path_factory.mktemp("saved")
+        done.append((case, folder, run(ranks, train_and_save, case, folder, 2, 2)))
+        return done[-1][1:]
+
+    return train
+
+
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, saved: Saved, name: str) -> None:
     case = SAME[name]
-    expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 2, 2)
-    found: list[RankReport] = run(ranks, resume, case, tmp_path, 2)
+    folder, expected = saved(case)
+    found: list[RankReport] = run(ranks, resume, case, folder, 2)
     assert_resumed_bit_for_bit(found, expected=expected)
     if not case.shards_weights and case.num_state_copies is None and case.graph is TIED:
-        assert_has_predicted_size(tmp_path / "step_00000002", case)
+        assert_has_predicted_size(folder / "step_00000002", case)
 
 
 def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
@@ -121,31 +140,31 @@ CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
 """What a case is trained with, instead, from the same start and from each other's checkpoints."""
 
 
-def assert_resumed(ranks: RankPool, folder: Path, before: TrainingCase, saved: list[RankReport], after: TrainingCase) -> None:
+def assert_resumed(ranks: RankPool, saved: Saved, before: TrainingCase, after: TrainingCase) -> None:
     """The values that were saved, and from there the same losses to the precision."""
+    folder, reports_before = saved(before)
     resumed: list[RankReport] = run(ranks, resume, after, folder, 2)
     expected, found = (
         join_parameters(case.plan, [report.parameters_at_checkpoint for report in reports])
-        for case, reports in ((before, saved), (after, resumed))
+        for case, reports in ((before, reports_before), (after, resumed))
     )
     assert found.keys() == expected.keys() and all(np.array_equal(found[key], values) for key, values in expected.items())
-    assert np.allclose(resumed[0].losses, saved[0].losses, rtol=TOLERANCES[before.dtype], atol=0)
+    assert np.allclose(resumed[0].losses, reports_before[0].losses, rtol=TOLERANCES[before.dtype], atol=0)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_plan_resumes_from_the_same_values(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    before, after = OTHERS[name]
-    assert_resumed(ranks, tmp_path, before, run(ranks, train_and_save, before, tmp_path, 2, 2), after)
+def test_another_plan_resumes_from_the_same_values(ranks: RankPool, saved: Saved, name: str) -> None:
+    assert_resumed(ranks, saved, *OTHERS[name])
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints(
-    ranks: RankPool, tmp_path: Path, name: str
+    ranks: RankPool, saved: Saved, name: str
 ) -> None:
     """In float64 every weight, too."""
     plain, changes = CHANGES[name]
     changed = replace(plain, **changes)
-    of_plain, of_changed = (run(ranks, train_and_save, case, tmp_path / str(case is plain), 2, 2) for case in (plain, changed))
+    (_, of_plain), (_, of_changed) = map(saved, (plain, changed))
     assert np.allclose(of_changed[0].losses, of_plain[0].losses, rtol=TOLERANCES[plain.dtype], atol=0)
     if plain.dtype == FLOAT64:
         expected, found = (
@@ -154,5 +173,5 @@ def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
         assert all(np.allclose(found[key], values, rtol=1e-6, atol=1e-9) for key, values in expected.items())
     if changes.get("passes") == (gather_parameters,):
         assert [report.losses for report in of_changed] == [report.losses for report in of_plain]
-    assert_resumed(ranks, tmp_path / "True", plain, of_plain, changed)
-    assert_resumed(ranks, tmp_path / "False", changed, of_changed, plain)
+    assert_resumed(ranks, saved, plain, changed)
+    assert_resumed(ranks, saved, changed, plain)
