@@ -6,7 +6,7 @@
 #
 # All other arguments go to pretrain_mllm.py: ./scripts/quickstart.sh --fresh --train-iters 50 --vision-dp 1 --llm-pp 3
 set -euo pipefail
-extras=examples,plots,tensorboard
+extras=examples,hf,plots,tensorboard
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 run=runs/digits
