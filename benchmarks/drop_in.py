@@ -10,7 +10,6 @@ Run `python benchmarks/drop_in.py [--json] [--iterations N]`.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -30,12 +29,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.beside.turns import take_turns
+from benchmarks.beside.turns import show, take_turns
 from examples.balance import megatron_mimo as mimo
 from megatron.runtime import patches
 from megatron.runtime.emulation.emulated_run import run_on_ranks
@@ -161,14 +158,6 @@ def loss_of(tokens: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, {"loss": loss.detach()}
 
 
-class Steps:
-    """Steps by number, in place of a case's batches."""
-
-    def batch_of_step(self, number: int) -> int:
-        """Return the number."""
-        return number
-
-
 def measure(num_iterations: int, *, rank: int) -> dict[str, dict[str, dict[str, float]]]:
     """Return images -> loop -> seconds of a step, of Megatron's, and the largest difference of a loss."""
     warnings.simplefilter("ignore")  # MIMO's, of being experimental
@@ -181,7 +170,7 @@ def measure(num_iterations: int, *, rank: int) -> dict[str, dict[str, dict[str, 
             alone = LoopTraining(images, is_balanced=False, forward_backward=schedules.forward_backward_no_pipelining)
             patches.apply(schedule="1f1b", model=graph, plan=plan_colocated(graph, sizes=sizes, world_size=NUM_RANKS))
             balanced = LoopTraining(images, is_balanced=True, forward_backward=schedules.get_forward_backward_func())
-            found[images] = take_turns({"as it is": alone, "with Braid": balanced}, Steps(), num_iterations)
+            found[images] = take_turns({"as it is": alone, "with Braid": balanced}, int, num_iterations)
             patches.undo()
     return found
 
@@ -193,14 +182,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=10, help="steps of each")
     given = parser.parse_args()
     found = run_on_ranks(measure, given.iterations, num_ranks=NUM_RANKS)
-    if given.json:
-        print(json.dumps({"load": os.getloadavg()[0], "images": found}))
-        return
-    table = Table("images", "loop", "step (s)", "of the loop as it is", "largest difference of a loss")
-    for images, rows in found.items():
-        for name, row in rows.items():
-            table.add_row(images, name, f"{row['seconds']:.3f}", f"{row['of_peer']:.3f}", f"{row['loss_difference']:.1e}")
-    Console().print(table)
+    show(found, of="images", peer="the loop as it is", as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Row:
     name: str
     flags: tuple[str, ...]
     kind: str
-    """Of TOLERANCES."""
+    """A key of TOLERANCES."""
 
     @property
     def reference(self) -> tuple[str, ...]:

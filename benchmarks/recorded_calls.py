@@ -22,14 +22,14 @@ METHODS = (
     *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced"),
     *("reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "send", "recv"),
 )
-"""Of process groups, in all versions of torch."""
+"""Names of methods of process groups that communicate, in all versions of torch."""
 READS = ("item", "tolist")
 """Methods of a tensor for which the host waits."""
 SAME_SIZES = ("allreduce", "broadcast", "_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single")
 
 
 class EventKind(Enum):
-    """What a host does."""
+    """The three things that a host does."""
 
     CALL = "call"
     WAIT = "wait"
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     communicator: str
     """Name of the group, and the tag of messages."""
     ranks: tuple[int, ...]
-    """Of the group."""
+    """The ranks of the group."""
     messages: tuple[tuple[int, bool], ...] = ()
     """The other end of each message, and whether it is sent there."""
     size_bytes: int = 0
@@ -65,14 +65,14 @@ class Event(NamedTuple):
     kind: EventKind
     call: Call
     number: int
-    """Of the call among the rank's."""
+    """The number of the call among the rank's."""
     stream: int = 0
     seconds: float = 0.0
     """Computing since the event before it."""
 
 
 Recorded = list[Event]
-"""Of one rank."""
+"""The events of one rank."""
 _READ = Call("read", "", ())
 
 

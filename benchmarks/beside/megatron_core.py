@@ -8,7 +8,6 @@ Run `python benchmarks/beside/megatron_core.py [--json] [--iterations N] [--hidd
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,10 +15,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.beside.turns import take_turns
+from benchmarks.beside.turns import show, take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -50,7 +47,7 @@ def measure(hidden_size: int, weights: Weights, num_iterations: int, *, rank: in
             "megatron-core": MegatronTraining(case, weights["llm"]),
             "Braid": BraidTraining(case, plan, balancer="none"),
         }
-        return take_turns(runs, case, num_iterations)
+        return take_turns(runs, case.batch_of_step, num_iterations)
 
 
 def _first_weights(hidden_size: int, *, rank: int) -> Weights:
@@ -68,15 +65,7 @@ def main() -> None:
     for size in given.hidden:
         weights = run_on_ranks(_first_weights, size, num_ranks=1)
         found[size] = run_on_ranks(measure, size, weights, given.iterations, num_ranks=NUM_STAGES)
-    if given.json:
-        print(json.dumps({"load": os.getloadavg()[0], "hidden_sizes": found}))
-        return
-    table = Table("hidden size", "run", "step (s)", "of megatron-core's", "largest difference of a loss")
-    for size, rows in found.items():
-        for name, row in rows.items():
-            table.add_row(str(size), name, f"{row['seconds']:.3f}", f"{row['of_peer']:.3f}", f"{row['loss_difference']:.1e}")
-    Console().print(table)
-    print(f"load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    show(found, of="hidden size", peer="megatron-core's", as_json=given.json)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Run `python benchmarks/beside/mimo.py [--json] [--iterations N] [--layouts V,P,D
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -22,10 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.beside.turns import take_turns
+from benchmarks.beside.turns import show, take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -88,7 +85,7 @@ def measure(layout: MimoLayout, weights: Weights, num_iterations: int, *, rank: 
     """Return for each run the median seconds of a step and the largest difference of its losses from MIMO's."""
     case = build_case()
     with mimo_without_cuda():
-        return take_turns(build_runs(case, layout, weights), case, num_iterations)
+        return take_turns(build_runs(case, layout, weights), case.batch_of_step, num_iterations)
 
 
 def _first_weights(*, rank: int) -> Weights:
@@ -112,15 +109,7 @@ def main() -> None:
     for text in given.layouts:
         layout = MimoLayout(*map(int, text.split(",")))
         found[text] = run_on_ranks(measure, layout, weights, given.iterations, num_ranks=layout.num_ranks)
-    if given.json:
-        print(json.dumps({"load": os.getloadavg()[0], "layouts": found}))
-        return
-    table = Table("encoder dp, LLM pp, LLM dp", "run", "step (s)", "of MIMO's", "largest difference of a loss")
-    for text, rows in found.items():
-        for name, row in rows.items():
-            table.add_row(text, name, f"{row['seconds']:.3f}", f"{row['of_peer']:.3f}", f"{row['loss_difference']:.1e}")
-    Console().print(table)
-    print(f"load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    show(found, of="encoder dp, LLM pp, LLM dp", peer="MIMO's", as_json=given.json)
 
 
 if __name__ == "__main__":

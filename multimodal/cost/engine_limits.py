@@ -1,4 +1,4 @@
-"""What layers of Transformer Engine leave to others: one table, which code, messages of flags and docs/gpu.md read."""
+"""The uses that layers of Transformer Engine leave to others: one table, for code, messages of flags and docs/gpu.md."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 
 class Instead(Enum):
-    """What a run does where a limit is met."""
+    """The way in which a run goes on where a limit is met."""
 
     LOCAL = "`local` layers"
     LOCAL_UNIT = "`local` layers in that unit"
@@ -40,7 +40,7 @@ class LayerUse:
     shards_weights: bool = False
     unit: Unit | None = None
     widths: tuple[int, ...] = ()
-    """Of one product, on one rank."""
+    """Inputs and outputs of one product, on one rank."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class EngineLimit:
     instead: Instead
     is_met: Callable[[LayerUse], bool]
     message: str = ""
-    """What a run is told that asks for both."""
+    """The error of a run that asks for both."""
 
 
 def fp8_multiple(recipe: str | None) -> int:
-    """Return what the widths and the rows of products in FP8 are multiples of."""
+    """Return the number of which widths and rows of products in FP8 are multiples."""
     return 1 if recipe is None else 32 if recipe == "mxfp8" else 16
 
 
@@ -158,9 +158,9 @@ class EngineProduct(NamedTuple):
     """A product of Transformer Engine."""
 
     name: str
-    """Of its module."""
+    """The name of its module."""
     widths: tuple[int, int]
-    """Of input and output on a rank."""
+    """Inputs and outputs on a rank."""
     is_in_fp8: bool
 
 

@@ -125,4 +125,5 @@ def _block_order(num_samples: int, block_size: int, seed: int, epoch: int) -> tu
 
 @lru_cache(maxsize=64)
 def _order(size: int, seed: int, epoch: int, block: int) -> npt.NDArray[np.int64]:
+    """Return an order of a block's samples; a zero at the end changes no seed sequence, so block 0 has that of (seed, epoch)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, block)))).permutation(size)

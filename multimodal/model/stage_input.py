@@ -34,7 +34,7 @@ class PackedInput:
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage (for
     `target_rows` if these are given)."""
     items_made: ItemsMade | None = None
-    """For generators of latents, or with a module of diffusers; where `patches` are pixels, these are of all images."""
+    """For generators of latents, or with a module of diffusers; where it has pixels, `patches` are those of all images."""
     path: NoisePath | None = None
     """For generators that learn a flow."""
     token_ids: Tensor | None = None

@@ -222,16 +222,10 @@ class UnitStage(MegatronModule):
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
-        image = self.unit.image
-        if (
-            image is not None
-            and image.latents
-            and batch.items_made
-            and batch.patches is not None
-            and batch.patches.dtype == torch.uint8
-        ):
+        if (made := batch.items_made) is not None and made.are_pixels:
+            assert batch.patches is not None and self.unit.image is not None
             dtype = self.options.precision.rotary_dtype
-            batch = replace(batch, patches=encode_images(batch.patches, batch.items_made, image, dtype=dtype))
+            batch = replace(batch, patches=encode_images(batch.patches, made, self.unit.image, dtype=dtype))
         frequencies, lengths = self._position_inputs(batch)
         local = self.frequencies(batch, base) if (base := self.unit.transformer.rotary_local_base) is not None else None
         weight = self.shared_embedding_weight

@@ -12,12 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.gradient_case import GradientCase, RankGradients
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import TOLERANCE, assert_matches
 from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here, step_here
 from tests.distributed.random_source import SampleShape
@@ -38,6 +40,15 @@ Plans = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
 """Name -> sizes of `build_plan`, options of a GradientCase."""
 Inputs = Callable[[Any, int, torch.Tensor], Mapping[str, Any]]
 """From a source, a sample and its token ids, to change in place, to what else a model of transformers is called with."""
+
+
+def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
+    """Run a case whose units come from folders, on a rank, and write its folder, if there is a target."""
+    session = build_session(case)
+    load_units(session)
+    if target:
+        save_hugging_face(Path(target), session=session)
+    return run_step(session, plan_case(case))
 
 
 def only_text(source: SampleSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:

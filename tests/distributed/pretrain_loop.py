@@ -82,7 +82,7 @@ def _on_cpu() -> Iterator[None]:
     """Let `pretrain` run without CUDA, which it asserts; dropout is zero."""
     do_nothing = {name: lambda *_, **__: None for name in _CALLS_OF_CUDA}
     with ExitStack() as stack:
-        # torch may tell from the number of devices whether there is CUDA, once a library has set PYTORCH_NVML_BASED_CUDA_CHECK.
+        # With PYTORCH_NVML_BASED_CUDA_CHECK, which processes that are forked from set, one device would mean CUDA.
         for name, value in {**do_nothing, "device_count": lambda: 1, "is_available": lambda: False}.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module, *_: module))

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 import multimodal
 from megatron.runtime.hugging_face.save_adapter import save_adapter
-from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
@@ -25,9 +24,9 @@ from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed import hugging_face_comparison as comparison
 from tests.distributed import test_opaque
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY
+from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY, run_and_save
 from tests.distributed.hugging_face_models import MAX_TOKENS, llama, pixels_of
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
@@ -90,15 +89,6 @@ def composed(folders: Path, target: Path, encoder: str, **options: Any) -> Model
     return multimodal.compose(
         llm=folders / "llm", encoders={"vision": folders / encoder}, merge_size=2, output=target / "model.yaml", **options
     )
-
-
-def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
-    """Runs on a rank."""
-    session = build_session(case)
-    load_units(session)
-    if target:
-        save_hugging_face(Path(target), session=session)
-    return run_step(session, plan_case(case))
 
 
 @pytest.mark.deep(when=lambda encoder: encoder in ("dinov2", "siglip"))

@@ -25,9 +25,9 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from tests.distributed.dealt_case import UNITS, dealt, unit_plan
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step, single_rank_plan
+from tests.distributed.gradient_case import GradientCase, build_session, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_comparison import MULTIPLE
+from tests.distributed.hugging_face_comparison import MULTIPLE, run_and_save
 from tests.distributed.hugging_face_models import llama
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
@@ -83,15 +83,6 @@ def graph_with(folder: Path, prediction: str = "epsilon", **llm: Any) -> ModelGr
 def case_of(graph: ModelGraph, plan: Plan, **options: Any) -> GradientCase:
     source = RandomSource(graph, SHAPES, MULTIPLE)
     return GradientCase(graph, plan, dealt(source, plan, ([0, 1], [2], [3])), source, **options)
-
-
-def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
-    """Runs on a rank."""
-    session = build_session(case)
-    load_units(session)
-    if target:
-        save_hugging_face(Path(target), session=session)
-    return run_step(session, plan_case(case))
 
 
 def batch_of(*, times: torch.Tensor, told: torch.Tensor, width: int = WIDTH) -> tuple[PackedInput, torch.Tensor]:

@@ -11,7 +11,7 @@ from megatron.runtime.communication.message_channel import Arrival
 from multimodal.plan.communicators import Track, track_of
 
 NUM_DIMENSIONS = 3
-"""Of activations: sequence, microbatch, hidden."""
+"""Dimensions of activations: sequence, microbatch, hidden."""
 SHAPE_TRACKS = tuple(Track("shape", parity) for parity in (0, 1))
 """Tracks of shapes, which follow each other as the activations do."""
 
@@ -25,7 +25,7 @@ class ShapeTellingBroker(Broker):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._shapes: dict[MessageKey, tuple[int, ...]] = {}
-        """Of gradients to come, by message."""
+        """Shapes of gradients to come, by message."""
         self._told: dict[MessageKey, tuple[Tensor, Link, list[Arrival]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:

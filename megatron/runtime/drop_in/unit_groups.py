@@ -20,7 +20,7 @@ _STATE = re.compile(r"_[A-Z][A-Z0-9_]*|_global_process_group_list")
 
 
 class UnitGroups:
-    """What Megatron's `parallel_state` says in each of this rank's units; collective over the world."""
+    """Megatron's `parallel_state` for each of this rank's units; collective over the world."""
 
     def __init__(self, plan: Plan, *, first: Sequence[str]) -> None:
         """Make all groups. first: units in the order in which parallel_state is left with one of them.

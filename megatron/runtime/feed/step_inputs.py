@@ -180,7 +180,7 @@ def _generator_input(
     is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
     if packed.patches is not None and (is_encoded or unit.module is not None):
         grids = tuple(source.item_grid(source_index[item.sample_id], item.item_index) for item in items)
-        made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)))
+        made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)), is_encoded)
         packed = dataclasses.replace(packed, items_made=made)
     if step.graph.takes_tokens(unit.name):
         lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}

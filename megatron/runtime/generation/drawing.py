@@ -160,8 +160,7 @@ def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
     column of each.
     """
     grid = int(places[:, 0].amax()) + 1, int(places[:, 1].amax()) + 1
-    channels = image.in_channels if image.latents is None else image.latents.channels
-    joined = join_patches(patches.double(), places, grid, channels=channels)
+    joined = join_patches(patches.double(), places, grid, channels=image.num_made_channels)
     pixels = (joined if image.latents is None else decode_latents(joined.to(patches.dtype), image.latents)).double().cpu()
     whole = pixels.permute(1, 2, 0).numpy()
     values = np.clip(255 * (whole * np.array(image.std) + np.array(image.mean)), 0, 255).round().astype(np.uint8)

@@ -21,6 +21,8 @@ class ItemsMade(NamedTuple):
     """[num_patches, 2]: row and column of every patch in its image."""
     rows: Tensor
     """[num_own_patches]: this rank's patches, among all."""
+    are_pixels: bool = False
+    """Patches of all images are here as pixels, of which the unit makes latents."""
 
 
 @torch.no_grad()

@@ -55,10 +55,9 @@ class Denoiser(torch.nn.Module):
         for item, (grid, length) in enumerate(zip(grids, batch.lengths, strict=True)):
             alike.setdefault((grid, length), []).append(item)
         found: dict[int, Tensor] = {}
-        channels = self.image.in_channels if self.image.latents is None else self.image.latents.channels
         own = list(zip(mixed.split(counts), places.split(counts), grids, strict=True))
         for (grid, length), items in alike.items():
-            images = torch.stack([join_patches(*own[item], channels=channels) for item in items])
+            images = torch.stack([join_patches(*own[item], channels=self.image.num_made_channels) for item in items])
             told = torch.stack([conditions[item][: length - math.prod(grid) + 1] for item in items])
             made = self._predict(images.to(hidden.dtype), batch.path.times[items] * NUM_TIMES, told)
             found |= {item: cut_image(each, own[item][1], grid) for item, each in zip(items, made, strict=True)}
@@ -118,7 +117,7 @@ def _build(unit: Unit) -> Module:
         module: Any = getattr(diffusers, name)(**{key: value for key, value in config.items() if not key.startswith("_")})
     except Exception as problem:  # a config.json may cause any error
         raise ModelError(f"{where}: {name} cannot be built from {unit.module.directory}/config.json ({problem})") from problem
-    channels = unit.image.in_channels if unit.image.latents is None else unit.image.latents.channels
+    channels = unit.image.num_made_channels
     width = config.get("cross_attention_dim", config.get("joint_attention_dim"))
     for key, own, theirs in (("hidden_size", unit.transformer.hidden_size, width), ("channels", channels, config["in_channels"])):
         if own != theirs:

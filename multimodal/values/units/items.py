@@ -78,8 +78,13 @@ class ImageInput:
     def num_patch_values(self) -> int:
         """Numbers of one patch."""
         if self.latents is not None:
-            return self.latents.channels * (self.patch_size // self.latents.factor) ** 2
+            return self.num_made_channels * (self.patch_size // self.latents.factor) ** 2
         return self.num_pixel_values
+
+    @property
+    def num_made_channels(self) -> int:
+        """Channels of the images that a generator makes: of latents, if patches are made of these, else of pixels."""
+        return self.in_channels if self.latents is None else self.latents.channels
 
     @property
     def num_pixel_values(self) -> int:

@@ -116,7 +116,7 @@ class Flow:
     condition_dropout: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     """Share of items that are learnt without conditions, so that sampling can be guided (classifier-free guidance)."""
     prediction: Literal["velocity", "epsilon", "v"] = "velocity"
-    """What is learnt: noise - data of a rectified flow, or with the 1000 steps of DDPM the noise (epsilon), or v."""
+    """The value that is learnt: noise - data of a rectified flow, or with the 1000 steps of DDPM the noise (epsilon), or v."""
     beta_start: float = field(default=0.00085, metadata={"above": 0, "below": 1})
     """DDPM's first and last beta; their roots are evenly spaced (Stable Diffusion)."""
     beta_end: float = field(default=0.012, metadata={"above": 0, "below": 1})
