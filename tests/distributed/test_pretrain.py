@@ -150,13 +150,14 @@ def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> N
     texts = [[{"type": "text", "role": "assistant", "text": "x" * (2000 if index % 2 == 0 else 20)}] for index in range(9)]
     lines = (json.dumps({"id": index, "segments": segments}) for index, segments in enumerate(texts))
     (tmp_path / "manifest.jsonl").write_text("\n".join(lines))
-    data = ("--data-path", tmp_path / "manifest.jsonl", "--split", "100", "--global-batch-size", 9, "--train-iters", 2)
+    data = ("--data-path", tmp_path / "manifest.jsonl", "--split", "100", "--global-batch-size", 9, "--num-epochs", 1.5)
     sizes = ("--colocate-units", "--llm-pp", 1, "--micro-batch-size", 1, "--seq-length", 2048, "--balance", "none")
     config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml")
     launched = launch([*config, *SETTINGS, *data, *sizes], num_ranks=3)
     assert launched.exit_codes == (0,) * 3, launched.output
     warning = "warning: with --balance none and --schedule 1f1b the first global batch is predicted to take "
     assert launched.output.count(warning) == launched.outputs[0].count(warning) == 1, launched.output
+    assert "1.5 epochs are 2 steps" in launched.output and "step 2/2" in launched.output
 
 
 def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate:

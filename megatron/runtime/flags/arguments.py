@@ -5,6 +5,7 @@ Neither torch nor megatron-core is imported on this path, so `--help` and all er
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from megatron.runtime.flags.configuration import GROUPS, UNIT_RATES, ModelConfig, RunConfig
+from megatron.runtime.flags.configuration import A_COUNT, GROUPS, UNIT_RATES, ModelConfig, RunConfig
 from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
@@ -76,7 +77,26 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     _check_input_file("--layer-costs", config.training.layer_costs)
     if config.training.layer_costs is not None:
         LayerProfile.from_file(config.training.layer_costs).check(frozen_graph)
-    optimizer = config.optimizer  # values relative to the length of training become steps
+    return config if config.training.num_epochs else _with_steps(config)
+
+
+def with_epochs(config: RunConfig, *, graph: ModelGraph, num_samples: int) -> RunConfig:
+    """Return the configuration with --num-epochs, if given, as --train-iters; raises ConfigError if other flags do not fit these.
+
+    graph: as for `check_config`; num_samples: those of training, of which there is at least one.
+    """
+    training = config.training
+    if training.num_epochs is None:
+        return config
+    train_iters = max(1, math.ceil(training.num_epochs * num_samples / training.global_batch_size))
+    config = replace(config, training=replace(training, train_iters=train_iters))
+    check_config(config, graph=graph)
+    return _with_steps(config)
+
+
+def _with_steps(config: RunConfig) -> RunConfig:
+    """Return the configuration with values that are relative to the length of training as steps."""
+    optimizer = config.optimizer
     decay_iters = optimizer.lr_decay_iters or config.training.train_iters
     fraction = optimizer.lr_warmup_fraction
     warmup_iters = optimizer.lr_warmup_iters if fraction is None else int(fraction * decay_iters)
@@ -128,7 +148,9 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
         values = {**_taken_from(Path(values["load_hf"]), values), **values}
     if "load_adapter" in values and graph is not None:
         values |= _adapters_of(Path(values["load_adapter"]), values, graph)
-    if missing := [f"{flag.flag} {flag.metavar}" for flag in all_flags() if flag.is_required and flag.name not in values]:
+    has_length = {"train_iters"} if "num_epochs" in values else set[str]()
+    required = [flag for flag in all_flags() if flag.is_required and flag.name not in values.keys() | has_length]
+    if missing := [f"{flag.flag} {flag.metavar}" for flag in required]:
         raise ConfigError(
             f"missing {', '.join(missing)}; give {'it' if len(missing) == 1 else 'them'} as flags or in the --config file"
         )
@@ -138,6 +160,8 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
         return name not in from_command_line and by in from_command_line
 
     values = drop_overruled(values, overruled=overruled, units=graph.unit_names)
+    if "num_epochs" in values:
+        values["train_iters"] = A_COUNT["maximum"]  # until the data are open
     rows = ignored_flags(_build_config(values, graph=graph))
     yielding = {row.name for row in rows if any(overruled(row.name, cause) for cause in row.because_of)}
     return _build_config({name: value for name, value in values.items() if name not in yielding}, graph=graph)

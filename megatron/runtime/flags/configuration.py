@@ -170,6 +170,8 @@ class TrainingConfig:
     """Samples in one optimizer step, over all replicas."""
     train_iters: int = field(metadata=A_COUNT)
     """Optimizer steps in all, those before a resumption included."""
+    num_epochs: float | None = field(default=None, metadata={"above": 0, "maximum": 10**6})
+    """Passes over the training samples, in place of --train-iters; rounded up to whole steps."""
     loss_average: Literal["tokens", "samples"] = "tokens"
     """The loss is the mean over all target tokens of the global batch, or over its samples, of the means of their tokens; the
     `loss_weight` of a sample in the data multiplies its part of either."""

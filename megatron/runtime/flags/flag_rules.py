@@ -91,6 +91,9 @@ RULES: Mapping[str, Condition] = {
     "several (a common factor changes nothing); correct it or leave it out": lambda c: (
         len(c.training.sample_loss_weight) not in (0, len(c.data.mixture)) or len(c.training.sample_loss_weight) == 1
     ),
+    "--num-epochs: data sets that are drawn by weights have no end in common; give --train-iters N in its place": lambda c: (
+        c.training.num_epochs is not None and any(named.weight is not None for named in c.data.mixture)
+    ),
     "--data-path {c.data.data_path[0]} is a program, which does whatever it likes; add --allow-callbacks "
     "if you trust it": lambda c: c.data.sample_program not in (None, DIGITS_PROGRAM) and not c.model.allow_callbacks,
     "--profile-step-start {c.logging.profile_step_start} is not before --profile-step-end {c.logging.profile_step_end}: no step "

@@ -231,6 +231,8 @@ ENCODER_FLAGS = {
 """Fields that have no meaning without an encoder -> the reason."""
 
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
+    ("train_iters", "num_epochs", "both set the length of the training"),
+    ("num_epochs", "new_phase", "the phases before have other data; say by --train-iters how many steps there are in all"),
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
     ("micro_batch_size", "tokens_per_microbatch", "both say how large a microbatch is"),
     ("finetune", "new_phase", "the former starts at step 0, the latter goes on"),

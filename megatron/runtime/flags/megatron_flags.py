@@ -226,7 +226,7 @@ KNOWN_ELSEWHERE = {
     "--adam-eps": "adam-epsilon",
     "--clip-grad": "max-grad-norm gradient-clipping",
     "--train-iters": "max-steps train-steps",
-    "--train-iters EPOCHS x TRAINING SAMPLES / GLOBAL BATCH SIZE": "num-train-epochs num-epochs epochs max-epochs",
+    "--num-epochs": "num-train-epochs epochs max-epochs",
     "--data-parallel-sharding-strategy": "zero-stage",
 }
 """Braid's flag -> its names in other programs and in the field."""

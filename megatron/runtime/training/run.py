@@ -19,7 +19,7 @@ from megatron.runtime.feed.bad_samples import BadSamples
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.flags.arguments import build_plan, choose_trained
+from megatron.runtime.flags.arguments import build_plan, choose_trained, with_epochs
 from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
 from megatron.runtime.flags.elastic_templates import read_templates
@@ -183,6 +183,9 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
 def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
     """Build the plan, and the values from which the run is built under it."""
     graph, vocab_size = inputs.graph, inputs.vocab_size
+    config = with_epochs(config, graph=graph, num_samples=len(inputs.data.train))
+    if config.training.num_epochs is not None and world.rank == 0:
+        logger.info("%g epochs are %d steps", config.training.num_epochs, config.training.train_iters)
     ranks_per_node = find_ranks_per_node(os.environ)
     seconds = predict_layer_seconds(config, inputs)
     plan = build_plan(config, graph, world.size, ranks_per_node=ranks_per_node, layer_seconds=seconds)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import build_plan, parse_arguments
+from megatron.runtime.flags.arguments import build_plan, parse_arguments, with_epochs
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError, ModelError, PlanError
@@ -51,6 +51,15 @@ def test_without_a_configuration_file(tmp_path: Path) -> None:
     flags = f"--model {model} --data-path digits --lr 1e-3 --train-iters 3 --global-batch-size 4 --llm-tp 2".split()
     config = parse_arguments(flags, environ={"WORLD_SIZE": "4"})
     assert build_plan(config, ModelGraph.from_file(config.model.model), 4).units["llm"].data_parallel_size == 2
+
+
+def test_epochs_become_steps_once_the_samples_are_counted(parse: Parse) -> None:
+    config = parse("--num-epochs 2.5 --lr-warmup-fraction 0.4")  # in place of the file's --train-iters
+    graph = ModelGraph.from_file(config.model.model)
+    found = with_epochs(config, graph=graph, num_samples=20)
+    assert (found.training.train_iters, found.optimizer.lr_decay_iters, found.optimizer.lr_warmup_iters) == (7, 7, 2)
+    with pytest.raises(ConfigError, match="--lr-warmup-iters 7 leaves no step for the decay"):
+        with_epochs(parse("--num-epochs 2.5 --lr-warmup-iters 7"), graph=graph, num_samples=20)
 
 
 def test_one_process_colocates_by_itself(parse: Parse) -> None:

