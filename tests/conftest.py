@@ -4,7 +4,9 @@ Deep are tests, and rows of parametrised tests, that repeat what others show: `@
 row's parameters, for those rows of which it is true.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -42,6 +44,15 @@ def pytest_make_parametrize_id(val: object) -> str | None:
         return None
     text = repr(val)[2:-1] if isinstance(val, bytes) else val.encode("unicode_escape").decode("ascii")
     return f"{text[:LONGEST_VALUE]}..." if len(text) > LONGEST_VALUE + 3 else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Nothing that is imported or collected goes before the end: collect no garbage of it, now or later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -19,9 +19,11 @@ def list_python_files(*folders):
     return [path for folder in folders for path in _list_files(ROOT / folder) if path.suffix == ".py"]
 
 
-def found_in(paths, find):
-    """Map the place of each file to what a function finds in its text, where it finds anything."""
-    return {str(path.relative_to(ROOT)): found for path in paths if (found := find(path.read_text()))}
+def found_in(paths, find, words=("",)):
+    """Map the place of each file to what a function finds in its text; texts without one of the words have nothing to find."""
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    likely = {name: text for name, text in texts.items() if any(word in text for word in words)}
+    return {name: found for name, text in likely.items() if (found := find(text))}
 
 
 def module_name(path):

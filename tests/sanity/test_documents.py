@@ -142,6 +142,7 @@ def test_every_page_is_in_the_site_once():
     assert sorted(pages) == sorted(["index.md", *(path.name for path in (ROOT / "docs").glob("*.md"))])
 
 
+@pytest.mark.deep  # links, paths and pages are looked up above, without rendering
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed (pip install 'braid[docs]')")
 def test_the_site_builds_without_a_warning_and_leads_to_the_repository(tmp_path):
     given = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "BRAID_REPOSITORY_URL": "https://example.org/braid"}

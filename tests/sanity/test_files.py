@@ -9,13 +9,14 @@ from hypothesis import settings
 from tests.sanity.repository import ROOT, found_in, list_python_files, list_text_files
 
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "manager", "managers", "misc"}
+OPENING = re.compile(r'(\s|#.*\n)*r?"""[^\s"]')
 # Spelled so that this file does not match itself.
 MACHINE_PATHS = re.compile(r"(?<![\w.$}*-])/(?:work|root|home)/[\w.]|/tmp/(?:venv)")
 
 
 def test_every_module_says_what_it_is():
     modules = list_python_files("multimodal", "megatron", "tools", "benchmarks")
-    assert [path for path in modules if not ast.get_docstring(ast.parse(path.read_text()))] == [], "add a docstring"
+    assert [path for path in modules if not OPENING.match(path.read_text())] == [], "add a docstring"
 
 
 def test_no_file_is_named_after_nothing():
@@ -61,7 +62,7 @@ def foreign_code_openings(source):
 
 def test_no_folder_of_transformers_may_run_its_programs():
     modules = list_python_files("multimodal", "megatron", "tools", "examples", "benchmarks")
-    assert found_in(modules, foreign_code_openings) == {}, "add trust_remote_code=False"
+    assert found_in(modules, foreign_code_openings, (".from_pretrained", ".from_config")) == {}, "add trust_remote_code=False"
 
 
 @pytest.mark.parametrize("call", ["AutoConfig.from_pretrained(x)", "m.from_config(c, trust_remote_code=True)"])

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 from collections import defaultdict
+from functools import cache
 
 import pytest
 
@@ -57,6 +58,7 @@ ENTRY_POINTS = {"pretrain_mllm", "tools", "tests", "examples", "benchmarks"}
 MODULES = list_python_files("multimodal", "megatron")
 
 
+@cache
 def list_imports(source):
     """List the dotted names that a module imports, wherever in it the imports stand."""
     names = []

@@ -29,7 +29,7 @@ def find_triples(source: str) -> list[str]:
 
 def test_nobody_takes_the_step_apart():
     modules = [*list_python_files("multimodal", "megatron", "tools"), ROOT / "pretrain_mllm.py"]
-    assert found_in(modules, find_triples) == {name: [made] for name, made in MADE_HERE.items()}
+    assert found_in(modules, find_triples, ("assignment",)) == {name: [made] for name, made in MADE_HERE.items()}
 
 
 @pytest.mark.parametrize(

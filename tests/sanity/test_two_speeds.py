@@ -1,7 +1,8 @@
 """Without --all, deep rows are left out and hypothesis draws fewer examples; planted errors cannot be deep, nor ids long."""
 
+import multiprocessing
+import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -40,10 +41,22 @@ LONG = "import pytest\n@pytest.mark.parametrize('n', [1], ids=['x' * 121])\ndef 
 def run(folder: Path, source: str, *arguments: str) -> str:
     shutil.copy(ROOT / "tests" / "conftest.py", folder)
     (folder / "test_rows.py").write_text(source)
+    process = multiprocessing.get_context("fork").Process(target=run_here, args=(folder, arguments))
+    process.start()
+    process.join()
+    return (folder / "said").read_text()
+
+
+def run_here(folder: Path, arguments: tuple[str, ...]) -> None:
+    """Run pytest in this process, which is there for nothing else."""
+    os.chdir(folder)
+    said = os.open("said", os.O_CREAT | os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(said, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     options = ["-n", "0", "-vv", "-c", "/dev/null", "--rootdir", ".", "-o", "markers=deep", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, "test_rows.py", *arguments]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    return ended.stdout + ended.stderr
+    pytest.main([*options, "test_rows.py", *arguments])
+    sys.stdout.flush()
 
 
 @pytest.mark.parametrize(("arguments", "counts"), [((), "6 passed, 3 deselected"), (("--all",), "9 passed")])
