@@ -40,19 +40,10 @@ class Resource(StrEnum):
     COLLECTIVE = "collective"
 
 
-class Memory(StrEnum):
-    """The effect of an action on a lane's stored activations."""
-
-    ALLOCATES = "allocates"
-    FREES = "frees"
-    KEEPS = "keeps"
-
-
 class ActionRow(NamedTuple):
     """One row of the action table."""
 
     resource: Resource
-    memory: Memory
     meaning: str
 
     @property
@@ -67,22 +58,18 @@ class ActionRow(NamedTuple):
 
 
 ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
-    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, Memory.ALLOCATES, "forward of one microbatch through one stage"),
-    ActionKind.BACKWARD: ActionRow(Resource.COMPUTE, Memory.FREES, "backward: whatever gradients the stage must give"),
-    ActionKind.INPUT_GRADIENT: ActionRow(
-        Resource.COMPUTE, Memory.KEEPS, "first half of a split backward: the gradient of the stage's input"
-    ),
+    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, "forward of one microbatch through one stage"),
+    ActionKind.BACKWARD: ActionRow(Resource.COMPUTE, "backward: whatever gradients the stage must give"),
+    ActionKind.INPUT_GRADIENT: ActionRow(Resource.COMPUTE, "first half of a split backward: the gradient of the stage's input"),
     ActionKind.WEIGHT_GRADIENT: ActionRow(
-        Resource.COMPUTE, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
+        Resource.COMPUTE, "second half of a split backward: the gradients of the stage's weights"
     ),
-    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, Memory.KEEPS, "send activations to the peer"),
-    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, Memory.ALLOCATES, "receive activations from the peer"),
-    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, Memory.FREES, "send gradients to the peer"),
-    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, Memory.ALLOCATES, "receive gradients from the peer"),
-    ActionKind.GATHER_PARAMETERS: ActionRow(
-        Resource.COLLECTIVE, Memory.KEEPS, "gather a stage's updated parameters over replicas"
-    ),
-    ActionKind.REDUCE_GRADIENTS: ActionRow(Resource.COLLECTIVE, Memory.KEEPS, "reduce a stage's gradients over replicas"),
+    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, "send activations to the peer"),
+    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, "receive activations from the peer"),
+    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, "send gradients to the peer"),
+    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, "receive gradients from the peer"),
+    ActionKind.GATHER_PARAMETERS: ActionRow(Resource.COLLECTIVE, "gather a stage's updated parameters over replicas"),
+    ActionKind.REDUCE_GRADIENTS: ActionRow(Resource.COLLECTIVE, "reduce a stage's gradients over replicas"),
 }
 
 

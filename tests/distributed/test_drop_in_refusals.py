@@ -18,12 +18,12 @@ from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.values.action import ACTION_TABLE
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 ORIGINAL = schedules.get_forward_backward_func
 SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)

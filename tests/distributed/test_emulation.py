@@ -18,7 +18,6 @@ from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.assignment import Assignment, Atom
@@ -27,6 +26,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
 from tests.unit.schedule.schedule_cases import SHAPE, build_unit_plan
+from tests.unit.schedule.schedule_text import schedule_from_text
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 TABLE = {

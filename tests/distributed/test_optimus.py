@@ -15,7 +15,6 @@ from megatron.runtime.launch.stop_requests import StopReason
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster, Network, NodeLink
-from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import AssignmentError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -25,6 +24,7 @@ from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import SIZED_OTHERWISE, losses, write_working_files
+from tests.unit.schedule.schedule_text import schedule_to_text
 from tools import plan
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)

@@ -155,7 +155,7 @@ PROOFS = {
         "point to point": ("unit/runtime/communication/test_broker.py::test_every_row_reaches_its_target_once",),
     },
     "Schedules": {
-        "an IR that prints and parses": ("unit/schedule/test_golden_schedules.py::test_text_round_trips",),
+        "an IR that prints as text": ("unit/schedule/test_golden_schedules.py::test_text_round_trips",),
         "builders": (
             "distributed/test_every_builder.py::test_every_builder_trains_every_model",
             "distributed/test_optimus.py::test_orders_by_durations_train_as_one_process_does",

@@ -60,6 +60,19 @@ class Lane:
         """Position of each slot inside its carrier -> the carrier's wait."""
         return {position: slot.wait for position, slot in enumerate(self.slots) if slot.mode is SlotMode.INSIDE}
 
+    def __str__(self) -> str:
+        """Print the lane: `lane 0,1: {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]`.
+
+        Actions in braces fill the wait of the action after them; with `@2` they run inside it, during its wait number 2.
+        """
+        text, filled = f"lane {','.join(map(str, self.ranks))}:", False
+        for position, slot in enumerate(self.slots):
+            fills = slot.mode is not SlotMode.IN_LINE
+            text += (" " if position == 0 else "; " if fills or not filled else "} ") + "{" * (fills and not filled)
+            text += action_to_text(slot.action) + (f" @{slot.wait}" if slot.mode is SlotMode.INSIDE else "")
+            filled = fills
+        return text + "}" * filled
+
 
 def lane_of(
     ranks: tuple[int, ...], actions: Iterable[Action], fillers: Iterable[int] = (), *, inside: Mapping[int, int] | None = None

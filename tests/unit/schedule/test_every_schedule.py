@@ -28,7 +28,6 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import NodeKind
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
@@ -36,6 +35,7 @@ from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.nccl_replay import replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.test_simulate import assert_alike
 from tests.unit.schedule.uniform_costs import RandomCosts
 from tests.unit.values.work.dependencies import dependencies

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import lane_to_text, lanes_from_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.assignment import Assignment, Atom
@@ -21,6 +20,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_graph, builders_for, cases, golden_cases, one_unit
+from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
@@ -92,7 +92,7 @@ lane 3:
 
 def test_text_round_trips() -> None:
     lanes = lanes_from_text(TEXT)
-    assert "".join(f"{lane_to_text(lane)}\n" for lane in lanes) == TEXT
+    assert "".join(f"{lane}\n" for lane in lanes) == TEXT
     assert lanes[0].ranks == (0, 1)
     assert lanes[0].actions[1] == Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 3, Place("llm", 1, 0, 2))
     assert lanes[0].actions[-1] == Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)

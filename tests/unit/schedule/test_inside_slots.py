@@ -17,7 +17,6 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import EventTimes
-from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, action_to_text
 from multimodal.values.errors import ScheduleError
@@ -25,6 +24,7 @@ from multimodal.values.schedule import Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import filled_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
 from tests.unit.schedule.uniform_costs import RandomCosts, UniformCosts
 
 LOCAL = RunOptions(transformer_impl="local", sequence_parallel=False)

@@ -11,12 +11,12 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.passes.move_actions import duration_of
 from multimodal.schedule.simulate import timeline_of_unit_costs
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.test_passes import check
 from tests.unit.values.work.dependencies import dependencies, needs_message
 

@@ -11,13 +11,13 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.move_actions import duration_of
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 

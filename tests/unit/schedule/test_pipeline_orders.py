@@ -16,13 +16,13 @@ from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.text import schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
+from tests.unit.schedule.schedule_text import schedule_to_text
 from tests.unit.schedule.uniform_costs import most_kept
 
 ENCODER, STAGE = ("vision", 0, 0), ("llm", 0, 0)

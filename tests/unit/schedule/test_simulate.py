@@ -17,7 +17,6 @@ from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
-from multimodal.schedule.text import schedule_from_text
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
@@ -29,6 +28,7 @@ from multimodal.values.timeline import Timeline
 from tests.unit.cost.cost_cases import cluster_of, graph_of
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
+from tests.unit.schedule.schedule_text import schedule_from_text
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 

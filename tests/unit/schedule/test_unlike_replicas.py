@@ -6,7 +6,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.assignment import Assignment, Atom
@@ -14,6 +13,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_graph
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 DEEP = Replica((Stage((0,), ((0, 4),)), Stage((1,), ((4, 10),))))

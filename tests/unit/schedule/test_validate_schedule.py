@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import lanes_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, Place, Resource, SegmentRange
 from multimodal.values.errors import ScheduleError
@@ -18,6 +17,7 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, reduced_together, small
+from tests.unit.schedule.schedule_text import lanes_from_text, schedule_to_text
 from tests.unit.values.work.dependencies import dependencies
 
 

@@ -10,10 +10,10 @@ from megatron.runtime.execution.lane_run import HANDLERS, LaneRun
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue, active_queue
-from multimodal.schedule.text import lanes_from_text
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
+from tests.unit.schedule.schedule_text import lanes_from_text
 
 
 class FakeBroker:

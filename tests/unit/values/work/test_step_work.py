@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.text import lanes_from_text
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.assignment import Assignment
 from multimodal.values.parts.cuts import Cuts, StageSplit
@@ -15,6 +14,7 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, placed_golden_cases, reduced_together
+from tests.unit.schedule.schedule_text import lanes_from_text
 from tests.unit.values.work.dependencies import dependencies
 
 

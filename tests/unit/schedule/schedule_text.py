@@ -1,13 +1,10 @@
-"""The text form of a schedule: one line per lane, actions separated by semicolons.
+"""The text form of a schedule (`Lane.__str__`): one line per lane, actions separated by semicolons, and its parser.
 
-    lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; B vision/0/0/3
-    lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
+lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; B vision/0/0/3
+lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; RG llm/1/0
 
-    lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]
-    lane 4,5: {F vision/0/0/7{0:3} @2; F vision/0/0/7{3:5} @4} F llm/0/0/3
-
-`multimodal/values/action.py` describes single actions. Actions in braces fill the wait of the action after them; with `@2` they
-run inside that action, during its wait number 2.
+lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]
+lane 4,5: {F vision/0/0/7{0:3} @2; F vision/0/0/7{3:5} @4} F llm/0/0/3
 """
 
 import re
@@ -23,7 +20,6 @@ from multimodal.values.action import (
     Place,
     SampleSubset,
     SegmentRange,
-    action_to_text,
     check_action,
 )
 from multimodal.values.errors import ScheduleError
@@ -40,29 +36,11 @@ _BRACES = re.compile(r"[{}]|(?:[^{}]|\{\d+:\d+\})+")
 
 
 def schedule_to_text(schedule: Schedule) -> str:
-    """Print a schedule; raises ScheduleError for an action that the row of its kind in the action table does not allow."""
-    return "".join(f"{lane_to_text(lane)}\n" for lane in schedule.lanes)
-
-
-def lane_to_text(lane: Lane) -> str:
-    """Print a lane."""
-    pieces: list[str] = []
-    filled = False
-    for position, slot in enumerate(lane.slots):
-        fills = slot.mode is not SlotMode.IN_LINE
-        pieces.append("" if position == 0 else "; " if fills == filled else "} " if filled else "; ")
-        pieces.append(("{" if fills and not filled else "") + action_to_text(slot.action))
-        pieces.append(f" @{slot.wait}" if slot.mode is SlotMode.INSIDE else "")
-        filled = fills
-    actions = "".join(pieces) + ("}" if filled else "")
-    return f"lane {','.join(map(str, lane.ranks))}:{' ' if actions else ''}{actions}"
+    return "".join(f"{lane}\n" for lane in schedule.lanes)
 
 
 def schedule_from_text(text: str, shape: StepShape, *, lowered: bool = False) -> Schedule:
-    """Parse the text that `schedule_to_text` prints (blank lines are skipped).
-
-    Raises ScheduleError with line, column and token, also for actions that the step does not have.
-    """
+    """Parse the text of a schedule; raises ScheduleError with line, column and token, also for actions that the step lacks."""
     return Schedule.of_lanes(shape, lanes_from_text(text), lowered=lowered)
 
 
