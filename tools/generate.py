@@ -1,7 +1,7 @@
 """Asks a trained model, on one process; see docs/generate.md.
 
 python tools/generate.py --load CHECKPOINTS --prompt "What is on this picture?" --image cat.png
-python tools/generate.py --load-hf DIR --interactive                       a conversation; /image FILE and /audio FILE attach one
+python tools/generate.py --load-hf DIR --interactive                       a conversation; /image, /audio, /video FILE attach one
 python tools/generate.py --load CHECKPOINTS --jsonl held_out.jsonl --output answers.jsonl
 python tools/generate.py --load CHECKPOINTS --prompt "draw 47" --output out.png    an image, if the model has a generator
 python tools/generate.py --load CHECKPOINTS --held-out 3 --run-flags --config config.yaml    what a run was not trained on
@@ -28,10 +28,11 @@ from PIL import Image
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.generation.answering import NUM_FRAMES, Answering, Message, generate, open_answering, user_message
+from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
 from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import StoredModel, open_model
 from megatron.runtime.session import Session
+from multimodal.data.sample_source import NUM_FRAMES
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from tools.command_line import Parser, at_least_zero, count, run_tool
@@ -72,10 +73,8 @@ def run(argv: Sequence[str]) -> None:
     """Answer; raises BraidError."""
     flags = build_parser().parse_args(argv)
     options = _generation_options(flags)
-    if (flags.image or flags.audio) and flags.prompt is None:
-        raise ConfigError("--image and --audio go with a --prompt; in a conversation attach one with /image FILE or /audio FILE")
-    if flags.video and flags.prompt is None:
-        raise ConfigError("--video goes with a --prompt; add one")
+    if (flags.image or flags.audio or flags.video) and flags.prompt is None:
+        raise ConfigError("--image, --audio and --video go with a --prompt; in a conversation attach one: /image FILE, say")
     if flags.num_frames is not None and not flags.video:
         raise ConfigError("--num-frames would be ignored: there is no --video; leave it out")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
@@ -158,17 +157,18 @@ def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], o
 
 def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> None:
     messages: list[Message] = []
-    files: dict[str, list[Path]] = {"/image": [], "/audio": []}
-    print("A question a line; /image FILE and /audio FILE attach one to the next question, /new forgets, an empty line ends.")
+    files: dict[str, list[Path]] = {"images": [], "audio": [], "videos": []}
+    kinds = dict(zip(("/image", "/audio", "/video"), files, strict=True))
+    print(f"A question a line; {' FILE, '.join(kinds)} FILE attach one to the next question, /new forgets, an empty line ends.")
     for line in iter(lambda: sys.stdin.readline().strip(), ""):
         command, _, path = line.partition(" ")
-        if command in files:
-            files[command].append(Path(path.strip()))
+        if command in kinds:
+            files[kinds[command]].append(Path(path.strip()))
         elif command == "/new":
             messages = []
         else:
-            messages.append(user_message(line, images=files.pop("/image"), audio=files.pop("/audio")))
-            files = {"/image": [], "/audio": []}
+            messages.append(user_message(line, **files))
+            files = {kind: [] for kind in files}
             said = generate((session, model), messages, **options)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": said}]})
             print(said, flush=True)

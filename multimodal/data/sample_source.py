@@ -12,6 +12,8 @@ Overlong = Literal["truncate", "skip", "error"]
 """The ways to treat samples of more tokens than a sequence may have."""
 BadSample = Literal["error", "skip"]
 """The ways to treat samples with items that cannot be read."""
+NUM_FRAMES = 8
+"""Frames that are taken of a video, unless another number is given."""
 DEFAULT_MAX_PIXELS = 89_478_485
 """Default for the most pixels of an image file; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
 PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS

@@ -158,7 +158,7 @@ def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path: Path, cap
 
 WRONG = {
     "image without prompt": (("--interactive", "--image", "a.png"), "go with a --prompt"),
-    "video without prompt": (("--interactive", "--video", "a.mp4"), "--video goes with a --prompt"),
+    "video without prompt": (("--interactive", "--video", "a.mp4"), "--image, --audio and --video go with a --prompt"),
     "frames of nothing": (("--prompt", "what?", "--num-frames", "2"), "there is no --video"),
     "image of a video": (("--prompt", "what?", "--video", "a.mp4", "--output", "a.png"), "--video would be ignored"),
     "image for an LLM": (("--prompt", "what?", "--image", "a.png"), "images, which no unit of the model takes"),

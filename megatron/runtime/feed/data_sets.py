@@ -121,6 +121,8 @@ def open_manifest(
         max_image_pixels=config.data.max_image_pixels,
         overlong=config.data.overlong,
         skips_bad=config.data.bad_sample == "skip",
+        num_frames=config.data.num_frames,
+        video_fps=config.data.video_fps,
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)

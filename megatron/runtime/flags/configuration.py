@@ -14,7 +14,7 @@ from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_program import DIGITS_PROGRAM
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, BadSample, Overlong
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, BadSample, Overlong
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
@@ -338,6 +338,10 @@ class DataConfig:
     """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
     """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
+    num_frames: int = field(default=NUM_FRAMES, metadata={"minimum": 1, "maximum": 10**5})
+    """Most frames that are taken of a video of a manifest, evenly spread over its time; each is an image to the model."""
+    video_fps: float | None = field(default=None, metadata={"above": 0, "maximum": 10**4})
+    """Frames that are taken of a second of video, up to --num-frames; by default that many of any."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
     """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 256})

@@ -127,8 +127,8 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         {
             "chat_template": "a program's samples (digits, FILE.py) come in turns of Braid's own",
             "split": "a program (digits, FILE.py) holds out samples of its own",
-            "allow_outside_paths producers max_image_pixels": (
-                "a program (digits, FILE.py) reads no image files; use a manifest"
+            "allow_outside_paths producers max_image_pixels num_frames video_fps": (
+                "a program (digits, FILE.py) reads no files; use a manifest"
             ),
             "overlong": "a program (digits, FILE.py) makes samples that fit, or cuts them; use a manifest",
             "latent_cache": "a program's samples (digits, FILE.py) are not cached; use a manifest",

@@ -282,8 +282,8 @@ MULTIMODAL = {
     "not available: tiles are chosen by InternVL's rule": (
         "use-area-weighted-aspect-ratio match-tiling-dynamic-resolution masked-tiling-dynamic-resolution"
     ),
-    "not available: videos are not read; give their frames as images of a sample": (
-        "num-frames video-* separate-video-embedder allow-large-videos efficient-video-sampling-variant"
+    "not available: of a video --num-frames are taken, as images": (
+        "video-* separate-video-embedder allow-large-videos efficient-video-sampling-variant"
     ),
     "not available: the loss is a mean over target tokens of the global batch": "use-loss-scaling no-calculate-per-token-loss",
     "not available: samples of a microbatch see only themselves": "allow-cross-sample-attention",

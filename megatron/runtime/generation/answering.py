@@ -26,10 +26,9 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.sample_source import SampleSource
+from multimodal.data.sample_source import NUM_FRAMES, SampleSource
 from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
-from multimodal.data.video_frames import write_frames
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -164,29 +163,34 @@ class Answering:
         return head.predicted[0, : self._backbone.unit.num_tokens_known(self._session.options.vocab_size)]
 
 
-def open_answering(session: Session, model: StoredModel, path: Path) -> Answering:
-    """Return what answers the samples of a file, in any form that --data-path takes."""
+def open_answering(session: Session, model: StoredModel, path: Path, *, num_frames: int = NUM_FRAMES) -> Answering:
+    """Return what answers the samples of a file, in any form that --data-path takes; num_frames: of a video, at most."""
     tokenizer, chat = model.texts.open()
-    source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat)
+    source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat, num_frames=num_frames)
     if session.graph.passes_items_on:
         source = PassedItems(source, graph=session.graph)
     return Answering(session, source, tokenizer)
 
 
-def open_questions(path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None) -> ManifestSource:
-    """Open a file of questions, none of which is cut; raises DataError."""
-    return ManifestSource(path, graph=graph, tokenizer=tokenizer, seq_length=_UNBOUNDED, allows_outside_paths=True, chat=chat)
+def open_questions(
+    path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None, **options: Any
+) -> ManifestSource:
+    """Open a file of questions, none of which is cut; options: num_frames and video_fps. Raises DataError."""
+    options = {"seq_length": _UNBOUNDED, "allows_outside_paths": True, "chat": chat, **options}
+    return ManifestSource(path, graph=graph, tokenizer=tokenizer, **options)
 
 
-def user_message(prompt: str, *, images: Sequence[str | Path] = (), audio: Sequence[str | Path] = ()) -> Message:
+def user_message(
+    prompt: str,
+    *,
+    images: Sequence[str | Path] = (),
+    audio: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+) -> Message:
     """Return what a user says, with files before the text."""
-    kinds = ("image", images), ("audio", audio)
+    kinds = ("image", images), ("video", videos), ("audio", audio)
     files = [{"type": kind, kind: str(Path(path).absolute())} for kind, paths in kinds for path in paths]
     return {"role": "user", "content": [*files, {"type": "text", "text": prompt}]}
-
-
-NUM_FRAMES = 8
-"""Frames that are taken of a video, unless another number is given."""
 
 
 def generate(
@@ -204,20 +208,19 @@ def generate(
     """Return a trained model's answer, computed by this process.
 
     model: the folder of a run's checkpoints, one of them, a folder of Hugging Face, or what `open_model` gives for one, which
-    spares reading it for every question. prompt: a question, after images, `num_frames` frames of each video, as images, and
-    clips of sound from these files; or the messages of a conversation, the last one a user's, as `user_message` makes them.
-    options: as in `Answering.answer`. Raises BraidError if the model cannot be read, or takes no such files.
+    spares reading it for every question. prompt: a question, after images, videos and clips of sound from these files; of a video
+    the model sees `num_frames` frames, as images; or the messages of a conversation, the last one a user's, as `user_message`
+    makes them. options: as in `Answering.answer`. Raises BraidError if the model cannot be read, or takes no such files.
     """
     if not isinstance(prompt, str) and (images or audio or videos):
         raise ConfigError("images, audio, videos go with a question; in a conversation name them in its messages (user_message)")
     answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
     opening = nullcontext(model) if isinstance(model, tuple) else open_model(model)
     with opening as opened, tempfile.TemporaryDirectory() as folder:
-        frames = [frame for video in videos for frame in write_frames(video, Path(folder), num_frames=num_frames)]
-        messages = [user_message(prompt, images=[*images, *frames], audio=audio)] if isinstance(prompt, str) else prompt
+        messages = [user_message(prompt, images=images, audio=audio, videos=videos)] if isinstance(prompt, str) else prompt
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
-        return open_answering(*opened, path).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
+        return open_answering(*opened, path, num_frames=num_frames).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
 
 
 def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:

@@ -2,7 +2,7 @@
 
 Images are named by parts of a message's content (`{"type": "image", "image": PATH}`), or stand in the sample's own `image` or
 `images`, in the order of the marks `<image>` in its texts (or of parts `{"type": "image"}` without a path). Likewise sound:
-`audio`, `audios`, `<audio>`. `loss_weight` beside the messages
+`audio`, `audios`, `<audio>`, and videos: `video`, `videos`, `<video>`. `loss_weight` beside the messages
 multiplies the loss of the sample's tokens. A key or a mark that would be left out of training is an error.
 """
 
@@ -17,9 +17,11 @@ from multimodal.data.forms.segments import (
     LOSS_WEIGHT,
     AudioSegment,
     EmbeddedAddress,
+    FileSegment,
     ImageSegment,
     Segment,
     SegmentedSample,
+    VideoSegment,
     check_keys,
     check_path,
     loss_weight,
@@ -29,7 +31,7 @@ from multimodal.data.forms.segments import (
 )
 from multimodal.values.errors import DataError
 
-_MARK = re.compile("<(image|audio)>")
+_MARK = re.compile("<(image|audio|video)>")
 _OTHER_MARK = re.compile(
     r"<\|?(?:start_of_)?(?:image|img|audio|sound|speech|video|frame)"
     r"(?:[_ -]?(?:\d+|pad|here|token|soft_token|placeholder|context))?\|?>",
@@ -42,18 +44,18 @@ _ROLES: Mapping[str, str] = {"system": "system", "user": "user", "human": "user"
 _KEYS = (("role", "content"), ("from", "value"))
 _WEIGHTS = ("loss", "train", "weight")
 """Keys of messages that say whether they are learnt; all that assistants say is, and nothing else."""
-_PATH_KEYS = ("path", "image", "audio", "url", "image_url", "audio_url")
+_PATH_KEYS = ("path", "image", "audio", "video", "url", "image_url", "audio_url", "video_url")
 """Keys under which a part of a message names its file."""
 _Listed = Mapping[str, deque[tuple[int, str]]]
-"""image, audio -> the paths that the sample lists and no place has taken yet, with their numbers."""
-_SEGMENTS: Mapping[str, type[ImageSegment] | type[AudioSegment]] = {"image": ImageSegment, "audio": AudioSegment}
+"""image, audio, video -> the paths that the sample lists and no place has taken yet, with their numbers."""
+_SEGMENTS: Mapping[str, type[FileSegment]] = {"image": ImageSegment, "audio": AudioSegment, "video": VideoSegment}
 
 
 def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     """Return the sample of an object with `messages` or `conversations`.
 
     Raises DataError, which names `where`, for roles that are unknown or out of order, an empty conversation, unknown kinds of
-    parts, keys and marks, and a number of images, or clips, that differs from the number of places for them.
+    parts, keys and marks, and a number of images, clips or videos, that differs from the number of places for them.
     """
     if isinstance(entry.get("id"), (str, int)):
         where = f"{where} (sample {shown(entry['id'])})"
@@ -98,7 +100,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
 
 
 def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
-    """Return the paths in `image` and `images`, or `audio` and `audios`, each of which has one or several."""
+    """Return the paths in `image` and `images`, say, each of which has one or several."""
     listed: list[Any] = []
     for key in (kind, f"{kind}s"):
         value = entry.get(key)
@@ -106,7 +108,7 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     listed = [_path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):
-            raise DataError(f"{where}: an {kind} must be the path of a file, found {shown(path)}; correct it")
+            raise DataError(f"{where}: {kind} must be the path of a file, found {shown(path)}; correct it")
     return [_local_path(path, where=where) for path in listed]
 
 
@@ -138,8 +140,9 @@ def _marked_text(text: str, *, role: str, listed: _Listed, where: str) -> Iterat
     others = (mark for piece in pieces for mark in _OTHER_MARK.finditer(piece) if not _is_text(mark, role))
     if (other := next(others, None)) is not None:
         raise DataError(
-            f"{where}: unknown mark {other[0]}, at which nothing would be seen or heard; write <image> or <audio> and list the "
-            f'file, remove the sample, or, where the text means these letters, make it a part: [{{"type": "text", "text": ...}}]'
+            f"{where}: unknown mark {other[0]}, at which nothing would be seen or heard; write <image>, <audio> or <video> and "
+            "list the file, remove the sample, or, where the text means these letters, make it a part: "
+            '[{"type": "text", "text": ...}]'
         )
     for index, piece in enumerate(pieces):
         if index:
@@ -166,8 +169,8 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     if kind == "text":
         check_keys(part, ("type", "text"), where=where)
         return TextSegment(role, required(part, "text", (str,), where=where))
-    if kind not in ("image", "audio"):
-        raise DataError(f"{where}: unknown type {kind!r}; use text, image or audio, or remove the sample")
+    if kind not in _SEGMENTS:
+        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(_SEGMENTS)}, or remove the sample")
     named = [part[name] for name in _PATH_KEYS if name in part]
     check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
@@ -182,13 +185,13 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
     """number: of the file, if the place tells it."""
     if not listed[kind]:
         raise DataError(
-            f"{where}: a place for an {kind} (<{kind}>), but the sample lists no more of them ('{kind}' or '{kind}s'); list it, "
+            f"{where}: a place for {kind} (<{kind}>), but the sample lists no more of them ('{kind}' or '{kind}s'); list it, "
             "or remove the mark"
         )
     place, path = listed[kind].popleft()
     if number not in (None, place):
         raise DataError(
-            f"{where}: 'index' is {shown(number)}, but this is place {place} for an {kind}; list the files in the order of their "
+            f"{where}: 'index' is {shown(number)}, but this is place {place} for {kind}; list the files in the order of their "
             "places, and leave 'index' out"
         )
     return _SEGMENTS[kind](path)

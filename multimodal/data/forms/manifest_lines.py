@@ -1,9 +1,10 @@
 """The manifest format: one JSON object per line, `{"id": ..., "segments": [...]}`, checked as it is read.
 
 A segment is `{"type": "text", "role": user | assistant | document | system, "text": ...}`, `{"type": "image", "path": ...,
-"width": ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"`
-is an answer, which a generator learns to make. `"unit"` names the unit of an image or a clip, if several might take it. Keys that
-only describe a sample (METADATA) are ignored. `"loss_weight"` beside the segments multiplies the loss of the sample's tokens.
+"width": ..., "height": ...}` (the size may be left out), `{"type": "audio", "path": ...}` or `{"type": "video", "path": ...}`. An
+image with `"role": "assistant"` is an answer, which a generator learns to make. `"unit"` names the unit of an item, if several
+might take it. Keys that only describe a sample (METADATA) are ignored. `"loss_weight"` beside the segments multiplies the loss of
+the sample's tokens.
 """
 
 from typing import Any
@@ -15,6 +16,7 @@ from multimodal.data.forms.segments import (
     ImageSegment,
     Segment,
     SegmentedSample,
+    VideoSegment,
     check_keys,
     check_path,
     loss_weight,
@@ -23,7 +25,8 @@ from multimodal.data.forms.segments import (
 )
 from multimodal.values.errors import DataError
 
-_KEYS = {"text": ("type", "role", "text"), "image": ("type", "path", "unit", "role"), "audio": ("type", "path", "unit")}
+_OF_A_FILE = ("type", "path", "unit")
+_KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audio": _OF_A_FILE, "video": _OF_A_FILE}
 """Kind of segment -> its keys, beside METADATA."""
 
 
@@ -62,8 +65,10 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
         path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
         return ImageSegment(path, size, is_answer=role == "assistant", unit=_parse_unit(segment, where=where))
-    if kind == "audio":
-        return AudioSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
+    if kind in ("audio", "video"):
+        return (AudioSegment if kind == "audio" else VideoSegment)(
+            _parse_path(segment, where=where), _parse_unit(segment, where=where)
+        )
     raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
 
 

@@ -49,7 +49,7 @@ class SampleFiles:
             yield parse_entry(row, place=place, where=f"{self.path}, {place}", place_of_id=place_of_id)
 
     def embedded(self, address: str) -> bytes:
-        """Return the bytes of an image whose path begins with EMBEDDED; raises DataError."""
+        """Return the bytes of an item whose path begins with EMBEDDED; raises DataError."""
         return self._files.embedded(address)
 
 

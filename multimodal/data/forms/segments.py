@@ -9,7 +9,7 @@ from multimodal.values.errors import DataError
 
 LOSS_WEIGHT = "loss_weight"
 EMBEDDED = "\0"
-"""Prefix of the path of an image that is not a file but part of the data itself."""
+"""Prefix of the path of an item that is not a file but part of the data itself."""
 
 
 class EmbeddedAddress(str):
@@ -40,7 +40,17 @@ class AudioSegment:
     """The unit that takes it; None: the only unit that takes sound."""
 
 
-Segment = TextSegment | ImageSegment | AudioSegment
+@dataclass(frozen=True, slots=True)
+class VideoSegment:
+    """A video file, which is seen as some of its frames, each an image."""
+
+    path: str
+    unit: str | None = None
+    """The unit that takes its frames; None: the only unit that takes images."""
+
+
+FileSegment = ImageSegment | AudioSegment | VideoSegment
+Segment = TextSegment | FileSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +112,7 @@ _DESCRIBING = """
 METADATA = frozenset(_DESCRIBING.split())
 """Keys that describe a sample, a message or a file, and are no part of what a model is taught; so are those that end in _id."""
 _REMEDIES: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("video", "videos", "video_url"), "videos are not supported: give their frames as images, or remove the sample"
-    ),
-    **dict.fromkeys(("image", "images", "audio", "audios"), "name one file, at one place"),
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "name one file, at one place"),
 }
 
 

@@ -1,6 +1,7 @@
 """WebDataset's tar archives, alone, in a folder, or with Energon's `.nv-meta`: read in place, not unpacked.
 
-Files that follow each other and share a name up to its first dot are one sample: images, and a `json` or `txt` beside them.
+Files that follow each other and share a name up to its first dot are one sample: images, sound or videos, and a
+`json` or `txt` beside them.
 """
 
 import json
@@ -19,7 +20,12 @@ from multimodal.data.forms.table_files import digest_files
 from multimodal.values.errors import DataError
 
 _MAGIC = (257, b"ustar")
-_IMAGES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"))
+_MEDIA: Mapping[str, tuple[str, ...]] = {
+    "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
+    "audio": ("wav", "flac", "ogg", "mp3"),
+    "video": ("mp4", "mkv", "webm", "avi", "mov", "m4v"),
+}
+_MEDIUM = {kind: medium for medium, kinds in _MEDIA.items() for kind in kinds}
 _TEXTS = frozenset(("txt", "json"))
 _FIELD = re.compile(r"^([^\[\]]+)((?:\[[^\[\]]+\])*)$")
 """A field of Energon's field_map: `jpg`, `json[caption]`, `json[turns][0][text]`."""
@@ -90,7 +96,7 @@ class TarFiles:
         found = {name: _field(parts, path, where=where) for name, path in fields.items() if name != "__key__"}
         answer = found.get("caption", found.get("answers"))
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        return _asked([found["image"]], str(found.get("context", "")), str(answer))
+        return _asked({"image": [found["image"]]}, str(found.get("context", "")), str(answer))
 
 
 def find_tar_files(path: Path) -> TarFiles | None:
@@ -185,25 +191,30 @@ def _field(parts: Mapping[str, Any], path: str, *, where: str) -> Any:
 
 def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the sample of files whose names say what they are: a conversation in json, or images and their text."""
-    images = [value for kind, value in parts.items() if kind.rpartition(".")[2] in _IMAGES]
+    kinds = {kind: kind.rpartition(".")[2] for kind in parts}
+    listed = {
+        medium: found
+        for medium in _MEDIA
+        if (found := [value for kind, value in parts.items() if _MEDIUM.get(kinds[kind]) == medium])
+    }
     described = parts.get("json")
-    if others := [kind for kind in parts if kind.rpartition(".")[2] not in _IMAGES | _TEXTS | {"cls", "id", "__key__"}]:
-        raise DataError(f"{where}: {shown(others[0])} is no image and no text, and would be lost; remove it from the archive")
+    if others := [kind for kind, end in kinds.items() if end not in {*_MEDIUM, *_TEXTS, "cls", "id", "__key__"}]:
+        raise DataError(f"{where}: {shown(others[0])} is no image, sound, video or text, and would be lost; remove it there")
     if isinstance(described, dict) and {"messages", "conversations"} & described.keys():
-        if images:  # those in the archive, whatever they were called outside
-            described = {**{key: value for key, value in described.items() if key not in ("image", "images")}, "images": images}
-        return described
+        outside = {name for medium in listed for name in (medium, f"{medium}s")}  # what those were called outside
+        return {**{key: value for key, value in described.items() if key not in outside}, **listed}
     texts = [parts.get("txt"), *(described.get(key) for key in ("caption", "text") if isinstance(described, dict))]
     text = next((each for each in texts if isinstance(each, str)), None)
-    if text is None or not images:
+    if text is None or not listed:
         raise DataError(
-            f"{where}: found {shown_keys(dict(parts))}; expected images beside a 'txt', or a 'json' with 'messages', "
-            "'conversations' or 'caption'"
+            f"{where}: found {shown_keys(dict(parts))}; expected images, sound or a video beside a 'txt', or a 'json' with "
+            "'messages', 'conversations' or 'caption'"
         )
-    return _asked(images, "", text)
+    return _asked(listed, "", text)
 
 
-def _asked(images: list[Any], question: str, answer: str) -> dict[str, Any]:
-    content: list[Any] = [{"type": "image"} for _ in images]
+def _asked(listed: Mapping[str, list[Any]], question: str, answer: str) -> dict[str, Any]:
+    """listed: medium -> its files."""
+    content: list[Any] = [{"type": medium} for medium, files in listed.items() for _ in files]
     content += [{"type": "text", "text": question}] if question else []
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], "images": images}
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}], **listed}

@@ -8,8 +8,10 @@ from multimodal.data.audio.audio_files import read_audio
 from multimodal.data.audio.audio_processing import audio_to_patches
 from multimodal.data.forms.segments import EMBEDDED
 from multimodal.data.image_files import read_image
+from multimodal.data.image_processing import image_to_patches
 from multimodal.data.index.sample_index import IndexedItem
 from multimodal.data.sample_source import ItemPixels, SampleSource
+from multimodal.data.video_frames import parse_frame_address, read_frame
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
 
 
@@ -37,7 +39,7 @@ class ItemReader:
     """Decodes items in this process, on request."""
 
     def __init__(self, inputs: Mapping[str, ItemInput], *, embedded: Callable[[str], bytes]) -> None:
-        """inputs: unit -> description of its items; embedded: returns the bytes of an image in a data set, by its path."""
+        """inputs: unit -> description of its items; embedded: returns the bytes of an item in a data set, by its path."""
         self._inputs, self._embedded = inputs, embedded
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
@@ -47,10 +49,16 @@ class ItemReader:
         """Decode one item."""
         item, where = wanted
         found = self._inputs[item.unit]
+        frame = parse_frame_address(item.path)
+        path = frame.path if frame else item.path
+        content = self._embedded(path) if path.startswith(EMBEDDED) else None
         if isinstance(found, AudioInput):
-            return audio_to_patches(read_audio(item.path, num_samples=item.size[0], where=where), audio=found)
-        is_embedded = item.path.startswith(EMBEDDED)
-        name, content = ("its image", self._embedded(item.path)) if is_embedded else (item.path, None)
+            name = path if content is None else "its sound"
+            return audio_to_patches(read_audio(name, content=content, num_samples=item.size[0], where=where), audio=found)
+        if frame is not None:
+            image = read_frame(frame if content is None else frame._replace(path="its video"), content=content, where=where)
+            return image_to_patches(image, image_input=found, tile=item.tile)
+        name = path if content is None else "its image"
         return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
 
     def is_shaped(self, wanted: WantedItem, pixels: ItemPixels) -> bool:

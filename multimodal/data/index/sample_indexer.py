@@ -17,12 +17,13 @@ from multimodal.data.conversation import (
     find_item_behind_text,
 )
 from multimodal.data.forms.sample_files import SampleFiles
-from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment, SegmentedSample
+from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, Overlong
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
+from multimodal.data.video_frames import FramePlace, frame_address, read_video_length
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
 from multimodal.values.parts.item_passes import count_llm_tokens
@@ -43,6 +44,10 @@ class IndexOptions:
     """Cut samples of more tokens at the end (`build_conversation`), leave them out, or raise DataError."""
     skips_bad: bool = False
     """Leave out samples with items that are missing or cannot be read, in place of DataError."""
+    num_frames: int = NUM_FRAMES
+    """The most frames that are taken of a video."""
+    video_fps: float | None = None
+    """Frames that are taken of a second of video; None: as many as there may be."""
 
 
 BAD = "that cannot be read: "
@@ -78,27 +83,30 @@ class SampleIndexer:
 
     def index(self, sample: SegmentedSample) -> IndexedSample | str:
         """Return the sample, or the reason for leaving it out; raises DataError for a faulty one."""
-        found: list[tuple[ImageSegment | AudioSegment, Unit]] = []
+        found: list[tuple[FileSegment, Unit]] = []
         for segment in sample.segments:
             if not isinstance(segment, TextSegment):
                 unit = self._unit_of(segment, where=sample.where)
                 if unit is None:
-                    kind = "audio" if isinstance(segment, AudioSegment) else "images"
+                    kind = {AudioSegment: "audio", ImageSegment: "images", VideoSegment: "videos"}[type(segment)]
                     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
         try:
-            tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+            items_of = [self._index_segment(segment, unit, where=sample.where) for segment, unit in found]
         except DataError as problem:
             if self._options.skips_bad:
                 return f"{BAD}{problem}"
             raise
-        of_items = iter([_item_segment(own, unit, graph=self._graph) for own, (_, unit) in zip(tiles, found, strict=True)])
-        segments = [each if isinstance(each, TextSegment) else next(of_items) for each in sample.segments]
+        units = (unit for _, unit in found)
+        places = iter(
+            [[_item_segment(own, unit, graph=self._graph) for own in each] for each, unit in zip(items_of, units, strict=True)]
+        )
+        segments = [*chain.from_iterable([each] if isinstance(each, TextSegment) else next(places) for each in sample.segments)]
         if self._chat is not None:
             conversation = self._chat.build(segments, seq_length=self._options.seq_length, where=sample.where)
         else:
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
-        items = [*chain.from_iterable(tiles)]
+        items = [*chain.from_iterable(chain.from_iterable(items_of))]
         if conversation.is_cut and self._options.overlong == "skip":
             return f"of more than {self._options.seq_length} tokens (--overlong skip)"
         if conversation.is_cut and self._options.overlong == "error":
@@ -116,14 +124,14 @@ class SampleIndexer:
         conversation = replace(conversation, loss_weight=sample.loss_weight)
         return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
 
-    def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
+    def _unit_of(self, segment: FileSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
         if isinstance(segment, AudioSegment):
             fitting = [unit for unit in self._graph.item_encoders if unit.audio is not None]
         else:
             made = [unit for unit in self._graph.generators if unit.image is not None]
             taken = [unit for unit in self._graph.item_encoders if unit.image is not None]
-            fitting = made if segment.is_answer and made else taken
+            fitting = made if isinstance(segment, ImageSegment) and segment.is_answer and made else taken
         if segment.unit is not None:
             return next((unit for unit in fitting if unit.name == segment.unit), None)
         if len(fitting) > 1:
@@ -133,26 +141,31 @@ class SampleIndexer:
             )
         return fitting[0] if fitting else None
 
-    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> list[IndexedItem]:
-        """Return an item, or the tiles of an image."""
+    def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[list[IndexedItem]]:
+        """Return the items of a segment: a clip or an image, with its tiles, or every frame of a video with its own."""
         found = input_of(unit)
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
-        name = "its image" if is_embedded else path
-        if isinstance(segment, ImageSegment):
-            content = self._files.embedded(path) if is_embedded else None
-            size = segment.size or read_image_size(name, content=content, where=where)
-            check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
-        elif is_embedded:
-            raise DataError(f"{where}: sound inside a data set cannot be read; save it as files, and name these")
+        kind = {AudioSegment: "sound", ImageSegment: "image", VideoSegment: "video"}[type(segment)]
+        name, content = (f"its {kind}", self._files.embedded(path)) if is_embedded else (path, None)
+        paths = [path]
+        if isinstance(segment, AudioSegment):
+            size = read_audio_length(name, content=content, where=where), 1
         else:
-            size = read_audio_length(path, where=where), 1
+            if isinstance(segment, VideoSegment):
+                length, fps = read_video_length(name, content=content, where=where), self._options.video_fps
+                wanted = max(1, round(length.seconds * fps)) if fps else self._options.num_frames
+                number = min(wanted, self._options.num_frames, length.num_frames)
+                paths, size = [frame_address(FramePlace(path, index, number)) for index in range(number)], length.size
+            else:
+                size = segment.size or read_image_size(name, content=content, where=where)
+            check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
         try:
             if isinstance(found, AudioInput):
-                return [IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]
+                return [[IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]]
             grid = image_grid(width=size[0], height=size[1], image_input=found)
-            count = num_tiles(width=size[0], height=size[1], image_input=found)
-            return [IndexedItem(unit.name, path, size, grid, tile) for tile in range(count)]
+            tiles = range(num_tiles(width=size[0], height=size[1], image_input=found))
+            return [[IndexedItem(unit.name, each, size, grid, tile) for tile in tiles] for each in paths]
         except DataError as problem:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.segments import AudioSegment, ImageSegment, Segment, SegmentedSample
+from multimodal.data.forms.segments import AudioSegment, ImageSegment, Segment, SegmentedSample, VideoSegment
 from multimodal.data.index.item_reader import WantedItem
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex
 from multimodal.data.sample_source import ItemPixels
@@ -24,7 +24,12 @@ MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
 _DTYPES = ("uint8", "bool", "int32", "int64", "float32", "float64")
 _ALIGNMENT = 8
-_SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
+_SEGMENTS: Mapping[str, Callable[..., Segment]] = {
+    "text": TextSegment,
+    "image": ImageSegment,
+    "audio": AudioSegment,
+    "video": VideoSegment,
+}
 
 
 class SampleBlock(NamedTuple):

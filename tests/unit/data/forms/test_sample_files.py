@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.forms.segments import AudioSegment, ImageSegment
+from multimodal.data.forms.segments import AudioSegment, ImageSegment, VideoSegment
 from multimodal.values.errors import DataError
 from tests.unit.data.conftest import DataFolder
 from tests.unit.data.forms.test_wrong_samples import ASSISTANT, SAY, USER, asked, shown
@@ -20,7 +20,7 @@ ASKED, SAID = ("user", "what?"), ("assistant", "cats")
 
 def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
     return [
-        segment.path if isinstance(segment, (ImageSegment, AudioSegment)) else (segment.role, segment.text)
+        segment.path if isinstance(segment, (ImageSegment, AudioSegment, VideoSegment)) else (segment.role, segment.text)
         for segment in segments
     ]
 
@@ -51,9 +51,16 @@ def human(text: str) -> dict[str, str]:
         ({"text": "once", "url": "u"}, [("document", "once")]),
         ({"messages": [USER, ASSISTANT, USER]}, [ASKED, SAID, ASKED]),
         (
-            {"messages": [{**USER, "content": "<audio>\nand <image>\nwhat?"}, {**ASSISTANT, "id": 7}]}
-            | {"images": ["a.png"], "audios": ["b.wav"], "videos": [], "source": "x", "metadata": {"videos": 1}, "_own": "y"},
-            ["b.wav", ("user", "and "), "a.png", ("user", "\nwhat?"), SAID],
+            {"messages": [{**USER, "content": "<audio>\nand <image>\nwhat?<video>"}, {**ASSISTANT, "id": 7}]}
+            | {
+                "images": ["a.png"],
+                "audios": ["b.wav"],
+                "videos": ["c.mp4"],
+                "source": "x",
+                "metadata": {"videos": 1},
+                "_own": 1,
+            },
+            ["b.wav", ("user", "and "), "a.png", ("user", "\nwhat?"), "c.mp4", SAID],
         ),
         (
             asked(
@@ -63,11 +70,12 @@ def human(text: str) -> dict[str, str]:
                     {"type": "image"},
                     {"type": "image_url", "image_url": {"url": "b.png"}},
                     {"type": "audio", "audio": "c.wav"},
+                    {"type": "video", "video": "file://e.mp4"},
                 ],
                 images=["d.png"],
                 conversations=None,
             ),
-            ["a.png", ("user", "<image>"), "d.png", "b.png", "c.wav", SAID],
+            ["a.png", ("user", "<image>"), "d.png", "b.png", "c.wav", "e.mp4", SAID],
         ),
         (  # LLaMA-Factory's system; a prompt that is said again; MiniCPM-V's turns; weights that say what is learnt anyway
             {"system": "be", "prompt": "<image>\nwhat?", "image": {"path": "a.png", "bytes": None}, "pair_id": "x"}

@@ -14,6 +14,7 @@ import yaml
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import ImageSegment
 from multimodal.values.errors import DataError
+from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.conftest import DataFolder
 
 CHAT = {"conversations": [{"from": "human", "value": "<image>\n<image>\nwhat?"}, {"from": "gpt", "value": "cats"}]}
@@ -113,8 +114,8 @@ def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a.png": b"x", "a.wav": b"x", "a.txt": "t"}, "data.tar, a: 'wav' is no image and no text"),
-        ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images beside"),
+        ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound, video or text"),
+        ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images, sound or a video beside"),
         ({"a.png": b"x", "a.json": b"{"}, "data.tar, a.json: cannot be read"),
         ({"a.png": b"x", "a.json": {"messages": []}}, "data.tar, a: 'messages' is empty"),
     ],
@@ -136,3 +137,20 @@ def test_a_damaged_archive_and_a_link(tmp_path: Path):
         archive.addfile(link)
     with pytest.raises(DataError, match="a.png is a link, not a file"):
         read(path)
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+def test_sound_in_an_archive_is_that_of_a_file(tmp_path: Path, data: DataFolder, two_encoder_graph: ModelGraph, kind: str):
+    clip = data.audio("a.wav", 4000, rate=8000)
+    if kind == "flac":
+        soundfile = pytest.importorskip("soundfile")
+        soundfile.write(tmp_path / "a.flac", *soundfile.read(tmp_path / clip))
+    raw = (tmp_path / f"a.{kind}").read_bytes()
+    archive = write_tar(tmp_path / "shards" / "0.tar", {f"a.{kind}": raw, "a.txt": "cats", f"b.{kind}": raw[:20], "b.txt": "no"})
+    turns = [{"role": "user", "content": "<audio>"}, {"role": "assistant", "content": "cats"}]
+    expected = data.open(data.entries([{"messages": turns, "audios": [f"a.{kind}"]}]), graph=two_encoder_graph)
+    found = data.open(archive, graph=two_encoder_graph, skips_bad=True)
+    assert found.lengths(0) == expected.lengths(0)
+    assert np.array_equal(found.item(0, 0).patches, expected.item(0, 0).patches)
+    with pytest.raises(DataError, match="0.tar, b: its sound cannot be decoded as sound"):
+        data.open(archive, graph=two_encoder_graph)

@@ -13,7 +13,7 @@ from megatron.runtime.feed.producers import produced_items, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample
+from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample, VideoSegment
 from multimodal.data.index.item_reader import ItemReader, item_inputs
 from multimodal.data.index.sample_index import build_index
 from multimodal.data.index.sample_indexer import IndexOptions
@@ -139,6 +139,7 @@ def test_samples_travel_as_they_are() -> None:
         ImageSegment("a", (3, 4), True, "vision"),
         ImageSegment("\0b"),
         AudioSegment("c"),
+        VideoSegment("d", "vision"),
     )
     block = wire.SampleBlock(3, (SegmentedSample("line 1", segments), SegmentedSample("", ())))
     assert wire.unpack_wanted(json.loads(json.dumps(wire.pack_wanted(block)))) == block
