@@ -111,6 +111,10 @@ class Session:
             )
         return self._schedules[forward_only]
 
+    def forget_schedules(self) -> None:
+        """Build schedules anew from now on, for other durations."""
+        self._schedules.clear()
+
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Continue under another plan, with the same weights and optimizer state; between two steps.
 

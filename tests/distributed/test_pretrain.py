@@ -69,6 +69,25 @@ def test_any_sizes_log_the_same_losses(
     assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
 
 
+def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+    """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
+    config, log = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml"), tmp_path / "log.jsonl"
+    how = ("--balance", "auto", "--schedule", "zb-memory", "--measure-interval", 2, "--dtype", "float64", "--train-iters", 3)
+    places = ("--save", tmp_path, "--load", tmp_path, "--log-json", log)
+    said = []
+    for more in (("--exit-interval", 2), ()):
+        launched = launch([*config, *SETTINGS, *as_arguments(BATCH), *how, *places, *more], num_ranks=4)
+        assert launched.exit_codes == (0,) * 4, launched.output
+        said.append(launched.output.count("layers measured up to this step"))
+    assert said == [1, 0]
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+    measured = [
+        json.loads((tmp_path / f"step_{step:08d}" / "braid.json").read_text())["run_state"]["measured"] for step in (2, 3)
+    ]
+    assert measured[0] == measured[1] and measured[0]["step"] == 2
+
+
 def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
     """Ranks that take themselves for those of two nodes: the encoder in front would put the LLM's group on both."""
     config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS, *as_arguments(BATCH))

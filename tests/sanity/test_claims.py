@@ -176,6 +176,10 @@ PROOFS = {
         ),
         "emulation of the real runtime": ("distributed/test_emulation.py::test_every_computation_takes_its_seconds_on_its_lane",),
         "held against each other": ("unit/tools/test_trace.py::test_diff_reads_timelines_and_traces",),
+        "measure their own layers": (
+            "unit/cost/test_measured_layers.py::test_measured_computations_are_predicted",
+            "distributed/test_pretrain.py::test_steps_decided_by_measured_layers_log_the_same_losses",
+        ),
     },
     "Megatron drop-in": {
         "runs training loops written for Megatron": (

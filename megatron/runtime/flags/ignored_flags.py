@@ -27,6 +27,14 @@ def goes_by_durations(config: RunConfig) -> bool:
     return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[config.training.schedule].needs_costs
 
 
+def measuring_interval(config: RunConfig) -> int:
+    """Return the steps after which a run measures its layers anew; 0 if it does not, or nothing depends on them."""
+    training = config.training
+    has_costs = training.layer_costs is not None or training.emulate is not None
+    is_steady = not config.parallelism.elastic and config.data.lengths_from != "decode"
+    return training.measure_interval if goes_by_durations(config) and not has_costs and is_steady else 0
+
+
 def _rows(names: str, causes: str, is_ignored: Callable[[RunConfig], bool], reason: str) -> Iterator[IgnoredFlag]:
     """Yield the rows of several flags, whose names are parted by spaces."""
     way_out = "" if reason.endswith(" out") else " or leave it out" if ";" in reason else "; leave it out"
@@ -100,6 +108,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "balance balance_num_microbatches schedule plan",
         lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one",
+    ),
+    *_rows(
+        "measure_interval",
+        "balance balance_num_microbatches schedule layer_costs emulate elastic lengths_from plan",
+        lambda c: c.training.measure_interval > 0 == measuring_interval(c),
+        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and only runs without --layer-costs, --plan "
+        "auto, --emulate, --elastic and --lengths-from decode measure them; choose one",
     ),
     *_without("elastic", {"elastic_timeout fault_tolerance": "a lost process ends the run; add --elastic"}),
     *_rows(

@@ -4,7 +4,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
@@ -26,6 +26,7 @@ from megatron.runtime.report.stragglers import Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
+from megatron.runtime.training.measuring import Measuring
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save, save_weights
@@ -105,7 +106,9 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             last_report, last = run.trainer.last_report()
             _report_step(run, reporter, progress, last_report, last.balance)
         _evaluate_and_save(run, reporter, progress)
-    with closing(load_training_steps(run, range(first, last_step))) as steps:
+    measuring = Measuring(run)
+    with ExitStack() as loading:
+        steps = loading.enter_context(closing(load_training_steps(run, range(first, last_step))))
         for number in count(first + 1):
             start = time.perf_counter()
             step = next(steps, None)
@@ -143,6 +146,10 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
                 predicted = predict_timeline(run.config, step, timeline, step_predictor(run), run.emulation)
                 reporter.timeline(number, timeline, predicted)
+            if line := measuring.add(number, step, report, events):
+                reporter.say(line)
+                loading.close()  # steps were decided ahead by other durations
+                steps = loading.enter_context(closing(load_training_steps(run, range(number, last_step))))
             _evaluate_and_save(run, reporter, progress)
             if _review_plan(run, reporter, number, step=step, report=report, events=events):
                 break

@@ -17,6 +17,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
 
@@ -101,12 +102,19 @@ def _node_decisions(run: Run, *, forward_only: bool) -> NodeDecisions | None:
     row, schedules = BALANCERS[run.config.training.balance], run.session.schedules(forward_only=forward_only)
     if run.decisions_name is None or not (row.judges or row.needs_costs):
         return None
-    return NodeDecisions(run.decisions_name, subject=(forward_only, schedules.graph, schedules.plan))
+    subject = (forward_only, schedules.graph, schedules.plan, run.measured and run.measured.to_dict())
+    return NodeDecisions(run.decisions_name, subject=subject)
 
 
 def step_predictor(run: Run) -> StepPredictor:
-    """Return the predictor of this run's steps."""
+    """Return the predictor of this run's steps, by the layers that it has measured."""
+    return predictor_by(run, run.measured and run.measured.layers)
+
+
+def predictor_by(run: Run, measured: LayerProfile | None) -> StepPredictor:
+    """Return a predictor by these layers, unless --layer-costs says otherwise; None: by those of the described machine."""
     options = run.session.options
+    copies = options.num_state_copies
     return build_predictor(
-        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=options.num_state_copies
+        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=copies, measured=measured
     )

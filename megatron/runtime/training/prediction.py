@@ -1,12 +1,13 @@
-"""Predicts steps during training, from the plan and schedule, on a described machine or from a cost table, and warns by that.
+"""Predicts steps during training, from the plan and schedule, on a described machine or by measured layers, and warns by that.
 
-All ranks must predict alike, so nothing is measured here: measured layers are read from --layer-costs.
+All ranks must predict alike: layers are read from --layer-costs, or `measuring` has told all ranks the same.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,15 +43,37 @@ _SAMPLES_OF_LAYERS = 1024
 """Number of samples, the first of the training, whose lengths determine the layers of pipeline stages."""
 
 
+class MeasuredCosts(NamedTuple):
+    """The layers' seconds that a run has measured itself."""
+
+    step: int
+    """The last step that was measured; the next one is the first to go by them."""
+    layers: LayerProfile
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        return {"step": self.step, "layers": self.layers.to_dict()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "MeasuredCosts":
+        """Build from the plain form."""
+        return cls(int(value["step"]), LayerProfile.from_dict(value["layers"]))
+
+
 def build_predictor(
-    config: RunConfig, schedules: ScheduleCache, *, vocab_size: int, num_state_copies: int | None = None
+    config: RunConfig,
+    schedules: ScheduleCache,
+    *,
+    vocab_size: int,
+    num_state_copies: int | None = None,
+    measured: LayerProfile | None = None,
 ) -> StepPredictor:
     """Return a predictor of steps as `schedules` would run them, by --cluster and --layer-costs; may raise ConfigError.
 
-    num_state_copies: of an elastic run's optimizer state.
+    num_state_copies: of an elastic run's optimizer state; measured: the layers' seconds, without --layer-costs.
     """
     options = run_options(config, num_state_copies=num_state_copies)
-    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config))
+    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config) or measured)
 
 
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:
@@ -134,8 +157,8 @@ def predict_timeline(
 ) -> Mapping[str, Timeline]:
     """Return the simulated timeline of a step by its title; empty if simulating it takes long.
 
-    Without --cluster or --layer-costs the machine is assumed, so only proportions are compared: computations last as long in all
-    as measured.
+    Without --cluster, --layer-costs and layers measured by the run the machine is assumed, so only proportions are compared:
+    computations last as long in all as measured.
     """
     if emulation is not None:
         return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation.costs).timeline}
@@ -146,6 +169,8 @@ def predict_timeline(
     files = {"--cluster": config.training.cluster, "--layer-costs": config.training.layer_costs}
     if given := [f"{flag} {path}" for flag, path in files.items() if path]:
         return {f"Predicted for {' and '.join(given)}": found}
+    if predictor.profile is not None:
+        return {"Predicted by the layers that this run has measured": found}
     factor = measured.computing_seconds / (found.computing_seconds or 1.0)
     return {f"Predicted for the assumed machine, times {factor:.3g}": found.scaled(factor)}
 

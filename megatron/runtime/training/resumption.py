@@ -15,9 +15,11 @@ from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
+from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
+from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
 from megatron.runtime.training.trainer import build_scheduler
 from multimodal.values.errors import CheckpointError, ConfigError
@@ -154,6 +156,11 @@ def _load(run: Run, start: Start) -> None:
         except Exception as problem:  # the content may be anything
             raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
     run.done_steps = loaded.step
+    if (measured := loaded.run_state.get("measured")) is not None and measuring_interval(run.config):
+        try:
+            run.measured = MeasuredCosts.from_dict(measured)
+        except (ConfigError, TypeError, ValueError, KeyError) as problem:  # the content may be anything
+            raise damaged(loaded.path, f"its measured layers cannot be read ({problem})") from problem
 
 
 def _describe_training(run: Run) -> RunData:
@@ -220,7 +227,7 @@ def save(run: Run, number: int) -> int:
         step=number,
         session=run.session,
         schedulers_state=run.scheduler.state_dict(),
-        run_state=run.described_data,
+        run_state={**run.described_data, **({"measured": run.measured.to_dict()} if run.measured else {})},
         keep_last=checkpoint.keep_last_checkpoints,
         retain_interval=checkpoint.save_retain_interval,
         check_right=run.claim.check if run.claim is not None else lambda: None,

@@ -38,7 +38,7 @@ from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
 from megatron.runtime.training.memory_check import check_memory
-from megatron.runtime.training.prediction import EmulationTable, predict_layer_seconds
+from megatron.runtime.training.prediction import EmulationTable, MeasuredCosts, predict_layer_seconds
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
@@ -82,6 +82,8 @@ class Run:
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
     nodes_have_joined: Callable[[], bool] = lambda: False
     """Returns True if nodes wait to be taken into an elastic run."""
+    measured: MeasuredCosts | None = None
+    """The layers' seconds that steps are decided by, once the run has measured them."""
     review: PlanReview | None = None
     """The review of a plan that the run made by itself."""
     decisions_name: str | None = None

@@ -100,7 +100,7 @@ class ComputationSeconds:
         """[num_waits, num_microbatches of the unit] seconds of the waits of computations like a stage's."""
         count = self.loads.assignment.placed[stage[0]].num_microbatches
         seconds = partial(self.stages.waits, stage, kind)
-        found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
+        found = self._of_rows(self.rows(stage[0]), np.arange(count), lambda load: np.array(seconds(load)))
         return found if found.size else np.zeros((len(found), count))
 
     def of_both(self, unit: str) -> Floats:
@@ -118,7 +118,7 @@ class ComputationSeconds:
 
         Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepShape.consumers`.
         """
-        replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
+        replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self.rows(unit, of_subsets=of_subsets)
         if of_subsets:
             replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
         found = None if of_subsets else self._computed_ahead.pop(unit, None)
@@ -162,7 +162,7 @@ class ComputationSeconds:
     @memoized
     def _before_segments(self, unit: str, stage: int) -> Floats:
         """[2, kinds, num_segments + 1, num_microbatches] seconds and waits before each segment; time of none is shared evenly."""
-        rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
+        rows, replicas = self.rows(unit), self.loads.assignment.placed[unit].replica_of_microbatch
         whole = self.of_unit(unit, of_subsets=False)[:, :, stage]
         of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
         counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
@@ -174,7 +174,7 @@ class ComputationSeconds:
         before = np.cumsum(found, axis=2)
         return np.concatenate((np.zeros_like(before[:, :, :1]), before), axis=2)
 
-    def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
+    def rows(self, unit: str, *, of_subsets: bool = False) -> UnitLoad | Sequence[ComputedLoad]:
         """Return loads as arrays, or one by one if context parallel ranks share their tokens."""
         if self.loads.shape.plan.units[unit].context_parallel_size > 1:
             return self.loads.computed(unit, of_subsets=of_subsets)

@@ -1,0 +1,119 @@
+"""Measures the layers of a run from its own steps, so that schedules and balancers go by these seconds from then on.
+
+Every rank sums up its own computations, rank 0 fits the layers' seconds to all sums, and all ranks go by what it found from
+the same step on.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.runtime import platform
+from megatron.runtime.flags.ignored_flags import measuring_interval
+from megatron.runtime.report.reporting import StepReport
+from megatron.runtime.step.step import Step
+from megatron.runtime.training.plan_steps import predictor_by, step_predictor
+from megatron.runtime.training.prediction import MeasuredCosts
+from megatron.runtime.training.run import Run
+from multimodal.cost.measured_layers import MeasuredLayers
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.assignment import Assignment
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.schedule import Schedule
+from multimodal.values.timeline import TimelineEvent
+
+MOST_MEASURED = 8
+"""Most steps of an interval that are measured: its last ones."""
+_WARM_UP = 2
+"""First steps of a run, which set connections up and are not measured."""
+CLEARLY = 1.1
+"""Layers measured before are kept while no unit's forwards or backwards are predicted to differ by more than this factor."""
+
+
+class _Measured(NamedTuple):
+    """What is kept of a step, without its inputs."""
+
+    schedule: Schedule
+    assignment: Assignment
+    lengths: Sequence[SampleLengths]
+    events: Sequence[TimelineEvent]
+    seconds: float
+
+
+@dataclass
+class Measuring:
+    """The steps of one interval; every rank has one."""
+
+    run: Run
+    _steps: list[_Measured] = field(default_factory=list)
+
+    def add(self, number: int, step: Step, report: StepReport, events: Sequence[TimelineEvent]) -> str | None:
+        """Add a step that was run; collective every --measure-interval steps.
+
+        Returns a line, on every rank, if the run goes by other durations from the next step on; they are in `run.measured`.
+        """
+        interval = measuring_interval(self.run.config)
+        if not interval:
+            return None
+        if -number % interval < MOST_MEASURED and number - self.run.done_steps > min(_WARM_UP, interval - 1):
+            lengths = tuple(step.lengths.values())
+            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds))
+        if number % interval or not self._steps:
+            return None
+        measured, self._steps = self._steps, []
+        return self._conclude(number, measured)
+
+    def _conclude(self, number: int, steps: Sequence[_Measured]) -> str | None:
+        run, plan = self.run, self.run.session.plan
+        described = predictor_by(run, None)
+        costs = [described.costs(step.assignment, step.lengths) for step in steps]
+        layers = MeasuredLayers(costs[0].layer_costs, plan)
+        sums = torch.zeros(layers.num_sums, dtype=torch.float64)
+        if plan.lanes[plan.lane_of_rank[run.world.rank]][0] == run.world.rank:
+            sums += torch.from_numpy(layers.sums([(each, step.events) for each, step in zip(costs, steps, strict=True)]))
+        sums = sums.to(platform.device())
+        dist.all_reduce(sums)
+        told = run.world.from_first(f"layers/{number}", lambda: json.dumps(self._fit(layers.fit(sums.cpu().numpy()), steps)))
+        line, profile = json.loads(told)
+        if line is None:
+            return None
+        run.measured = MeasuredCosts(number, LayerProfile.from_dict(profile))
+        run.session.forget_schedules()
+        return str(line)
+
+    def _fit(self, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
+        """Return the line and the profile with the rest of a step; no line if it is about the one that the run goes by."""
+        fitted, before = predictor_by(self.run, profile), step_predictor(self.run)
+        predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
+        rests = [
+            step.seconds - simulate_schedule(step.schedule, each.costs).iteration_seconds
+            for step, each in zip(steps, predictions, strict=True)
+            if each.is_simulated
+        ]
+        assert profile.step is not None, "fitted profiles say what steps take beside their layers"
+        profile = replace(profile, step=replace(profile.step, seconds=max(0.0, median(rests or [0.0]))))
+        last = steps[-1]
+        now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (fitted, before))
+        ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
+        if self.run.measured and all(1 / CLEARLY < ratio < CLEARLY for pair in ratios.values() for ratio in pair):
+            return None, {}
+        units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
+        what = f"those of step {self.run.measured.step}" if self.run.measured else "the described machine's"
+        return (
+            f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
+            f"{median(step.seconds for step in steps):.4g} s; schedule and balance go by these layers now",
+            profile.to_dict(),
+        )
+
+
+def _unit_seconds(costs: ModelCosts) -> dict[str, tuple[float, float]]:
+    """Return the seconds of all forwards, and of all backwards, of each unit."""
+    found = {unit: costs.computations.of_unit(unit, of_subsets=False)[0].sum(axis=(1, 2)) for unit in costs.shape.plan.units}
+    return {unit: (float(of_kinds[0]), float(of_kinds[1])) for unit, of_kinds in found.items()}
