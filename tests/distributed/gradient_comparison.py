@@ -35,7 +35,11 @@ def assert_matches(
     """
     if expected is None:
         expected = _run_reference(ranks, pickle.dumps(reference_of(case)))
-    found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
+    compare(case, ranks.run(run, case, world_size=case.plan.num_ranks), expected=expected, tolerance=tolerance)
+
+
+def compare(case: GradientCase, found: Sequence[RankGradients], *, expected: RankGradients, tolerance: float = TOLERANCE) -> None:
+    """Hold what the ranks of a case have found against that; raises MismatchError."""
     for unit, expected_sum in expected.loss_sums.items():
         loss_sum = sum(rank.loss_sums.get(unit, 0.0) for rank in found)
         if not abs(loss_sum - expected_sum) <= tolerance * max(1.0, abs(expected_sum)):

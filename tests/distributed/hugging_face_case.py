@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
@@ -18,10 +19,13 @@ from megatron.runtime.state.held_tensors import model_tensors
 from megatron.runtime.training.trainer import build_scheduler
 from multimodal.attention.block_attention import capped
 from multimodal.data.sample_source import SampleText
+from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import read_config
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.random_source import RandomSource
 
+RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
+"""Of AdamW."""
 Marks = tuple[tuple[str, int, int], ...]
 """Unit, and the tokens that stand before and behind its items."""
 
@@ -48,6 +52,8 @@ class FromFolder:
 
     folder: Path
     target: Path | None = None
+    stepped: Path | None = None
+    """Where a folder is named, a step of AdamW follows, and what it gives is written there."""
 
     def load(self, session: Session) -> None:
         load_hugging_face(self.folder, session=session)
@@ -58,17 +64,59 @@ class FromFolder:
         return session
 
     def __call__(self, case: GradientCase) -> RankGradients:
-        session = self.session(case)
+        session = self.session(case, optimizer=None if self.stepped is None else one_step_config())
         if self.target is not None:
             save_hugging_face(self.target, session=session, like=self.folder)
-        return run_step(session, plan_case(case))
+        if self.stepped is not None:
+            build_scheduler(OptimizerSettings(lr=RATE, weight_decay=DECAY), session, train_iters=1)  # says what decays
+        found = run_step(session, plan_case(case))
+        if self.stepped is not None:
+            session.step_optimizers(session.gradient_norm(), gathers_later=False)
+            save_hugging_face(self.stepped, session=session, like=self.folder)
+        return found
 
 
-def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.ndarray]) -> Mapping[tuple[str, str], np.ndarray]:
-    """Gradients by unit and parameter, made of those that transformers' parameters have; on one rank."""
-    session = run.session(case)
+def one_step_config() -> OptimizerConfig:
+    """AdamW in float64 that does not clip."""
+    return build_optimizer_config(
+        lr=RATE, min_lr=0.0, weight_decay=DECAY, betas=BETAS, eps=1e-8, clip_grad=0.0, dtype=torch.float64
+    )
+
+
+class Alone(NamedTuple):
+    """What one rank makes of a case."""
+
+    logits: list[np.ndarray]
+    """Of the targets of every microbatch, in order."""
+    expected: Mapping[tuple[str, str], np.ndarray]
+    """The gradients of transformers, by unit and parameter."""
+    found: RankGradients
+
+
+def run_alone(run: FromFolder, case: GradientCase, own: Path, theirs: Mapping[str, np.ndarray]) -> Alone:
+    """Run on one rank; theirs: gradients of transformers' parameters by key.
+
+    The model is written into `own` as its family has it, and not like the folder, of which it has the special tokens alone.
+    """
+    session, logits = run.session(case), []
+    architecture, config = read_config(run.folder)
+    tokens = {name: config[key] for name, key in architecture.placeholders.items() if key in config}
+    save_hugging_face(own, session=session, special_tokens=tokens)
+    if run.target is not None:
+        save_hugging_face(run.target, session=session, like=run.folder)
+    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == case.graph.backbone.name]
+    head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
+    softcap = stage.unit.transformer.logit_softcap
+    head.register_forward_hook(lambda module, inputs, output: logits.append(capped(output[0][:, 0].detach(), softcap).numpy()))
+    expected = _gradients_here(session, case, architecture, theirs)
+    return Alone(logits, expected, run_step(session, plan_case(case)))
+
+
+def _gradients_here(
+    session: Session, case: GradientCase, architecture: Architecture, theirs: Mapping[str, np.ndarray]
+) -> Mapping[tuple[str, str], np.ndarray]:
+    """Gradients by unit and parameter, made of those that transformers' parameters have."""
     tensors = model_tensors(session.state)
-    architecture, _ = read_config(run.folder)
     names = name_weights(tensors, graph=case.graph, architecture=architecture, what="the reference")
     names = as_in_files(names, architecture, found=theirs)
     found = {}
@@ -83,37 +131,3 @@ def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.
         _, unit, parameter = tensor.key.split(".", 2)
         found[unit, parameter] = values
     return found
-
-
-def step_here(run: FromFolder, case: GradientCase, *, rate: float, decay: float, betas: tuple[float, float]) -> None:
-    """Take one step of AdamW, and write what it gives into the run's target, like the folder."""
-    assert run.target is not None
-    settings = OptimizerSettings(lr=rate, weight_decay=decay)
-    optimizer = build_optimizer_config(
-        lr=rate, min_lr=0.0, weight_decay=decay, betas=betas, eps=1e-8, clip_grad=0.0, dtype=torch.float64
-    )
-    session = run.session(case, optimizer=optimizer)
-    build_scheduler(settings, session, train_iters=1)  # says what decays
-    session.forward_backward(plan_case(case))
-    session.finish_gradients()
-    session.step_optimizers(session.gradient_norm(), gathers_later=False)
-    save_hugging_face(run.target, session=session, like=run.folder)
-
-
-def logits_here(run: FromFolder, case: GradientCase) -> list[np.ndarray]:
-    """Logits of the targets of every microbatch of a case on one rank, in order.
-
-    Where the run has a target, the model is written there as its family has it, and not like the folder, of which it
-    has the special tokens alone.
-    """
-    session, logits = run.session(case), []
-    if run.target is not None:
-        architecture, config = read_config(run.folder)
-        tokens = {name: config[key] for name, key in architecture.placeholders.items() if key in config}
-        save_hugging_face(run.target, session=session, special_tokens=tokens)
-    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == case.graph.backbone.name]
-    head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
-    softcap = stage.unit.transformer.logit_softcap
-    head.register_forward_hook(lambda module, inputs, output: logits.append(capped(output[0][:, 0].detach(), softcap).numpy()))
-    run_step(session, plan_case(case))
-    return logits

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,14 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
-from tests.distributed.gradient_comparison import TOLERANCE, assert_matches
-from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here, step_here
+from tests.distributed.gradient_comparison import TOLERANCE, assert_matches, compare
+from tests.distributed.hugging_face_case import BETAS, DECAY, RATE, FromFolder, Marks, PaddedSource, run_alone
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import build_plan
 from tests.distributed.wide_transformers import build_wide_model, double_precision, gradients_by_key
 
 VOCABULARY, MULTIPLE = 61, 64
-RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
-"""Of AdamW."""
 ONE_STEP: dict[str, object] = {"--lr": RATE, "--weight-decay": DECAY, "--adam-beta1": BETAS[0], "--adam-beta2": BETAS[1]}
 ONE_STEP |= {"--clip-grad": 0, "--dtype": "float64", "--global-batch-size": 4, "--train-iters": 1, "--split": "100"}
 ONE_STEP |= {"--tokenizer-type": "ByteTokenizer", "--num-workers": 0}
@@ -66,17 +63,26 @@ class Comparison:
     marks: Marks
     expected: RankGradients
 
+    stepped: Path | None = None
+    """The folder of transformers' model after a step of AdamW."""
+
     def case(self, sizes: Mapping[str, Any], *, graph: ModelGraph | None = None, **options: Any) -> GradientCase:
         return case_of(graph or self.graph, self.shapes, sizes, marks=self.marks, **options)
 
-    def assert_under_plans(self, plans: Plans, ranks: RankPool, *, tolerance: float = TOLERANCE) -> None:
-        """The same loss and gradients, and files that are the same byte for byte."""
+    def assert_under_plans(self, plans: Plans, ranks: RankPool) -> None:
+        """The same loss and gradients, files that are the same byte for byte, and the same weights after a step."""
         for name, (sizes, options) in plans.items():
             target = self.folder.parent / name
-            run = FromFolder(self.folder, target)
-            assert_matches(self.case(sizes, **options), ranks, run=run, expected=self.expected, tolerance=tolerance)
-            for path in self.folder.glob("*.safetensors"):
-                assert (target / path.name).read_bytes() == path.read_bytes(), f"{path.name} under {name}"
+            stepped = None if self.stepped is None else self.folder.parent / f"{name}, stepped"
+            run = FromFolder(self.folder, target, stepped)
+            assert_matches(self.case(sizes, **options), ranks, run=run, expected=self.expected)
+            self.assert_same_files(target)
+            if self.stepped is not None and stepped is not None:
+                assert_same_step(weights_of(self.folder), weights_of(stepped), weights_of(self.stepped))
+
+    def assert_same_files(self, target: Path) -> None:
+        for path in self.folder.glob("*.safetensors"):
+            assert (target / path.name).read_bytes() == path.read_bytes(), f"{path.name} in {target.name}"
 
 
 def compare_logits(
@@ -90,39 +96,33 @@ def compare_logits(
 ) -> Comparison:
     """Build a model and hold the logits of all target tokens and all gradients against Braid's in one process, within 1e-12.
 
-    What Braid writes without a folder to follow, transformers load as the same model. A step of AdamW gives the same weights.
+    What Braid writes without a folder to follow, transformers load as the same model.
     """
     model = build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
     sizes: dict[str, Any] = {unit.name: (1, 1, 1) for unit in graph.units}
     sizes["colocated"] = len(graph.units) > 1
-    alone, run = case_of(graph, shapes, sizes, marks=marks), FromFolder(folder)
+    alone = case_of(graph, shapes, sizes, marks=marks)
     assert isinstance(alone.source, PaddedSource)
     logits, loss_sum = run_transformers(model, alone.source, inputs)
-    target = folder.parent / "written alone"
-    (found,) = ranks.run(logits_here, replace(run, target=target), alone, world_size=1)
-    assert_loads(target, model, alone.source, inputs, expected=logits)
-    for mine, theirs in zip(found, logits, strict=True):
+    own, like, stepped = (folder.parent / name for name in ("written alone", "alone", "stepped in torch"))
+    (here,) = ranks.run(run_alone, FromFolder(folder, like), alone, own, gradients_by_key(model), world_size=1)
+    for mine, theirs in zip(here.logits, logits, strict=True):
         assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
-    (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
-    comparison = Comparison(folder, graph, shapes, marks, RankGradients({"llm": loss_sum}, gradients, {}))
-    comparison.assert_under_plans({"alone": (sizes, {})}, ranks, tolerance=1e-12)
-    assert_steps(comparison, model, ranks)
+    expected = RankGradients({"llm": loss_sum}, here.expected, {})
+    compare(alone, [here.found], expected=expected, tolerance=1e-12)
+    update_in_torch(model, rate=RATE, decay=DECAY, betas=BETAS)
+    model.save_pretrained(stepped)
+    comparison = Comparison(folder, graph, shapes, marks, expected, stepped)
+    comparison.assert_same_files(like)
+    assert_loads(own, model, alone.source, inputs, expected=logits)
     return comparison
 
 
-def assert_steps(comparison: Comparison, model: Any, ranks: RankPool) -> None:
-    """On two tensor parallel ranks, AdamW makes the same of all weights as torch's does of a model that has its gradients."""
-    folder, target = (comparison.folder.parent / name for name in ("stepped in torch", "stepped"))
-    units = comparison.graph.units
-    sizes: dict[str, Any] = {unit.name: (1 if unit.transformer.qk_norm_spans_heads else 2, 1, 1) for unit in units}
-    is_uneven = len({each[0] for each in sizes.values()}) > 1
-    case = comparison.case({**sizes, "colocated": len(sizes) > 1 and not is_uneven})
-    how: dict[str, Any] = {"rate": RATE, "decay": DECAY, "betas": BETAS}
-    ranks.run(partial(step_here, **how), FromFolder(comparison.folder, target), case, world_size=3 if is_uneven else 2)
-    update_in_torch(model, **how)
-    model.save_pretrained(folder)
-    before, mine, theirs = (weights_of(each) for each in (comparison.folder, target, folder))
+def assert_same_step(
+    before: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> None:
+    """The same weights, of which the same ones are as they were before the step."""
     assert before.keys() == mine.keys() == theirs.keys()
     for key, expected in theirs.items():
         assert (mine[key] - expected).abs().max() < TOLERANCE, key

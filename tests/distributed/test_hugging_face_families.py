@@ -137,7 +137,15 @@ FAMILIES: Mapping[str, Family] = {
         models.omni_thinker, IMAGES_AND_CLIPS, OF_IMAGES_AND_CLIPS, models.clips_and_images, (AROUND_IMAGES, AROUND_CLIPS)
     ),
 }
-LIKE_OTHERS = ("llama", "qwen3", "clip and llama", "dinov2 and qwen2", "qwen2.5-vl, tied")
+LIKE_OTHERS = (
+    "llama",
+    "qwen3",
+    "mixtral with windows",
+    "clip and llama",
+    "siglip to its end",
+    "dinov2 and qwen2",
+    "qwen2.5-vl, tied",
+)
 """Others of the kind have more to them; Qwen3-VL is tied, too."""
 SQUARE = {"height": models.GRID * models.PATCH, "width": models.GRID * models.PATCH}
 CUT_OUT = {"do_center_crop": True, "size": {"shortest_edge": models.LARGER}, "crop_size": SQUARE}
@@ -149,10 +157,10 @@ PROCESSORS = {"registers and llama": {**CUT_OUT, "image_mean": [0.5] * 3, "image
 def test_logits_and_gradients_equal_transformers(
     name: str, ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Without --all under every other plan, which ones from family to family in turn."""
+    """Without --all under one plan, another from family to family in turn."""
     make, shapes, plans, inputs, marks = FAMILIES[name]
     if not request.config.getoption("all"):
-        plans = dict([*plans.items()][[*FAMILIES].index(name) % 2 :: 2] or plans)
+        plans = dict([[*plans.items()][[*FAMILIES].index(name) % len(plans)]])
     if name in PROCESSORS:
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[name]))
@@ -171,7 +179,7 @@ def test_internlm2_is_a_llama_under_other_names(ranks: RankPool, tmp_path: Path)
     (folder / "config.json").write_text(json.dumps({**models.SHAPE, **named, "bias": False}))
     graph = read_model(folder)
     assert graph == read_model(llama.folder)
-    replace(llama, folder=folder, graph=graph).assert_under_plans(OF_TEXTS, ranks)
+    replace(llama, folder=folder, graph=graph, stepped=None).assert_under_plans(first_of(OF_TEXTS), ranks)
 
 
 def as_internlm2(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
