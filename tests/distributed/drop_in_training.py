@@ -24,7 +24,7 @@ from megatron.runtime.platform import CpuTorch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 SEQUENCE_LENGTH = 6
 MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 16

@@ -20,10 +20,7 @@ OF_LLM = Lora(2, 6.0, (*(f"transformer.{name}" for name in MODULES), "head.outpu
 OF_VISION = Lora(3, None, ("transformer.linear_qkv", "transformer.linear_fc2", "projector.linear_fc1", "projector.linear_fc2"))
 CASES: dict[tuple[str, str], dict[str, Any]] = {
     ("tp 2 and 4", "plain"): {},
-    ("tp 2 and 4", "no sequence parallelism"): {"num_overlapped_parts": 1},
     ("tp 4, pp 2", "zb-h1"): {"num_overlapped_parts": 1},
-    ("tp 4, cp 2", "recomputation"): {"num_overlapped_parts": 1},
-    ("tp 2, two replicas", "weights shared"): {},
     ("tp 2, cp 2", "split backward"): {"shards_weights": True},
 }
 
@@ -40,12 +37,9 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, 
 
 
 ROWS: dict[tuple[str, str], dict[str, Any]] = {
-    ("tp 2 and 4", "plain"): {},
     ("tp 4, pp 2", "zb-h1"): {"tied": True},
-    ("tp 4, pp 2", "plain"): {"lora": None},
     ("tp 2, cp 2", "split backward"): {"tied": True, "lora": None},
-    ("tp 2, two replicas", "weights shared"): {"tied": True},
-    ("tp 2, two replicas", "no sequence parallelism"): {"lora": None},
+    ("tp 2, two replicas", "weights shared"): {},
 }
 
 
@@ -68,8 +62,8 @@ SHARED = TrainingCase(TRAINED, build_plan(TRAINED, vision=(1, 1, 2), llm=(1, 1, 
 
 
 def test_adapters_alone_are_trained_and_go_on_under_another_plan(ranks: RankPool, tmp_path: Path) -> None:
-    before = run(ranks, train_and_save, SPLIT, tmp_path, 2, 2)
-    after = run(ranks, resume, SHARED, tmp_path, 2)
+    before = run(ranks, train_and_save, SPLIT, tmp_path, 1, 1)
+    after = run(ranks, resume, SHARED, tmp_path, 1)
     np.testing.assert_allclose([report.losses for report in after], [before[0].losses] * len(after), rtol=1e-5)
     at_start, at_end = (
         join_parameters(SPLIT.plan, parameters)

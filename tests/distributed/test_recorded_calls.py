@@ -42,7 +42,7 @@ def record(function: Callable[..., Any], *args: Any) -> Recorded:
     return events
 
 
-@pytest.mark.deep(when=lambda name: name in ("with a generator", test_plan_change.SHARING))
+@pytest.mark.deep(when=lambda name: name in test_plan_change.CHANGES and name != test_plan_change.SHARDED)
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_calls_ends_with_nccl(ranks: RankPool, name: str) -> None:
     num_ranks, function, given = RUNS[name]

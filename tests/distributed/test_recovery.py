@@ -112,6 +112,7 @@ def test_shared_copies_of_the_state_outlive_one_node(tmp_path: Path, inputs: Pat
     assert "goes on after step 9 with 5 nodes" in output and "going back" not in output
 
 
+@pytest.mark.deep  # test_plan_change.py has the state of bfloat16 come back bit for bit
 def test_bfloat16_goes_on_from_the_very_same_state(tmp_path: Path, inputs: Path) -> None:
     """Up to the step that is done again every loss is the same; later ones differ as sums in another order do."""
     found = []

@@ -31,21 +31,19 @@ from tests.distributed.training_case import (
     train_and_save,
 )
 
-GRAPH, TIED, DRAWING = build_graph(), build_graph(tied=True), build_graph(with_generator=True)
+GRAPH, TIED = build_graph(), build_graph(tied=True)
 EDGES = build_graph(with_generator=True, with_edges=True)
 FROZEN, PROJECTOR = build_graph(tied=True, frozen=("vision",)), build_graph(frozen=("vision", "llm"))
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
-WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 3)}
-DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}
-DRAWING_WIDE = {"vision": (1, 1, 1), "llm": (2, 1, 2), "painter": (2, 1, 1)}
-DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 2, 1), "painter": (1, 2, 2)}
+WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 2)}
+DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 1)}
 EDGES_WIDE = {"vision": (2, 1, 1), "second": (1, 1, 2), "joint": (2, 1, 1), "llm": (2, 1, 1), "painter": (1, 1, 2)}
 EDGES_DEEP = {"vision": (1, 2, 1), "second": (1, 1, 1), "joint": (1, 2, 1), "llm": (1, 2, 1), "painter": (1, 1, 1)}
 COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
-SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 3)}
+SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 2)}
 SPREAD_WIDE = {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)}
 """With context parallelism."""
-UNEQUAL = {"vision": (1, 1, 2), "llm": (2, 1, 3)}
+UNEQUAL = {"vision": (1, 1, 2), "llm": (1, 1, 3)}
 STAGES = {"vision": (1, 1, 2), "llm": (1, 2, 2)}
 PAIRS, FOURS = ({"vision": (1, 1, 2), "llm": (1, 1, 4), "experts": count} for count in (2, 4))
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -62,13 +60,9 @@ def copies_of(plan: Any, dtype: torch.dtype, count: int) -> TrainingCase:
 
 
 SAME: dict[str, TrainingCase] = {
-    "pipelines": case_of(TIED, DEEP),
-    "shared ranks": case_of(TIED, COLOCATED, FLOAT64),
     "context parallel": case_of(TIED, SPREAD, BFLOAT16),
     "experts": case_of(EXPERTS, PAIRS),
-    "weights shared": case_of(TIED, UNEQUAL, FLOAT64, shards_weights=True),
     "weights shared, frozen encoder": case_of(FROZEN, COLOCATED, BFLOAT16, shards_weights=True),
-    "two copies of the state": copies_of(ALIKE, BFLOAT16, 2),
     "one copy of the state, replicas cut differently": copies_of(CUT, FLOAT32, 1),
     "gathered by the schedule, reduced by layer": case_of(TIED, STAGES, passes=(gather_parameters, reduce_by_layer)),
 }
@@ -79,7 +73,7 @@ Saved = Callable[[TrainingCase], tuple[Path, list[RankReport]]]
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Trains a case for two steps, saves, and trains for two more, once for all tests; returns the folder and the reports."""
+    """Trains a case for a step, saves, and trains for another one, once for all tests; returns the folder and the reports."""
     done: list[tuple[TrainingCase, Path, list[RankReport]]] = []
 
     def train(case: TrainingCase) -> tuple[Path, list[RankReport]]:
@@ -87,7 +81,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
             if before == case:
                 return folder, reports
         folder = tmp_path_factory.mktemp("saved")
-        done.append((case, folder, run(ranks, train_and_save, case, folder, 2, 2)))
+        done.append((case, folder, run(ranks, train_and_save, case, folder, 1, 1)))
         return done[-1][1:]
 
     return train
@@ -97,10 +91,10 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, saved: Saved, name: str) -> None:
     case = SAME[name]
     folder, expected = saved(case)
-    found: list[RankReport] = run(ranks, resume, case, folder, 2)
+    found: list[RankReport] = run(ranks, resume, case, folder, 1)
     assert_resumed_bit_for_bit(found, expected=expected)
     if not case.shards_weights and case.num_state_copies is None and case.graph is TIED:
-        assert_has_predicted_size(folder / "step_00000002", case)
+        assert_has_predicted_size(folder / "step_00000001", case)
 
 
 def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
@@ -117,21 +111,14 @@ def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
 OTHERS: dict[str, tuple[TrainingCase, TrainingCase]] = {
     "tied: tensor parallel to pipelines": (case_of(TIED, WIDE, BFLOAT16), case_of(TIED, DEEP, BFLOAT16)),
     "own ranks to shared ranks": (case_of(GRAPH, WIDE, FLOAT64), case_of(GRAPH, COLOCATED, FLOAT64)),
-    "tied: context parallel to tensor parallel": (case_of(TIED, SPREAD), case_of(TIED, WIDE)),
     "pipelines to context and tensor parallel": (case_of(GRAPH, DEEP, FLOAT64), case_of(GRAPH, SPREAD_WIDE, FLOAT64)),
     "only the projector is trained": (case_of(PROJECTOR, DEEP, FLOAT64), case_of(PROJECTOR, WIDE, FLOAT64)),
-    "generator: tensor parallel to pipelines": (case_of(DRAWING, DRAWING_WIDE, FLOAT64), case_of(DRAWING, DRAWING_DEEP, FLOAT64)),
     "queries, edges between encoders and to a generator": (
         case_of(EDGES, {**EDGES_WIDE, "colocated": True}, FLOAT64),
         case_of(EDGES, EDGES_DEEP, FLOAT64),
     ),
     "experts of two to four replicas": (case_of(EXPERTS, PAIRS), case_of(EXPERTS, FOURS)),
-    "weights shared to another plan": (
-        case_of(TIED, UNEQUAL, FLOAT64, shards_weights=True),
-        case_of(TIED, COLOCATED, FLOAT64, shards_weights=True),
-    ),
     "copies of the state to tensor parallel": (copies_of(ALIKE, BFLOAT16, 2), case_of(TIED, STAGES, BFLOAT16)),
-    "a copy of the state to tensor parallel": (copies_of(CUT, FLOAT32, 1), case_of(TIED, STAGES)),
 }
 CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
     "weights shared": (case_of(TIED, UNEQUAL, FLOAT64), {"shards_weights": True}),
@@ -143,7 +130,7 @@ CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
 def assert_resumed(ranks: RankPool, saved: Saved, before: TrainingCase, after: TrainingCase) -> None:
     """The values that were saved, and from there the same losses to the precision."""
     folder, reports_before = saved(before)
-    resumed: list[RankReport] = run(ranks, resume, after, folder, 2)
+    resumed: list[RankReport] = run(ranks, resume, after, folder, 1)
     expected, found = (
         join_parameters(case.plan, [report.parameters_at_checkpoint for report in reports])
         for case, reports in ((before, reports_before), (after, resumed))
@@ -152,6 +139,7 @@ def assert_resumed(ranks: RankPool, saved: Saved, before: TrainingCase, after: T
     assert np.allclose(resumed[0].losses, reports_before[0].losses, rtol=TOLERANCES[before.dtype], atol=0)
 
 
+@pytest.mark.deep(when=lambda name: name == "only the projector is trained")
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_plan_resumes_from_the_same_values(ranks: RankPool, saved: Saved, name: str) -> None:
     assert_resumed(ranks, saved, *OTHERS[name])
