@@ -22,7 +22,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 SHARE_OF_EXAMPLES = 4
 """Without --all, hypothesis draws one in so many of a test's examples, but no fewer than the following."""
-FEWEST_EXAMPLES = 5
+FEWEST_EXAMPLES = 3
 
 LONGEST_VALUE, LONGEST_ID = 32, 120
 """Characters of a string's part in the id of a row, and of the id."""

@@ -46,7 +46,6 @@ BY_ITEM = {
     "cp 4, stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(2, cp=2), "painter": unit_plan(0, cp=4)},
     "cp 2 beside tp 2": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, tp=2), "painter": unit_plan(0, cp=2, tp=2)},
 }
-SPLIT = {"passes": (SplitStages(1), CutMicrobatches(1))}
 
 
 class BytesSource(RandomSource):
@@ -64,31 +63,31 @@ def with_frozen_encoder(case: GradientCase, *, trains_projector: bool) -> Gradie
 
 SHARED = whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0))
 CASES = {
-    **{f"tokens: {name}": build_case(**units) for name, units in UNITS.items()},
     **{
-        f"tokens: {name}, sequence parallel": replace(build_case(**units), sequence_parallel=True)
+        f"tokens: {name}": replace(
+            build_case(**units), sequence_parallel=any(unit.tensor_parallel_size > 1 for unit in units.values())
+        )
         for name, units in UNITS.items()
-        if any(unit.tensor_parallel_size > 1 for unit in units.values())
     },
     **{
         f"tokens: {distribution}": replace(build_case(llm=unit_plan(0, cp=3)), distribution=distribution)
         for distribution in TokenDistribution
     },
-    **{f"tokens: blocks of {size}": replace(build_case(**UNITS["all"]), block_size=size) for size in (16, 128)},
+    "tokens: blocks of 16": replace(build_case(**UNITS["all"]), block_size=16),
     "tokens: zb-h1": replace(build_case(**UNITS["LLM in stages"]), builder="zb-h1"),
     "tokens: of samples that are decoded first": replace(build_case(**UNITS["generator and LLM"]), exchanges_samples=True),
     **{
-        f"items: {name}, {backend}": replace(whole_items_case(**units), sequence_parallel="tp" in name, attention_backend=backend)
+        f"items: {name}": replace(
+            whole_items_case(**units), sequence_parallel="tp" in name, attention_backend="blocks" if "stages" in name else "auto"
+        )
         for name, units in BY_ITEM.items()
-        for backend in ("auto", "blocks")
     },
     "items: of bytes, without patches on a rank": replace(SHARED, source=BytesSource(GRAPH, MIXED_SAMPLES, 12)),
-    **{
-        f"items: recompute {recompute}, split": replace(
-            whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2)), recompute=recompute, **SPLIT
-        )
-        for recompute in ("selective", "full")
-    },
+    "items: recompute full, split": replace(
+        whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2)),
+        recompute="full",
+        passes=(SplitStages(1), CutMicrobatches(1)),
+    ),
     "items: frozen encoder": with_frozen_encoder(SHARED, trains_projector=True),
     "items: frozen encoder and projector": with_frozen_encoder(SHARED, trains_projector=False),
 }

@@ -59,10 +59,8 @@ def test_every_way_to_train(tmp_path: Path) -> None:
         f"1 {digits} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
         f"1 {digits} --load {tmp_path}/saved {two}",
         f"1 {digits} {two}",
-        f"1 {digits} --train-iters 1 --lora-rank 4",
         f"1 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid",
         f"2 {digits} {two} --data-parallel-sharding-strategy optim_grads_params --colocate-units --vision-dp 2 --llm-dp 2",
-        f"3 {digits} {two} --schedule zb-h1 --vision-dp 1 --llm-pp 2",
         f"1 {tuned} --save-hf {trained}",
         f"1 {tuned} --save-hf {of_local} --transformer-impl local",
     )
@@ -77,11 +75,10 @@ def test_every_way_to_train(tmp_path: Path) -> None:
         [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)]
         for said in found.stdout.split("run\n")[1:]
     ]
-    before, after, whole, adapted, (first, second), sharded, split, *tuned = losses
+    before, after, whole, (first, second), sharded, *tuned = losses
     assert before + after == whole
-    assert adapted[0] == before[0], "adapters start as none"
     assert second < first
-    assert sharded == pytest.approx(whole, abs=0.02) and split == pytest.approx(whole, abs=0.02)
+    assert sharded == pytest.approx(whole, abs=0.02)
     assert tuned[0] == pytest.approx(tuned[1], abs=0.02)
     source, exported, expected = (texts.weights_of(folder) for folder in (model, trained, of_local))
     differing, moved = (

@@ -14,7 +14,7 @@ from tools.launch import free_port
 
 @pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])
 def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path, more: tuple[object, ...]) -> None:
-    place = ("--nproc-per-node", 3, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")
+    place = ("--nproc-per-node", 2, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")
     launcher = Forked("tools/launch.py", [*map(str, place), "--lr", "high"], folder=tmp_path, output=tmp_path / "output")
     assert launcher.wait(HANG_SECONDS) == 2
     assert launcher.said == "pretrain_mllm.py: error: argument --lr: expected a number, found 'high' [ConfigError, rank 0]\n"

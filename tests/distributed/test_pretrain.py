@@ -54,8 +54,6 @@ def train_in_one_process(folder: Path) -> list[dict[str, Any]]:
     ("num_ranks", "flags"),
     [
         (5, ("--vision-dp", 2, "--llm-pp", 3, "--balance", "orchmllm", "--vision-micro-batch-size", 5)),
-        (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
-        (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--data-parallel-sharding-strategy", "optim_grads_params")),
         (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 5)),
         (6, ("--vision-cp", 2, "--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 16)),
     ],
@@ -119,8 +117,8 @@ def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(tmp_path: Path
     prefix = (*common, "--attention-mask", "prefix")
     one = ("--vision-dp", 1, "--llm-pp", 1)
     dense = train(tmp_path / "dense.jsonl", *prefix, *one, "--attention-backend", "dense", num_ranks=1)
-    sizes = ("--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 8, "--balance", "orchmllm")
-    spread = train(tmp_path / "spread.jsonl", *prefix, *sizes, num_ranks=5)
+    sizes = ("--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 1, "--context-parallel-block-size", 8, "--balance", "orchmllm")
+    spread = train(tmp_path / "spread.jsonl", *prefix, *sizes, num_ranks=3)
     for key in ("loss", "grad_norm"):
         found, expected = ([entry[key] for entry in entries] for entries in (spread, dense))
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
@@ -166,7 +164,7 @@ def test_chats_with_sound_train_as_a_manifest_does(tmp_path: Path) -> None:
 
 def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> None:
     """Long texts among short ones: as they come, one of three replicas gets none of them and another one three."""
-    texts = [[{"type": "text", "role": "assistant", "text": "x" * (2000 if index % 2 == 0 else 20)}] for index in range(9)]
+    texts = [[{"type": "text", "role": "assistant", "text": "x" * (1000 if index % 2 == 0 else 20)}] for index in range(9)]
     lines = (json.dumps({"id": index, "segments": segments}) for index, segments in enumerate(texts))
     (tmp_path / "manifest.jsonl").write_text("\n".join(lines))
     data = ("--data-path", tmp_path / "manifest.jsonl", "--split", "100", "--global-batch-size", 9, "--num-epochs", 1.5)
@@ -236,9 +234,9 @@ def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
     assert np.array_equal(shown, np.asarray(expected)) and not np.array_equal(shown, np.asarray(of_last_weights))
     assert all(0 < entry["generator_loss"] < entry["loss"] for entry in alone)
     assert alone[2]["generator_loss"] < alone[0]["generator_loss"]
-    sizes = ("--vision-dp", 2, "--llm-dp", 1, "--painter-tp", 2, "--painter-dp", 1)
+    sizes = ("--vision-dp", 1, "--llm-dp", 1, "--painter-tp", 2, "--painter-dp", 1)
     how = ("--no-colocate-units", "--sequence-parallel", "--schedule", "zb-h1", "--micro-batch-size", 3)
-    apart = train(tmp_path / "apart.jsonl", *common, *sizes, *how, num_ranks=5, example="digits_generator")
+    apart = train(tmp_path / "apart.jsonl", *common, *sizes, *how, num_ranks=4, example="digits_generator")
     for key in ("loss", "generator_loss", "grad_norm"):
         found, expected = ([entry[key] for entry in entries] for entries in (apart, alone))
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
@@ -259,28 +257,28 @@ def test_a_full_disk_does_not_end_training() -> None:
 
 @pytest.fixture
 def whole_run(once: Once) -> list[dict[str, Any]]:
-    """Six float32 steps without interruption."""
+    """Four float32 steps without interruption."""
     return once(train_without_interruption)
 
 
 def train_without_interruption(folder: Path) -> list[dict[str, Any]]:
-    return train(folder / "log.jsonl", "--train-iters", 6, num_ranks=4)
+    return train(folder / "log.jsonl", "--train-iters", 4, num_ranks=4)
 
 
 @pytest.fixture
 def stopped_run(tmp_path: Path, once: Once) -> Path:
-    """A folder of the same run, stopped after three steps, to go on in: `log.jsonl` and `checkpoints`."""
+    """A folder of the same run, stopped after two steps, to go on in: `log.jsonl` and `checkpoints`."""
     return Path(shutil.copytree(once(train_half), tmp_path / "stopped"))
 
 
 def train_half(folder: Path) -> Path:
-    flags = ("--train-iters", 6, "--exit-interval", 3, "--save", folder / "checkpoints", "--load", folder / "checkpoints")
+    flags = ("--train-iters", 4, "--exit-interval", 2, "--save", folder / "checkpoints", "--load", folder / "checkpoints")
     train(folder / "log.jsonl", *flags, num_ranks=4)
     return folder
 
 
 def test_the_log_has_the_step_and_its_split(whole_run: list[dict[str, Any]]) -> None:
-    assert [entry["step"] for entry in whole_run] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in whole_run] == [1, 2, 3, 4]
     for entry in whole_run:
         parts = [entry[f"{part}_seconds"] for part in ("compute", "communication", "waiting", "optimizer")]
         assert all(part >= 0 for part in parts)
@@ -292,18 +290,31 @@ def test_the_log_has_the_step_and_its_split(whole_run: list[dict[str, Any]]) -> 
 
 
 def test_bfloat16_stays_close_to_float32(tmp_path: Path, whole_run: list[dict[str, Any]]) -> None:
-    coarse = train(tmp_path / "log.jsonl", "--train-iters", 6, "--bf16", num_ranks=4)
+    coarse = train(tmp_path / "log.jsonl", "--train-iters", 4, "--bf16", num_ranks=4)
     assert losses(coarse) == pytest.approx(losses(whole_run), rel=0.03)
     assert losses(coarse) != losses(whole_run)
 
 
 def test_the_sharded_float32_optimizer_stays_close_to_float64(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
-    entries = train(tmp_path / "log.jsonl", "--train-iters", 3, "--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, num_ranks=5)
+    entries = train(tmp_path / "log.jsonl", "--train-iters", 3, "--vision-dp", 2, "--llm-pp", 1, "--llm-dp", 2, num_ranks=4)
     assert losses(entries) == pytest.approx(losses(one_process), rel=1e-4)
 
 
 def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
-    entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--freeze", "vision", num_ranks=4)
+    entries = train(
+        tmp_path / "log.jsonl",
+        "--dtype",
+        "float64",
+        "--train-iters",
+        3,
+        "--freeze",
+        "vision",
+        "--vision-dp",
+        1,
+        "--llm-pp",
+        1,
+        num_ranks=2,
+    )
     assert losses(entries)[0] == pytest.approx(losses(one_process)[0], abs=1e-9)
     assert losses(entries)[2] != pytest.approx(losses(one_process)[2], abs=1e-9)
     assert losses(entries)[2] < losses(entries)[0]
@@ -311,6 +322,6 @@ def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list
 
 def test_resuming_under_the_same_plan_changes_nothing(whole_run: list[dict[str, Any]], stopped_run: Path) -> None:
     log = stopped_run / "log.jsonl"
-    assert losses([json.loads(line) for line in log.read_text().splitlines()]) == losses(whole_run)[:3]
-    flags = ("--train-iters", 6, "--save", stopped_run / "checkpoints", "--load", stopped_run / "checkpoints")
+    assert losses([json.loads(line) for line in log.read_text().splitlines()]) == losses(whole_run)[:2]
+    flags = ("--train-iters", 4, "--save", stopped_run / "checkpoints", "--load", stopped_run / "checkpoints")
     assert losses(train(log, *flags, num_ranks=4)) == losses(whole_run)

@@ -45,12 +45,21 @@ def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path: Path) 
 _LONGEST = ("--max-new-tokens", "5")
 
 
-def test_a_file_without_answers_is_an_error_at_the_start_and_a_lost_checkpoint_one_of_the_answers(tmp_path: Path) -> None:
+def test_a_file_without_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
     write_working_files(tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
+    prompts = write_question(tmp_path)
     flags = {**working_flags(tmp_path), "--eval-iters": 1, "--save": tmp_path / "saved", "--split": "50,50"}
     done = launch({**flags, "--sample-prompts": prompts}, num_ranks=2)
     assert all(done.exit_codes) and f"--sample-prompts {prompts}: {prompts}, line 1: the assistant" in done.output, done.output
+
+
+def write_question(folder: Path) -> Path:
+    """Write a file of a question without an answer."""
+    (folder / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
+    return folder / "prompts.jsonl"
+
+
+@pytest.mark.deep  # it starts Python anew, as users' runs do
+def test_a_lost_checkpoint_is_an_error_of_the_answers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no complete checkpoint"):
-        answer_prompts(tmp_path, prompts, max_new_tokens=1, guidance_scale=1.0, timeout=timedelta(minutes=5))
+        answer_prompts(tmp_path, write_question(tmp_path), max_new_tokens=1, guidance_scale=1.0, timeout=timedelta(minutes=5))

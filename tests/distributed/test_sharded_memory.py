@@ -18,8 +18,8 @@ from multimodal.values.model_graph import ModelGraph, Transformer
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
-SIZES = {"vision": (1, 1, 2), "llm": (2, 1, 3)}
-SPREAD = {"vision": (1, 1, 2, 2), "llm": (1, 2, 1, 2)}
+SIZES = {"vision": (1, 1, 2), "llm": (2, 1, 2)}
+SPREAD = {"vision": (1, 1, 1, 2), "llm": (1, 2, 1, 2)}
 """With context parallelism."""
 WIDE = Transformer(2, 64, 4, 192)
 TRAINED, FROZEN = (

@@ -1,6 +1,5 @@
 """Gloo with GPUs: messages that travel through host memory, and collectives one by one, give the same losses."""
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,41 +16,27 @@ GRAPH = build_graph()
 CASE = TrainingCase(GRAPH, build_plan(GRAPH, vision=(2, 1, 1), llm=(2, 2, 1)))
 
 
-def losses(case: TrainingCase, is_staged: bool) -> tuple[list[float], int]:
-    """The losses of three steps, and how many messages were copied behind their receives."""
+def losses(case: TrainingCase, is_staged: bool, is_on_device: bool) -> tuple[list[float], int, int]:
+    """The losses of two steps; how many messages were copied behind their receives, and blocks of collectives taken apart."""
+    wait = message_channel.StagedReceive.wait
     with (
         mock.patch.object(message_channel, "needs_staging", return_value=is_staged),
-        mock.patch.object(
-            message_channel.StagedReceive, "wait", autospec=True, side_effect=message_channel.StagedReceive.wait
-        ) as wait,
-    ):
-        training = Training(case)
-        return [training.train_step(number) for number in range(3)], wait.call_count
-
-
-def test_staged_messages_carry_the_same(ranks: RankPool, tmp_path: Path) -> None:
-    direct, staged = (run(ranks, losses, CASE, is_staged) for is_staged in (False, True))
-    assert [found for found, _ in staged] == [found for found, _ in direct]
-    assert not any(count for _, count in direct)
-    assert all(count for _, count in staged), "a rank received nothing"
-
-
-def losses_one_by_one(case: TrainingCase, is_on_device: bool) -> tuple[list[float], int]:
-    """The losses of three steps, and how many blocks of collectives were taken apart."""
-    with (
+        mock.patch.object(message_channel.StagedReceive, "wait", autospec=True, side_effect=wait) as copied,
         mock.patch.object(param_and_grad_buffer, "_coalescing_manager", param_and_grad_buffer._coalescing_manager),
         mock.patch.object(gradients, "is_by_gloo_on_device", return_value=is_on_device),
-        mock.patch.object(gradients, "call_one_by_one", side_effect=gradients.call_one_by_one) as block,
+        mock.patch.object(gradients, "call_one_by_one", side_effect=gradients.call_one_by_one) as apart,
     ):
         training = Training(case)
-        return [training.train_step(number) for number in range(3)], block.call_count
+        return [training.train_step(number) for number in range(2)], copied.call_count, apart.call_count
 
 
-def test_collectives_one_by_one_train_the_same(ranks: RankPool, tmp_path: Path) -> None:
-    together, apart = (run(ranks, losses_one_by_one, CASE, is_on_device) for is_on_device in (False, True))
-    assert [found for found, _ in apart] == [found for found, _ in together]
-    assert not any(count for _, count in together)
-    assert all(count for _, count in apart), "a rank coalesced"
+def test_staged_messages_and_collectives_one_by_one_train_the_same(ranks: RankPool) -> None:
+    plain, staged, apart = (run(ranks, losses, CASE, *how) for how in ((False, False), (True, False), (False, True)))
+    for found in (staged, apart):
+        assert [each for each, _, _ in found] == [each for each, _, _ in plain]
+    assert all(counts == [0, 0] for _, *counts in plain)
+    assert all(count for _, count, _ in staged), "a rank received nothing"
+    assert all(count for _, _, count in apart), "a rank coalesced"
 
 
 def coalesced(is_apart: bool, async_ops: bool) -> list[list[float]]:

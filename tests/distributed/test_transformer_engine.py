@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise
@@ -27,7 +27,7 @@ from tests.distributed.gradient_case import GradientCase, run_on_rank, single_ra
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
-from tests.distributed.segment_ranges import count_waits
+from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, QUARTET, schedule_of
 from tests.distributed.test_inside_waits import build_case as build_inside
@@ -44,30 +44,25 @@ HEAD_NORMS = {"qk_layernorm": True}
 ADAPTED = [f"transformer.linear_{name}" for name in ("qkv", "proj", "fc1", "fc2")]
 ADAPTERS = {"llm": {"lora": {"rank": 2, "targets": ADAPTED}}}
 EXPERTS = {"llm": {"experts": {"num_experts": 4, "aux_loss_coeff": 0.1, "ffn_hidden_size": 12}}}
-VERSIONS = sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))
-WHOLE = "2.8.0"
-"""The version that every row runs with; with others, those in which layers do the most."""
-WITH_ALL_VERSIONS = (
-    *("biases, split, sequence parallel", "adapters, split, tp 2, biases", "experts, split, tp 2", "weights shared, recompute"),
-    *("two stages, sequence parallel", "qwen3", "zb-v"),
+VERSIONS = {folder.name: folder for folder in sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))}
+WHOLE, WITHOUT_FP8 = "2.8.0", "2.20.2"
+"""The version that every row runs with; and the one whose compiled module allocates tensors in FP8, as the stand-in does not."""
+IN_ALL_VERSIONS = ("biases, split, sequence parallel", "experts, split, tp 2", "weights shared, recompute")
+"""Layers that do the most."""
+LIKE_OTHERS = (
+    *("biases, split, tp 2", "recompute, split, biases", "recompute attention", "frozen encoder", "experts, weights shared"),
+    *("adapters, split, tp 2, biases", "adapters, sequence parallel, recompute", "weights shared", "encoders of one rank"),
 )
-BUILDERS_THAT_SPLIT_OR_NOT = ("1f1b", "zb-v")
-"""Of local layers, all builders run."""
+"""Rows of which others have every part."""
 
 
-def is_deep(engine_ranks: Path | None, name: str) -> bool:
-    """Tell whether another version shows what a row does."""
-    return engine_ranks is not None and engine_ranks.name != WHOLE and name not in WITH_ALL_VERSIONS
-
-
-@pytest.fixture(scope="module", params=VERSIONS or [None], ids=lambda folder: folder.name if folder else "none")
-def engine_ranks(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
-    """Eight ranks that have one version of Transformer Engine."""
-    if request.param is None:
+@pytest.fixture(scope="module")
+def engine_ranks() -> Iterator[EnginePool]:
+    """Eight ranks that have Transformer Engine."""
+    if WHOLE not in VERSIONS:
         pytest.skip(f"{FOLDER} names no folder with versions of Transformer Engine; scripts/test.sh downloads them")
-    pool = EnginePool(request.param, 8)
-    yield pool
-    pool.close()
+    with closing(EnginePool(VERSIONS[WHOLE], 8)) as pool:
+        yield pool
 
 
 def _case(
@@ -115,13 +110,13 @@ CASES = {
 }
 
 
-@pytest.mark.deep(when=is_deep)
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(CASES[name], engine_ranks)
 
 
-@pytest.mark.deep(when=lambda engine_ranks, name: name not in BUILDERS_THAT_SPLIT_OR_NOT or is_deep(engine_ranks, name))
+@pytest.mark.deep(when=lambda name: name not in ("1f1b", "zb-v"))  # one that splits and one that does not
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_every_builder(engine_ranks: EnginePool, name: str) -> None:
     case = build_case(name, MODELS["encoder, LLM and generator"])
@@ -136,7 +131,7 @@ INSIDE: Mapping[str, tuple[int, UnitPlan, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.deep(when=is_deep)
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", INSIDE)
 def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool, name: str) -> None:
     tensor, encoders, options = INSIDE[name]
@@ -150,37 +145,43 @@ def check_all_calls() -> tuple[int, str]:
         return check_calls.main(["--require", "transformer_engine"]), said.getvalue()
 
 
-def test_calls_fit_every_version(engine_ranks: EnginePool) -> None:
-    ((code, said),) = engine_ranks.run(check_all_calls, world_size=1)
+def count_waits_of(cases: list[RangeCase]) -> list[tuple[int, int]]:
+    return [count_waits(replace(case, transformer_impl="transformer_engine")) for case in cases]
+
+
+def assert_calls_and_waits(pool: EnginePool, cases: list[RangeCase]) -> None:
+    """All calls fit the version, and layers come to as many waits as costs count."""
+    ((code, said),) = pool.run(check_all_calls, world_size=1)
     assert code == 0 and "transformer_engine: not" not in said, said
-
-
-NUM_PARTS = 5
-"""Parts of WAITS; in the first one cases differ in everything."""
-
-
-def count_waits_of(part: int) -> list[tuple[int, int]]:
-    return [count_waits(replace(case, transformer_impl="transformer_engine")) for case in WAITS[part::NUM_PARTS]]
-
-
-@pytest.mark.deep(when=lambda engine_ranks, part: part > 0 and is_deep(engine_ranks, "waits"))
-@pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_layers_come_to_as_many_waits_as_costs_count(engine_ranks: EnginePool, part: int) -> None:
-    for case, found in zip(WAITS[part::NUM_PARTS], engine_ranks.run(count_waits_of, part, world_size=2)[0], strict=True):
+    for case, found in zip(cases, pool.run(count_waits_of, cases, world_size=2)[0], strict=True):
         options = RunOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)
         kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
         assert found == tuple(len(computation_waits(kind, layers_of(case), options=options)) for kind in kinds), case
 
 
+def test_calls_fit_and_layers_come_to_as_many_waits_as_costs_count(engine_ranks: EnginePool) -> None:
+    assert_calls_and_waits(engine_ranks, WAITS)
+
+
+@pytest.mark.parametrize("version", sorted(VERSIONS.keys() - {WHOLE}))
+def test_another_version(version: str, request: pytest.FixtureRequest) -> None:
+    """The same with the layers that do the most, or with --all with all of them."""
+    is_whole = request.config.getoption("all")
+    with closing(EnginePool(VERSIONS[version], 8)) as pool:
+        assert_calls_and_waits(pool, WAITS if is_whole else WAITS[::5])
+        for name in CASES if is_whole else IN_ALL_VERSIONS:
+            assert_matches(CASES[name], pool)
+        for recipe in RECIPES if version != WITHOUT_FP8 else ():
+            assert_weights_of_the_last_update(pool, recipe)
+
+
 PLANS: Plans = {
     "alone": ({"llm": (1, 1, 1)}, {}),
-    "tp 2, pp 2, dp 2": ({"llm": (2, 2, 2)}, {"sequence_parallel": True}),
-    "zero 3, tp 2, dp 3": ({"llm": (2, 1, 3)}, {"shards_weights": True}),
-    "zb-h1, pp 3": ({"llm": (1, 3, 1)}, {"builder": "zb-h1", "recompute": "full"}),
+    "tp 2, pp 2": ({"llm": (2, 2, 1)}, {"sequence_parallel": True, "builder": "zb-h1"}),
+    "zero 3, tp 2, dp 2": ({"llm": (2, 1, 2)}, {"shards_weights": True, "recompute": "full"}),
 }
 
 
-@pytest.mark.deep(when=is_deep)
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name: str) -> None:
     """The gradients that local layers have from it, and files that are the same byte for byte."""
@@ -202,20 +203,23 @@ def fp8_case(recipe: str, **described: Any) -> GradientCase:
     return dealt_case(units, plan, transformer_impl="transformer_engine", dtype=torch.bfloat16, fp8_recipe=recipe)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_products_in_fp8_have_the_weights_of_the_last_update(engine_ranks: EnginePool, recipe: str) -> None:
-    if engine_ranks.version == "2.20.2":
-        pytest.skip("has its compiled module allocate tensors in FP8, which the stand-in does not")
-    (steps,) = engine_ranks.run(train_in_fp8, fp8_case(recipe), 3, world_size=1)
+RECIPES = ("tensorwise", "delayed", "blockwise")
+
+
+def assert_weights_of_the_last_update(pool: EnginePool, recipe: str) -> None:
+    (steps,) = pool.run(train_in_fp8, fp8_case(recipe), 3, world_size=1)
     for earlier, step in pairwise(steps):
         for name, (weight, used) in step.items():
             assert np.abs(used - weight).mean() < 0.2 * np.abs(used - earlier[name][0]).mean(), name
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_in_fp8_have_the_weights_of_the_last_update(engine_ranks: EnginePool, recipe: str) -> None:
+    assert_weights_of_the_last_update(engine_ranks, recipe)
+
+
 def test_adapters_beside_products_in_fp8(engine_ranks: EnginePool) -> None:
     """Products have the frozen weights in FP8, in every step, and adapters learn beside them."""
-    if engine_ranks.version == "2.20.2":
-        pytest.skip("has its compiled module allocate tensors in FP8, which the stand-in does not")
     (steps,) = engine_ranks.run(train_in_fp8, fp8_case("tensorwise", **ADAPTERS["llm"]), 2, world_size=1)
     for name, (weight, used) in steps[1].items():
         assert np.abs(used - weight).mean() < 0.05 * np.abs(weight).mean(), name
@@ -226,8 +230,6 @@ def test_adapters_beside_products_in_fp8(engine_ranks: EnginePool) -> None:
 @pytest.mark.parametrize("described", [{}, {"experts": {"num_experts": 4, "router_topk": 4, "ffn_hidden_size": 76}}])
 def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, described: dict[str, Any]) -> None:
     """All of a layer's: then its gradients are those of a run in bfloat16. Or those of its MLP: the others are in FP8."""
-    if engine_ranks.version != WHOLE:
-        pytest.skip("shown with one version")
     narrow = {"hidden_size": 136, "ffn_hidden_size": 76, "num_layers": 1, **described}
     cases = [fp8_case("tensorwise", **narrow), replace(fp8_case("tensorwise", **narrow), fp8_recipe=None)]
     (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in cases)
@@ -240,8 +242,6 @@ def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, des
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_experts_in_fp8(engine_ranks: EnginePool, recipe: str) -> None:
     """Their gradients are those of bfloat16 but for the rounding, where other rows would be off by more than their size."""
-    if engine_ranks.version == "2.20.2":
-        pytest.skip("has its compiled module allocate tensors in FP8, which the stand-in does not")
     case = fp8_case(recipe, num_layers=1, experts={"num_experts": 4, "router_topk": 4})  # all: a choice may turn on a rounding
     (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in (case, replace(case, fp8_recipe=None)))
     of_experts = [key for key in expected.gradients if ".mlp.experts." in key[1]]

@@ -27,6 +27,7 @@ def losses_of_one_process(folder: Path) -> tuple[Path, list[float], list[float]]
     return folder, losses(folder, ALIKE | RATES, num_ranks=1), losses(folder, ALIKE, num_ranks=1)
 
 
+@pytest.mark.deep(when=lambda plan: plan == "shared ranks")
 @pytest.mark.parametrize("plan", PLANS)
 def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tmp_path: Path) -> None:
     folder, alone, with_one_rate = once(losses_of_one_process)

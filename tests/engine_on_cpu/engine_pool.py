@@ -11,7 +11,6 @@ class EnginePool:
     """A `RankPool` behind a pipe; functions and their arguments are pickled on the way."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        self.version = folder.name
         self._pipe, child = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(child, folder, size))
         self._process.start()
