@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 # Before torch is imported anywhere: with more threads, processes forked from this one hang after a backward in the parent.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as runs have it
 
 # Before Triton is imported anywhere: without a GPU its kernels run in its interpreter. Libraries import it on their own.
 if not os.path.exists("/dev/nvidiactl"):

@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.launch import fork_server
 from tests.distributed.rank_pool import RankPool
 
 Once = Callable[[Callable[[Path], Any]], Any]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Now, when all test modules are imported and no test has changed anything."""
+    fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,19 @@
 """Runs pretrain_mllm.py as a launcher would: one process per rank, all of which must end by themselves; and other programs."""
 
 import json
+import logging
 import multiprocessing
 import os
+import select
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +22,7 @@ from tools.launch import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
+_PRELOADED = ["tests.distributed.forked_programs"]
 HANG_SECONDS = 600.0
 """After which a run hangs, however slow the machine is."""
 
@@ -203,8 +209,35 @@ class Forked:
 def forking_context() -> ForkServerContext:
     """Return what starts processes from one that has imported torch and megatron-core."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.forked_programs"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def fork_server() -> None:
+    """Fork the server of `forking_context` from this process, which has imported most of it; else it would start Python anew."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = arbitrary_address("AF_UNIX")
+        listener.bind(address)
+        listener.listen()
+        is_needed, needs = os.pipe()
+        if not (process := os.fork()):
+            os.close(needs)
+            _serve_forks(listener.fileno(), is_needed)
+        os.close(is_needed)
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, needs, process
+
+
+def _serve_forks(listener: int, is_needed: int) -> None:
+    """Import the rest at the first request, as a program would that begins: streams and logging are not pytest's."""
+    try:
+        if is_needed not in select.select([listener, is_needed], [], [])[0]:
+            sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+            logging.getLogger().handlers.clear()
+            sys.modules.pop("pretrain_mllm", None)  # it says what is to be warned of
+            forkserver.main(listener, is_needed, _PRELOADED)
+    finally:
+        os._exit(0)
 
 
 def _run_program(*given: Any) -> None:

@@ -1,6 +1,7 @@
 """Balance in loops that are not Braid's: examples train as they do unbalanced, rows arrive where they belong, errors say why."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,22 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from examples.balance import megatron_mimo, torch_ddp  # before ranks are forked: each would import it by itself
 from multimodal.balance.exchange.module_exchange import DrawnItems, plan_exchange
 from multimodal.balance.length_cost import LengthCost
 from multimodal.values.errors import AssignmentError
 from tests.distributed.rank_pool import RankPool
 
+EXAMPLES: dict[str, Any] = {"torch_ddp": torch_ddp, "megatron_mimo": megatron_mimo}
 WORLD = 4
 
 
 def train_example(name: str, variant: object) -> tuple[list[float], dict[str, np.ndarray], list[float]]:
     """Train as an example does, in float64."""
-    if name == "megatron_mimo":
-        from examples.balance import megatron_mimo as example
-
-        example.prepare()
-    else:
-        from examples.balance import torch_ddp as example
+    example = EXAMPLES[name]
+    if example is megatron_mimo:
+        megatron_mimo.prepare()
     losses, gradients, shares, _ = example.train(variant, dtype=torch.float64)
     return losses, {key: gradient.numpy() for key, gradient in gradients.items()}, shares
 
