@@ -215,7 +215,7 @@ def forking_context() -> ForkServerContext:
 
 def fork_server() -> None:
     """Fork the server of `forking_context` from this process, which has imported most of it; else it would start Python anew."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     with socket.socket(socket.AF_UNIX) as listener:
         address = arbitrary_address("AF_UNIX")
         listener.bind(address)

@@ -41,7 +41,7 @@ def test_examples_train_as_unbalanced(ranks: RankPool, example: str, as_drawn: o
             assert sum(shares) < 0.75 * sum(unbalanced)
             assert gradients.keys() == expected_gradients.keys()
             for name, gradient in expected_gradients.items():
-                assert gradients[name] == pytest.approx(gradient, rel=0, abs=1e-9), name
+                np.testing.assert_allclose(gradients[name], gradient, rtol=0, atol=1e-9, err_msg=name)
                 assert np.abs(gradient).max() > 1e-6, f"{name} has no gradient to compare"
 
 

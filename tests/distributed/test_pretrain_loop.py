@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed.rank_pool import RankPool
@@ -26,7 +27,7 @@ def assert_same_run(found: list[PretrainResult], expected: list[PretrainResult],
             assert logged == pytest.approx(other, rel=1e-6, abs=1e-6)
         assert mine.weights.keys() == theirs.weights.keys()
         for name, weight in theirs.weights.items():
-            assert mine.weights[name] == pytest.approx(weight, rel=0, abs=1e-6), name
+            np.testing.assert_allclose(mine.weights[name], weight, rtol=0, atol=1e-6, err_msg=name)
     assert len({entry["lm loss"] for entry in found[-1].logged}) == len(found[-1].logged) >= 5, "training changes the loss"
 
 
