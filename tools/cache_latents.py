@@ -5,7 +5,6 @@ python tools/cache_latents.py --output DIR <flags of pretrain_mllm.py, as for a 
 The model file names the autoencoder (`latents`).
 """
 
-import argparse
 import os
 import sys
 import warnings
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_settings
-from megatron.runtime.flags.arguments import choose_trained, parse_arguments
+from megatron.runtime.flags.arguments import choose_trained
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.latent_cache import DIGEST, latent_key
@@ -29,13 +28,12 @@ from multimodal.hugging_face.autoencoders import autoencoder_digest
 from multimodal.model.inputs.latents import encode_image, join_patches
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, count, run_tool
+from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
 
 
 def build_parser() -> Parser:
-    """Return the parser of the tool's own flags; all other flags are those of a run."""
-    parser = Parser(prog="cache_latents.py", description=__doc__, add_help=False)
-    parser.add_argument("--help", action="help", default=argparse.SUPPRESS, help="Show this message.")
+    """Return the parser of the tool's own flags."""
+    parser = parser_beside_a_run("cache_latents.py", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="Where the latents go.")
     parser.add_argument("--images-per-file", type=count, default=4096, metavar="N", help="Images in each file (4096).")
     return parser
@@ -43,8 +41,7 @@ def build_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> None:
     """Encode what the run's generators make; raises BraidError."""
-    given, of_run = build_parser().parse_known_args(argv)
-    config = parse_arguments([*of_run, "--plan", "auto"], environ={})
+    given, config = read_run_flags(build_parser(), argv)
     graph = choose_trained(read_model(config.model.model), config.model)
     images, device = latent_images(graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not images:

@@ -4,12 +4,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+
+if TYPE_CHECKING:
+    from megatron.runtime.flags.configuration import RunConfig
 
 DEFAULT_VOCAB_SIZE = 50304
 
@@ -23,6 +26,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the message as ConfigError."""
         raise ConfigError(message)
+
+
+def parser_beside_a_run(name: str, description: str | None) -> Parser:
+    """Return a parser of a tool's own flags, beside which those of a run stand (`read_run_flags`)."""
+    parser = Parser(prog=name, description=description, add_help=False)
+    parser.add_argument("--help", action="help", default=argparse.SUPPRESS, help="Show this message.")
+    return parser
+
+
+def read_run_flags(parser: Parser, argv: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":
+    """Return a tool's flags, and the run of all others; raises BraidError."""
+    from megatron.runtime.flags.arguments import parse_arguments  # which few tools need
+
+    given, of_run = parser.parse_known_args(argv)
+    return given, parse_arguments([*of_run, "--plan", "auto"], environ={})
 
 
 def count(text: str) -> int:

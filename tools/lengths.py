@@ -5,11 +5,11 @@ python tools/lengths.py --output L.csv.gz [--num-samples N] <flags of pretrain_m
 Nothing is decoded. Whatever --data-path names is indexed once, and the index is kept beside it for the run.
 """
 
-import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,17 +18,20 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.feed.data_sets import build_data_sets
-from megatron.runtime.flags.arguments import choose_trained, parse_arguments
+from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import write_length_table
-from tools.command_line import Parser, count, run_tool
+from multimodal.values.sample_lengths import SampleLengths
+from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
+
+BAR_WIDTH = 50
+"""Characters of the longest bar of a histogram."""
 
 
 def build_parser() -> Parser:
-    """Return the parser of the tool's own flags; all other flags are those of a run."""
-    parser = Parser(prog="lengths.py", description=__doc__, add_help=False)
-    parser.add_argument("--help", action="help", default=argparse.SUPPRESS, help="Show this message.")
+    """Return the parser of the tool's own flags."""
+    parser = parser_beside_a_run("lengths.py", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="L.csv.gz", help="Where the table goes (.csv or .csv.gz).")
     parser.add_argument("--num-samples", type=count, default=MOST_SAMPLES, metavar="N", help=f"At most so many ({MOST_SAMPLES}).")
     return parser
@@ -36,12 +39,25 @@ def build_parser() -> Parser:
 
 def run(argv: Sequence[str]) -> None:
     """Read the lengths that the run would read, and write them; raises BraidError."""
-    given, of_run = build_parser().parse_known_args(argv)
-    config = parse_arguments([*of_run, "--plan", "auto"], environ={})
+    given, config = read_run_flags(build_parser(), argv)
     data = build_data_sets(config, choose_trained(read_model(config.model.model), config.model))
     lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train)} training samples")
+    print("\n".join(_histograms(lengths)))
+
+
+def _histograms(lengths: Sequence[SampleLengths]) -> Iterator[str]:
+    """Yield lines of bars: for the text and every unit, how many samples have how many tokens, in ranges of powers of two."""
+    units = dict.fromkeys(item.unit for sample in lengths for item in sample.items)
+    tokens = {"text": [sample.num_text_tokens for sample in lengths]}
+    tokens |= {unit: [sum(item.num_tokens for item in each.items if item.unit == unit) for each in lengths] for unit in units}
+    for name, numbers in tokens.items():
+        yield f"{name}: {sum(numbers) / len(numbers):,.0f} tokens a sample, {min(numbers):,} to {max(numbers):,}"
+        counts = Counter(number.bit_length() for number in numbers)
+        for bits in range(min(counts), max(counts) + 1):
+            bar = "#" * -(-counts[bits] * BAR_WIDTH // max(counts.values()))
+            yield f"  {2**bits // 2:>9,} to {max(0, 2**bits - 1):<9,} {counts[bits]:>9,}  {bar}".rstrip()
 
 
 main = partial(run_tool, "lengths.py", run)

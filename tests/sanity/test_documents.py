@@ -174,7 +174,7 @@ def parse(program, words):
         for part in (*parser._actions, *parser._mutually_exclusive_groups):
             part.required = part.required and "..." not in words and parser.prog != "simulate.py"
         _, rest = parser.parse_known_args(rest)
-    if rest and parsers and program != "tools/lengths":
+    if rest and parsers and program not in ("tools/lengths", "tools/cache_latents", "tools/index_data"):
         raise ConfigError(f"unexpected: {rest}")
     FlagParser(None).parse_given(rest)
 
