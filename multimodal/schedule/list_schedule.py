@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,9 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers, row_starts
+from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers
 from multimodal.values.parts.cuts import StageKey, StageSplit
-from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
+from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
 
@@ -103,10 +104,9 @@ def place_reductions(schedule: Schedule) -> Schedule:
     lanes, reductions = _reductions(schedule.work)
     if not len(lanes):
         return schedule
-    placed = _with_reductions(schedule, lanes, reductions, behind=_early_slots(schedule, lanes, reductions))
-    if not execute_lanes(placed).stuck:
-        return placed
-    return _with_reductions(schedule, lanes, reductions, behind=schedule.lane_starts[lanes + 1] - 1)
+    insert = partial(schedule.with_inserted, schedule.shape, lanes=lanes, pieces=reductions)
+    placed = insert(before=1 + _early_slots(schedule, lanes, reductions))
+    return insert(before=schedule.lane_starts[lanes + 1]) if execute_lanes(placed).stuck else placed
 
 
 def _reductions(work: StepWork) -> tuple[Integers, Integers]:
@@ -132,13 +132,6 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
     last[work.stage_lanes(work.computed_stages[schedule.pieces], schedule.lane_of_slot)] = ends_in
     own = last[work.stage_lanes(work.computed_stages[reductions], lanes)]
     return np.maximum.accumulate(np.where(own < 0, schedule.lane_starts[lanes + 1] - 1, own))
-
-
-def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, *, behind: Integers) -> Schedule:
-    pieces = np.insert(schedule.pieces, behind + 1, reductions)
-    starts = schedule.lane_starts + row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
-    modes, waits = np.insert(schedule.modes, behind + 1, SlotMode.IN_LINE), np.insert(schedule.waits, behind + 1, NO_WAIT)
-    return Schedule(schedule.shape, starts, pieces, modes, waits)
 
 
 def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:

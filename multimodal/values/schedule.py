@@ -159,13 +159,14 @@ class Schedule:
         return bool((self.modes == SlotMode.INSIDE).any())
 
     def with_inserted(
-        self, shape: StepShape, numbers: Integers, *, lanes: Integers, before: Integers, pieces: Integers
+        self, shape: StepShape, *, lanes: Integers, before: Integers, pieces: Integers, numbers: Integers | None = None
     ) -> "Schedule":
         """Return a schedule of a shape with more pieces, which stand in line in these lanes, before these slots. O(slots).
 
-        numbers: [num_pieces before] the number in `shape` of each piece of this schedule's shape.
+        numbers: [num_pieces before] the number in `shape` of each piece of this schedule's shape; None: the same.
         """
-        columns = np.insert(numbers[self.pieces], before, pieces), np.insert(self.modes, before, 0)
+        own = self.pieces if numbers is None else numbers[self.pieces]
+        columns = np.insert(own, before, pieces), np.insert(self.modes, before, 0)
         starts = self.lane_starts + row_starts(np.bincount(lanes, minlength=self.num_lanes))
         return Schedule(shape, starts, *columns, np.insert(self.waits, before, NO_WAIT))
 

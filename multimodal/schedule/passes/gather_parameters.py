@@ -29,4 +29,4 @@ def gather_parameters(schedule: Schedule) -> Schedule:
     by_lane = np.argsort(lanes, kind="stable")
     lanes, pieces = lanes[by_lane], gathers[row_numbers(starts)[by_lane]]
     before = schedule.lane_starts[lanes]
-    return schedule.with_inserted(shape, np.flatnonzero(~is_gather), lanes=lanes, before=before, pieces=pieces)
+    return schedule.with_inserted(shape, numbers=np.flatnonzero(~is_gather), lanes=lanes, before=before, pieces=pieces)

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.microbatches import MicrobatchPlace
-from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
+from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Bools, Integers, row_starts, take_rows
+from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, step_work
+
+_BACKWARD, _REDUCTION = KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 
 
 def reduce_by_layer(schedule: Schedule) -> Schedule:
@@ -25,56 +27,70 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     behind the backward. If lanes would then wait for each other in a circle when reductions block, all stay whole. O(actions +
     dependencies).
     """
-    if schedule.shape.cuts.reduced_by_layer:
-        return schedule
-    is_unlike = any(unit.is_unlike for unit in schedule.shape.plan.units.values())
-    if not (is_unlike or schedule.has_fillers or schedule.shape.cuts.num_subsets or schedule.shape.cuts.segments):
-        return _of_whole_computations(schedule)
-    reductions = (action for lane in schedule.lanes for action in lane.actions if action.kind is ActionKind.REDUCE_GRADIENTS)
-    return cut_reductions(schedule, {key for action in reductions for key in _cut_together(action, schedule.shape)})
+    return schedule if schedule.shape.cuts.reduced_by_layer else cut_reductions(schedule)
 
 
-def _of_whole_computations(schedule: Schedule) -> Schedule:
-    """Do the same, without making actions, in a schedule in line whose computations are whole and whose replicas are alike."""
-    shape, work = schedule.shape, schedule.work
-    kinds, stages, lanes = work.kinds[schedule.pieces], work.computed_stages[schedule.pieces], schedule.lane_of_slot
-    slots = np.flatnonzero(kinds == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
-    reduced, last = stages[slots], np.zeros(work.pieces.num_stages, np.int64)
-    np.maximum.at(last, work.computed_stages, 1 + work.microbatches)
-    follows = (slots > 0) & (lanes[slots] == lanes[slots - 1]) & (kinds[slots - 1] == KIND_NUMBERS[ActionKind.BACKWARD])
-    follows &= (stages[slots - 1] == reduced) & (work.microbatches[schedule.pieces[slots - 1]] == last[reduced] - 1)
-    can_be_cut = follows | (last[reduced] == 0)
+def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]] | None = None) -> Schedule:
+    """Cut the whole reductions of these (unit, virtual stage), by default of all, if all of them can be cut."""
+    shape, work, pieces, lanes = schedule.shape, schedule.work, schedule.pieces, schedule.lane_of_slot
+    slots = np.flatnonzero(work.kinds[pieces] == _REDUCTION)
+    first, reduced = slots - work.pieces.parts[pieces[slots]], work.computed_stages[pieces[slots]]
+    num_microbatches, last = np.zeros(work.pieces.num_stages, np.int64), np.full(work.pieces.num_stages, -1)
+    np.maximum.at(num_microbatches, work.computed_stages, 1 + work.microbatches)
+    is_last = work.microbatches == num_microbatches[work.computed_stages] - 1
+    ends = np.flatnonzero(is_last & (work.kinds == _BACKWARD) & ~work.pieces.is_range)
+    np.maximum.at(last, work.computed_stages[ends], ends)  # of sample subsets, the last one
+    follows = (first > 0) & (lanes[first - 1] == lanes[slots]) & (pieces[first - 1] == last[reduced])
+    is_alone = (first < 2) | (lanes[first - 2] != lanes[slots])  # a filler of the backward may be a need of the reduction
+    follows &= (schedule.modes[first - 1] == SlotMode.IN_LINE) & (is_alone | (schedule.modes[first - 2] == SlotMode.IN_LINE))
+    can_be_cut = follows | (num_microbatches[reduced] == 0)
     keys = [(unit, stage) for unit, _, stage in map(work.stages.__getitem__, reduced.tolist())]
-    cut = {(unit, stage) for unit, stage in keys if len(shape.plan.virtual_stage(unit, 0, stage).layers) > 1}
-    cut -= {key for key, is_free in zip(keys, can_be_cut.tolist(), strict=True) if not is_free}
+    together = {key: _cut_together(*key, shape) for key in keys}
+    cut = {each for key in keys if stages is None or key in stages for each in together[key]}
+    cut -= {each for key, is_free in zip(keys, can_be_cut.tolist(), strict=True) if not is_free for each in together[key]}
+    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
+    cut -= {(unit, stage) for unit, stage in cut if shape.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
     if not cut:
         return schedule
     aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
-    cut_work = step_work(aimed)
-    is_second = (cut_work.kinds == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]) & (cut_work.pieces.parts == 1)
-    numbers, is_cut = np.flatnonzero(~is_second), np.array([key in cut for key in keys], bool)
-    at, first = slots[is_cut], numbers[schedule.pieces[slots[is_cut]]]
-    found = schedule.with_inserted(aimed, numbers, lanes=lanes[at], before=at + 1, pieces=first + 1)
-    early = (at + np.arange(len(at)))[follows[is_cut]]  # where the first parts stand now, behind their backwards
-    found.pieces[early - 1], found.pieces[early] = found.pieces[early].copy(), found.pieces[early - 1].copy()
+    is_cut = np.array([key in cut for key in keys], bool)
+    chosen = is_cut & (first == slots)
+    found = _with_parts(schedule, aimed, slots[is_cut], firsts=slots[chosen], is_behind=follows[chosen])
     return schedule if execute_lanes(found).stuck else found
 
 
-def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule:
-    """Cut the whole reductions of these (unit, virtual stage), if all of them can be cut."""
-    shape = schedule.shape
-    cut = set(stages) - {
-        key
-        for lane in schedule.lanes
-        for position, action in enumerate(lane.actions)
-        if action.kind is ActionKind.REDUCE_GRADIENTS and not _can_be_cut(lane, position, shape)
-        for key in _cut_together(action, shape)
-    }
-    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
-    cut -= {(unit, stage) for unit, stage in cut if shape.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
-    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
-    rewritten = schedule.with_lanes(_with_pieces(lane, aimed) for lane in schedule.lanes)
-    return schedule if execute_lanes(rewritten).stuck else rewritten
+def _cut_together(unit: str, stage: int, shape: StepShape) -> list[tuple[str, int]]:
+    """Return the stages that must be cut together with one; none if it has only one layer."""
+    plan = shape.plan.units[unit]
+    if plan.is_unlike:
+        return [(unit, each) for each in range(plan.num_virtual_stages)]
+    return [(unit, stage)] if len(shape.plan.virtual_stage(unit, 0, stage).layers) > 1 else []
+
+
+def _with_parts(schedule: Schedule, aimed: StepShape, slots: Integers, *, firsts: Integers, is_behind: Bools) -> Schedule:
+    """Replace the reductions in some slots by those of another shape, all but the last of them before the last backward.
+
+    firsts: the first slot of each stage's reductions in a lane; is_behind: True if it follows the stage's last backward.
+    """
+    old, new = schedule.work, step_work(aimed)
+    reduced = np.array([(unit, stage) in aimed.cuts.reduced_by_layer for unit, _, stage in old.stages], bool)
+    is_old, is_new = ((work.kinds == _REDUCTION) & reduced[work.computed_stages] for work in (old, new))
+    numbers, parts = np.full(old.num_computed, -1), np.flatnonzero(is_new)
+    numbers[~is_old] = np.flatnonzero(~is_new)
+    counts = np.bincount(new.computed_stages[parts], minlength=old.pieces.num_stages)
+    starts, pieces = take_rows(row_starts(counts), parts, old.computed_stages[schedule.pieces[firsts]])
+    # Three places at each slot: before it, its own, and behind it.
+    kept, places = np.delete(np.arange(len(schedule.pieces)), slots), np.repeat(3 * (firsts - is_behind), np.diff(starts))
+    places[starts[1:] - 1] = 3 * firsts + 1
+    order = np.argsort(np.concatenate((3 * kept + 1, places)), kind="stable")
+    lanes = np.concatenate((schedule.lane_of_slot[kept], np.repeat(schedule.lane_of_slot[firsts], np.diff(starts))))
+    return Schedule(
+        aimed,
+        row_starts(np.bincount(lanes, minlength=schedule.num_lanes)),
+        np.concatenate((numbers[schedule.pieces[kept]], pieces))[order],
+        np.concatenate((schedule.modes[kept], np.zeros(len(pieces), np.uint8)))[order],
+        np.concatenate((schedule.waits[kept], np.full(len(pieces), NO_WAIT)))[order],
+    )
 
 
 def _hides_anything(shape: StepShape, unit: str) -> bool:
@@ -93,51 +109,5 @@ def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
         ):
             slots.append(slot)
         elif not shape.begins_early(slot.action):
-            slots += _reductions(slot.action, whole)
-    return Lane(lane.ranks, tuple(slots))
-
-
-def _reductions(action: Action, shape: StepShape) -> list[Slot]:
-    """Return all reductions of an action's stage in a step."""
-    return [Slot(action._replace(covers=covers)) for covers in shape.reductions(*action[1:4])]
-
-
-def _cut_together(reduction: Action, shape: StepShape) -> list[tuple[str, int]]:
-    """Return the stages that must be cut together with a reduction's."""
-    unit = shape.plan.units[reduction.unit]
-    stages = range(unit.num_virtual_stages) if unit.is_unlike else (reduction.stage,)
-    return [(reduction.unit, stage) for stage in stages]
-
-
-def _can_be_cut(lane: Lane, position: int, shape: StepShape) -> bool:
-    """Return True if the reduction at a position follows the backward that completes it, or other parts of it do."""
-    reduction = lane.actions[position]
-    num_microbatches = shape.num_microbatches(reduction.unit, reduction.replica)
-    if shape.plan.units[reduction.unit].is_unlike:
-        position -= shape.reductions(*reduction[1:4]).index(reduction.covers)
-    elif len(shape.plan.virtual_stage(*reduction[1:4]).layers) < 2:
-        return False
-    if num_microbatches == 0:
-        return True
-    subset = shape.cuts.subsets(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
-    last = Action(ActionKind.BACKWARD, *reduction[1:4], microbatch=num_microbatches - 1, covers=subset)
-    around = lane.slots[max(0, position - 2) : position]  # A filler of the backward may be a need of the reduction.
-    is_plain = all(slot.mode is SlotMode.IN_LINE for slot in around)
-    return position > 0 and lane.actions[position - 1] == last and is_plain
-
-
-def _with_pieces(lane: Lane, shape: StepShape) -> Lane:
-    """Replace whole reductions by those of a step that reduces by layer."""
-    slots: list[Slot] = []
-    for slot in lane.slots:
-        action = slot.action
-        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in shape.cuts.reduced_by_layer:
-            slots.append(slot)
-            continue
-        if slots and slots[-1].action.kind is ActionKind.REDUCE_GRADIENTS and slots[-1].action[1:4] == action[1:4]:
-            continue  # all parts are already in place
-        *early, last = _reductions(action, shape)
-        has_backward = bool(slots) and slots[-1].action[:4] == (ActionKind.BACKWARD, *action[1:4])
-        slots[len(slots) - has_backward : len(slots) - has_backward] = early
-        slots.append(last)
+            slots += [Slot(slot.action._replace(covers=covers)) for covers in whole.reductions(*slot.action[1:4])]
     return Lane(lane.ranks, tuple(slots))
