@@ -56,6 +56,11 @@ def pytest_collection() -> Iterator[None]:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Give what was frozen back, or extension modules say that it leaks."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = [item.nodeid for item in items if len(item.nodeid.partition("[")[2]) > LONGEST_ID]
     if long:

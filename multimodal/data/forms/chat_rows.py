@@ -105,14 +105,14 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     for key in (kind, f"{kind}s"):
         value = entry.get(key)
         listed += value if isinstance(value, list) else [] if value is None else [value]
-    listed = [_path_in(value) for value in listed]
+    listed = [path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):
             raise DataError(f"{where}: {kind} must be the path of a file, found {shown(path)}; correct it")
-    return [_local_path(path, where=where) for path in listed]
+    return [local_path(path, where=where) for path in listed]
 
 
-def _path_in(value: Any) -> Any:
+def path_in(value: Any) -> Any:
     """Return the path in an object that has nothing else, as tables have them; any other value as it is."""
     filled = {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else {}
     return filled["path"] if filled.keys() == {"path"} else value
@@ -178,7 +178,7 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
         raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with the path, or remove the sample")
-    return _SEGMENTS[kind](_local_path(path, where=where))
+    return _SEGMENTS[kind](local_path(path, where=where))
 
 
 def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) -> Segment:
@@ -197,7 +197,8 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
     return _SEGMENTS[kind](path)
 
 
-def _local_path(path: str, *, where: str) -> str:
+def local_path(path: str, *, where: str) -> str:
+    """Return a path without `file://`; raises DataError for addresses and for what no file can be called."""
     if isinstance(path, EmbeddedAddress):
         return path
     path = path.removeprefix("file://")

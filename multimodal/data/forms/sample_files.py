@@ -7,6 +7,7 @@ from typing import Any
 
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.chat_rows import parse_chat_entry
+from multimodal.data.forms.documents import parse_document_entry
 from multimodal.data.forms.json_files import JsonFile
 from multimodal.data.forms.manifest_lines import parse_manifest_entry
 from multimodal.data.forms.segments import LOSS_WEIGHT, SegmentedSample, check_keys, loss_weight, shown_keys
@@ -66,6 +67,8 @@ def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: d
                 raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
             said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
             return parse_chat_entry({**rest, "messages": said}, where=where)
+    if (document := parse_document_entry(entry, where=where)) is not None:
+        return document
     if isinstance(entry.get("texts"), list):
         return parse_chat_entry(_of_texts(entry, where=where), where=where)
     if isinstance(entry.get("text"), str) and "segments" not in entry:
@@ -75,7 +78,7 @@ def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: d
         return parse_manifest_entry(entry, place=place, where=where, place_of_id=place_of_id)
     raise DataError(
         f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a manifest), 'messages' "
-        "(chats), 'conversations' (LLaVA), 'texts' (FineVision) or 'text'; see docs/data.md"
+        "(chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; see docs/data.md"
     )
 
 

@@ -49,6 +49,15 @@ def human(text: str) -> dict[str, str]:
             ["a.png", "b.png", ASKED, SAID, ASKED, SAID],
         ),
         ({"text": "once", "url": "u"}, [("document", "once")]),
+        (
+            {"texts": ["once", None, "upon"], "images": [None, {"path": "a.png", "bytes": None}, None], "general_metadata": "{}"},
+            [("document", "once"), "a.png", ("document", "upon")],
+        ),
+        (
+            {"text_list": ["once", "upon"], "url": "u", "similarity_matrix": [[0.5, 0.1]]}
+            | {"image_info": [{"image_name": "a.png", "raw_url": "u", "matched_text_index": 1, "matched_sim": 0.1}]},
+            [("document", "once"), "a.png", ("document", "upon")],
+        ),
         ({"messages": [USER, ASSISTANT, USER]}, [ASKED, SAID, ASKED]),
         (
             {"messages": [{**USER, "content": "<audio>\nand <image>\nwhat?<video>"}, {**ASSISTANT, "id": 7}]}
