@@ -216,16 +216,15 @@ def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, Mapping) and all(map(is_right, value.values())))
 
 
-def _is_name_or_names(value: Any) -> bool:
-    return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
-
-
 _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lora_alpha": (_is_number, "a number"),
     "r": (_is_rank, "a positive integer"),
     "alpha_pattern": (partial(_is_pattern, is_right=_is_number), "a mapping from names of modules to numbers"),
     "rank_pattern": (partial(_is_pattern, is_right=_is_rank), "a mapping from names of modules to positive integers"),
-    "target_modules": (_is_name_or_names, "a list of names"),
+    "target_modules": (
+        lambda value: value is None or all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])),
+        "a list of names",
+    ),
     "lora_dropout": (lambda value: value is None or (_is_number(value) and 0 <= value <= 1), "a number from 0 to 1"),
 }
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from multimodal.hugging_face.weight_names import Spelling, UnitNames
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
 
 Config = Mapping[str, Any]
 """A config.json, or one of the configurations inside it."""
@@ -122,6 +122,12 @@ class Encoder:
     """True for tensors that are not part of the encoder, and are copied."""
     spellings: tuple[Spelling, ...] = ((),)
     """Spellings of the names, as above."""
+
+
+def image_of(unit: Unit) -> ImageInput:
+    """Return the images of a unit that takes some."""
+    assert unit.image is not None
+    return unit.image
 
 
 def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:

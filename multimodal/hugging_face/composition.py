@@ -7,7 +7,7 @@ all tools.
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from multimodal.hugging_face.processors import SAMPLING_RATE, read_processors, with_processors
 from multimodal.hugging_face.registry import CONFIG_NAME, is_known_encoder, read_encoder, read_graph
@@ -19,14 +19,8 @@ CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
 """Places between modules where a user's function runs, in the order of a forward."""
 
 
-class _Projector(NamedTuple):
-    norm: str
-    has_llm_width: bool
-    """True if its inner width is the LLM's, False if it is that of the merged patches."""
-
-
-PROJECTORS: Mapping[str, _Projector] = {"mlp": _Projector("none", True), "merger": _Projector("patches", False)}
-"""Two products with a GELU between them (LLaVA), or the same behind a norm (Qwen2-VL)."""
+PROJECTORS: Mapping[str, str] = {"mlp": "none", "merger": "patches"}
+"""Two products with a GELU between them and the LLM's width (LLaVA), or behind a norm with that of merged patches -> the norm."""
 _TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}
 """Model type of a vision-language model -> class of its vision part."""
 _LLM = "llm"
@@ -93,13 +87,21 @@ def compose(
     backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
     _check_known("as_modules", as_modules, encoders)
     _check_known("callbacks", given, encoders)
-    shared = _Shared(projector, language, frozenset((*as_modules, *given)))
+    width = {"projector_hidden_size": language.backbone.transformer.hidden_size} if projector == "mlp" else {}
     sizes, layers = (
         _by_unit(argument, value, encoders, default=default)
         for argument, value, default in (("merge_size", merge_size, 1), ("feature_layer", feature_layer, -1))
     )
     units = {
-        name: _encoder(name, Path(folder), shared, merge_size=sizes[name], layer=layers[name])
+        name: _encoder(
+            name,
+            Path(folder),
+            PROJECTORS[projector],
+            width,
+            as_module=name in {*as_modules, *given},
+            merge_size=sizes[name],
+            layer=layers[name],
+        )
         for name, folder in encoders.items()
     }
     for name, functions in given.items():
@@ -139,15 +141,6 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, Mapping) else ()
 
 
-class _Shared(NamedTuple):
-    """Arguments that all encoders of a composed model share."""
-
-    projector: str
-    language: ModelGraph
-    modules: frozenset[str]
-    """Units that are used as modules."""
-
-
 def _by_unit(argument: str, value: int | Mapping[str, int], names: Collection[str], *, default: int) -> dict[str, int]:
     _check_known(argument, [name for name, _ in _entries(value)], names)
     if wrong := [each for each in (value.values() if isinstance(value, Mapping) else (value,)) if not isinstance(each, int)]:
@@ -155,16 +148,14 @@ def _by_unit(argument: str, value: int | Mapping[str, int], names: Collection[st
     return {name: value.get(name, default) if isinstance(value, Mapping) else value for name in names}
 
 
-def _encoder(name: str, folder: Path, shared: _Shared, *, merge_size: int, layer: int) -> dict[str, Any]:
+def _encoder(
+    name: str, folder: Path, norm: str, width: Mapping[str, int], *, as_module: bool, merge_size: int, layer: int
+) -> dict[str, Any]:
     where = f"compose: encoder '{name}', {folder / CONFIG_NAME}"
     if not (folder / CONFIG_NAME).is_file():
         raise ModelError(f"{where}: there is no such file; give the folder of a model of Hugging Face")
     whole = read_mapping(folder / CONFIG_NAME, error=ModelError)
-    norm, has_llm_width = PROJECTORS[shared.projector]
-    described: dict[str, Any] = {"weights": str(folder.absolute())}
-    if has_llm_width:
-        described["projector_hidden_size"] = shared.language.backbone.transformer.hidden_size
-    is_module = name in shared.modules or not is_known_encoder(whole)
+    is_module = as_module or not is_known_encoder(whole)
     try:
         if is_module:
             unit = {**_module(whole, folder, merge_size=merge_size, where=where), "projector_norm": norm}
@@ -176,7 +167,8 @@ def _encoder(name: str, folder: Path, shared: _Shared, *, merge_size: int, layer
             unit = _of_layer(unit, layer)
         if unit["projector_norm"] == "none" and norm != "none":
             unit["projector_norm"] = "merged"  # where it is the encoder's own it is of patches
-        return dict(with_processors({"units": {name: {**unit, **described}}}, read_processors(folder))["units"][name])
+        described = {**unit, "weights": str(folder.absolute()), **width}
+        return dict(with_processors({"units": {name: described}}, read_processors(folder))["units"][name])
     except BraidError as problem:
         hint = "" if is_module else f"; or take it as it is: as_modules=['{name}']"
         raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}{hint}") from None

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, EncoderForm, Key, require
+from multimodal.hugging_face.architecture import Config, EncoderForm, Key, image_of, require
 from multimodal.hugging_face.weight_names import Names, Rows, Tensor, UnitNames, Weight, layer_names
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
@@ -34,10 +34,6 @@ def shape_keys(layers: str, size: str, heads: str, *widths: str) -> tuple[Key, .
 _VIT_KEYS = shape_keys("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "layer_norm_eps")
 
 
-def _without(keys: tuple[Key, ...], name: str) -> tuple[Key, ...]:
-    return tuple(key for key in keys if key.theirs != name)
-
-
 # Towers with learned positions: CLIP, SigLIP, DINOv2 with registers or without
 
 
@@ -65,8 +61,7 @@ def _read_tower(config: Config, where: str) -> dict[str, Any]:
 
 def _write_tower(unit: Unit) -> dict[str, Any]:
     """Return the size of images that has a position for every patch, and the activation."""
-    image = unit.image
-    assert image is not None
+    image = image_of(unit)
     size = image.image_size if image.position_grid is None else image.position_grid * image.patch_size
     names = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
     return {"image_size": size, "hidden_act": "gelu" if unit.transformer.is_gated else names.get(unit.transformer.activation)}
@@ -143,9 +138,9 @@ def _read_dinov2(config: Config, where: str) -> dict[str, Any]:
 
 
 def _write_dinov2(unit: Unit) -> dict[str, Any]:
-    shape, image = unit.transformer, unit.image
+    shape, image = unit.transformer, image_of(unit)
     widths = {_dinov2_width(shape.hidden_size, ratio, is_gated=shape.is_gated): ratio for ratio in range(16, 0, -1)}
-    registers = {"num_register_tokens": image.num_registers} if image is not None and image.num_registers else {}
+    registers = {"num_register_tokens": image.num_registers} if image.num_registers else {}
     ratio = widths.get(shape.ffn_hidden_size, 4)
     return {**_write_tower(unit), "mlp_ratio": ratio, "use_swiglu_ffn": shape.is_gated, **registers}
 
@@ -155,7 +150,7 @@ def _dinov2(**more: Any) -> EncoderForm:
     defaults = {"hidden_size": 768, **_LAYERS, "image_size": 224, "patch_size": 14, **kinds, **more}
     no_dropout = ("attention_dropout", "drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob")
     return EncoderForm(
-        _without(_VIT_KEYS, "intermediate_size"),
+        tuple(key for key in _VIT_KEYS if key.theirs != "intermediate_size"),
         (Key("image_size", "image_size"), *_PATCHES),
         {**VIT, "has_layer_scale": True},
         {"fit": "crop", **_OF_IMAGENET, "class_token": "dropped"},
@@ -178,13 +173,8 @@ def _read_pixtral(config: Config, where: str) -> dict[str, Any]:
     return {"rotary_base": float(rotary.get("rope_theta") or config.get("rope_theta") or 10000.0)}
 
 
-def _write_pixtral(unit: Unit) -> dict[str, Any]:
-    rotary = {"rope_type": "axial", "rope_theta": unit.transformer.rotary_base}
-    return {"model_type": "pixtral", "hidden_act": "silu", "rope_parameters": rotary}
-
-
 _PIXTRAL = EncoderForm(
-    _without(_VIT_KEYS, "layer_norm_eps"),
+    tuple(key for key in _VIT_KEYS if key.theirs != "layer_norm_eps"),
     (*_PATCHES, Key("image_size", "longest_side")),
     {"layernorm_epsilon": 1e-5, "has_staggered_axes": True},
     {"merge_size": 1, "has_row_ends": True, "has_patch_bias": False, "has_pre_norm": True, **OF_CLIP},
@@ -203,7 +193,11 @@ _PIXTRAL = EncoderForm(
     defaults={**_LARGE, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu", "initializer_range": 0.02},
     allowed={"hidden_act": ("silu",), "attention_dropout": NO_DROPOUT},
     read_more=_read_pixtral,
-    write_more=_write_pixtral,
+    write_more=lambda unit: {
+        "model_type": "pixtral",
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "axial", "rope_theta": unit.transformer.rotary_base},
+    },
 )
 PIXTRAL = "pixtral"
 TOWERS: Mapping[str, EncoderForm] = {
@@ -254,8 +248,7 @@ def _side(config: Config, key: str, where: str) -> Any:
 
 
 def _write_internvit(unit: Unit) -> dict[str, Any]:
-    shape, image = unit.transformer, unit.image
-    assert image is not None
+    shape, image = unit.transformer, image_of(unit)
     return {
         "norm_type": next(name for name, kind in _NORMS.items() if kind == shape.normalization),
         "attention_bias": shape.biases["linear_qkv"],

@@ -3,20 +3,21 @@
 LLaVA's is a CLIP, SigLIP, DINOv2 or Pixtral; InternVL's an InternViT, four patches of which become a token.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, require
+from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, image_of, require
 from multimodal.hugging_face.encoder_forms import INTERNVIT, PIXTRAL, TOWERS
 from multimodal.hugging_face.encoders import is_unused_in_tower, tower_named
 from multimodal.hugging_face.processors import write_image_processor
 from multimodal.hugging_face.text_families import decoder_names
-from multimodal.hugging_face.text_models import read_inner_text, write_inner_text
+from multimodal.hugging_face.text_models import read_inner_text, write_model
 from multimodal.hugging_face.weight_names import Weight
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
-_COMPUTED = {"projector_hidden_act": ("gelu",), "multimodal_projector_bias": (True,)}
+_COMPUTED: Mapping[str, tuple[Any, ...]] = {"projector_hidden_act": ("gelu",), "multimodal_projector_bias": (True,)}
 _TOWER = "vision_tower."
 _PROJECTOR = (
     Weight("mlp.linear_fc1", ("multi_modal_projector.linear_1",)),
@@ -34,6 +35,11 @@ SPELLINGS = (
     (*LLM_INSIDE, ("vision_tower.", "model.vision_tower.vision_model.")),
 )
 """Spellings of transformers 5, of transformers 4, and of the modules inside each of them."""
+_BESIDE_LLM: Mapping[str, Any] = {
+    "spellings": SPELLINGS,
+    "module_spelling": SPELLINGS[2],
+    "tied_copies": (("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+}
 
 
 def read_llava(config: Config) -> dict[str, Any]:
@@ -76,14 +82,12 @@ def _class_token(config: Config, tower: EncoderForm) -> str | None:
 
 def _tower_of(vision: Unit) -> str:
     """Return the model_type of the tower that an encoder may be; reading back its config.json shows if it is."""
-    image = vision.image
-    if image is not None and image.has_row_ends:
-        return PIXTRAL
-    if image is not None and image.has_pre_norm:
-        return "clip_vision_model"
+    image = image_of(vision)
+    if image.has_row_ends or image.has_pre_norm:
+        return PIXTRAL if image.has_row_ends else "clip_vision_model"
     if not vision.transformer.has_layer_scale:
         return "siglip_vision_model"
-    return "dinov2_with_registers" if image is not None and image.num_registers else "dinov2"
+    return "dinov2_with_registers" if image.num_registers else "dinov2"
 
 
 def _has_last_norm(vision: Unit) -> bool:
@@ -93,22 +97,20 @@ def _has_last_norm(vision: Unit) -> bool:
 
 def write_llava(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json for towers all of whose layers are used, without the last one if a norm follows it."""
-    (vision,), image = graph.encoders, graph.encoders[0].image
-    assert image is not None
+    (vision,), image = graph.encoders, image_of(graph.encoders[0])
     model_type, has_last_norm = _tower_of(vision), _has_last_norm(vision)
-    tower = {**TOWERS[model_type].write(vision), "model_type": model_type}
-    return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "text_config": write_inner_text(graph.backbone),
-        "vision_config": {**tower, "num_hidden_layers": vision.transformer.num_layers + has_last_norm, "vision_use_head": False},
-        "projector_hidden_act": "gelu",
-        "multimodal_projector_bias": True,
-        **({"image_seq_length": image.num_output_tokens((image.grid_size,) * 2)} if image.image_size else {}),
-        "vision_feature_layer": -1 - has_last_norm,
-        "vision_feature_select_strategy": "default" if image.class_token == "dropped" else "full",
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
-    }
+    length: dict[str, Any] = {"image_seq_length": image.num_output_tokens((image.grid_size,) * 2)} if image.image_size else {}
+    layers = {"num_hidden_layers": vision.transformer.num_layers + has_last_norm, "vision_use_head": False}
+    return write_model(
+        "LlavaForConditionalGeneration",
+        "llava",
+        graph,
+        vision_config={**TOWERS[model_type].write(vision), "model_type": model_type, **layers},
+        **{key: values[0] for key, values in _COMPUTED.items()},
+        **length,
+        vision_feature_layer=-1 - has_last_norm,
+        vision_feature_select_strategy="default" if image.class_token == "dropped" else "full",
+    )
 
 
 def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
@@ -118,7 +120,10 @@ def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
         return {f"{_TOWER}patch_conv.weight": patch_shape(vision)}
     size, inner = vision.transformer.hidden_size, vision.transformer.ffn_hidden_size
     if vision.transformer.has_layer_scale:
-        return {f"{_TOWER}{key}": shape for key, shape in _dinov2_shapes(vision).items()}
+        registers = image_of(vision).num_registers
+        more: dict[str, tuple[int, ...]] = {f"{_TOWER}embeddings.register_tokens": (1, registers, size)} if registers else {}
+        more |= {f"{_TOWER}layernorm.{half}": (size,) for half in ("weight", "bias")}
+        return {**_position_shapes(graph), f"{_TOWER}embeddings.mask_token": (1, size), **more}
     unused: dict[str, tuple[int, ...]] = {"post_layernorm": (size,)}
     if _has_last_norm(vision):
         layer: dict[str, tuple[int, ...]] = dict.fromkeys(("layer_norm1", "layer_norm2"), (size,))
@@ -130,24 +135,20 @@ def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     return {**shapes, f"{_TOWER}embeddings.patch_embedding.weight": patch_shape(vision)}
 
 
-def _dinov2_shapes(vision: Unit) -> dict[str, tuple[int, ...]]:
-    assert vision.image is not None
-    size, registers = vision.transformer.hidden_size, vision.image.num_registers
+def _position_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of patch embedding, class token and positions of DINOv2 and InternViT."""
+    (vision,), place = graph.encoders, f"{_TOWER}embeddings."
+    size = vision.transformer.hidden_size
     return {
-        "embeddings.patch_embeddings.projection.weight": patch_shape(vision),
-        "embeddings.cls_token": (1, 1, size),
-        "embeddings.mask_token": (1, size),
-        "embeddings.position_embeddings": (1, vision.image.num_positions, size),
-        **({"embeddings.register_tokens": (1, registers, size)} if registers else {}),
-        "layernorm.weight": (size,),
-        "layernorm.bias": (size,),
+        f"{place}patch_embeddings.projection.weight": patch_shape(vision),
+        f"{place}cls_token": (1, 1, size),
+        f"{place}position_embeddings": (1, image_of(vision).num_positions, size),
     }
 
 
 def patch_shape(vision: Unit) -> tuple[int, ...]:
     """Return the shape of the patch embedding: over pixels, or over pixels in frames."""
-    image = vision.image
-    assert image is not None
+    image = image_of(vision)
     frames = (image.num_frames,) if image.num_frames > 1 else ()
     return (vision.transformer.hidden_size, image.in_channels, *frames, image.patch_size, image.patch_size)
 
@@ -164,17 +165,15 @@ LLAVA = Architecture(
     write_llava,
     (lambda vision: TOWERS[_tower_of(vision)].names.inside(_TOWER, _PROJECTOR), decoder_names("language_model.")),
     is_unused=is_unused,
-    spellings=SPELLINGS,
-    module_spelling=SPELLINGS[2],
     names_modules=lambda unit: unit.image is None or not _tower_of(unit).startswith("dinov2"),
-    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
     to_processor=write_image_processor,
     shapes=llava_shapes,
+    **_BESIDE_LLM,
     placeholders={"image": "image_token_index"},
 )
 
 
-_OF_INTERNVL = {
+_OF_INTERNVL: Mapping[str, tuple[Any, ...]] = {
     "downsample_ratio": (0.5,),
     "projector_hidden_act": ("gelu",),
     "vision_feature_layer": (-1,),
@@ -191,29 +190,15 @@ def _read_internvl(config: Config) -> dict[str, Any]:
 
 
 def _write_internvl(graph: ModelGraph) -> dict[str, Any]:
-    (vision,), image = graph.encoders, graph.encoders[0].image
-    assert image is not None
-    return {
-        "architectures": ["InternVLForConditionalGeneration"],
-        "model_type": "internvl",
-        "text_config": write_inner_text(graph.backbone),
-        "vision_config": {**INTERNVIT.write(vision), "model_type": "internvl_vision"},
+    (vision,), image = graph.encoders, image_of(graph.encoders[0])
+    return write_model(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        graph,
+        vision_config={**INTERNVIT.write(vision), "model_type": "internvl_vision"},
         **{key: values[0] for key, values in _OF_INTERNVL.items()},
-        "image_seq_length": image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
-    }
-
-
-def _internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of patch embedding, class token and positions."""
-    (vision,) = graph.encoders
-    assert vision.image is not None
-    size, place = vision.transformer.hidden_size, f"{_TOWER}embeddings."
-    return {
-        f"{place}patch_embeddings.projection.weight": patch_shape(vision),
-        f"{place}cls_token": (1, 1, size),
-        f"{place}position_embeddings": (1, vision.image.num_positions, size),
-    }
+        image_seq_length=image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
+    )
 
 
 INTERNVL = Architecture(
@@ -224,10 +209,8 @@ INTERNVL = Architecture(
         INTERNVIT.names.inside(_TOWER, (Weight("norm", ("multi_modal_projector.layer_norm",)), *_PROJECTOR)),
         decoder_names("language_model."),
     ),
-    spellings=SPELLINGS,
-    module_spelling=SPELLINGS[2],
-    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
     to_processor=partial(write_image_processor, kind="GotOcr2ImageProcessor"),
-    shapes=_internvl_shapes,
+    shapes=_position_shapes,
+    **_BESIDE_LLM,
     placeholders={"image": "image_token_id"},
 )

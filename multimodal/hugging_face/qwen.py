@@ -9,7 +9,7 @@ from multimodal.hugging_face.processors import write_feature_extractor, write_im
 from multimodal.hugging_face.qwen_forms import OMNI_VISION, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, WHISPER
 from multimodal.hugging_face.rotary_positions import rotary_entries
 from multimodal.hugging_face.text_families import decoder_names
-from multimodal.hugging_face.text_models import read_text_unit, write_inner_text, write_placed_text
+from multimodal.hugging_face.text_models import read_text_unit, write_model, write_placed_text
 from multimodal.hugging_face.weight_names import Names, Tensor, UnitNames, Weight
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -66,7 +66,7 @@ def _read_placed_text(
         require(text, {"use_sliding_window": (False, None)}, where="the LLM's ")
     rotary = rotary_entries(text, where="the LLM's ")
     text.pop("rope_scaling", None)
-    kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
+    kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope", None}
     unit = read_text_unit({**text, "rope_parameters": {**rotary, "rope_type": max(kinds, default="default")}}, where="the LLM's ")
     return {**unit, "rotary_sections": list(rotary.get("mrope_section", sections))}
 
@@ -111,13 +111,9 @@ def _vision_language(
 
     def write(graph: ModelGraph) -> dict[str, Any]:
         size = {size_key: graph.backbone.transformer.hidden_size}
-        return {
-            "architectures": [name],
-            "model_type": model_type,
-            "text_config": write_placed_text(graph.backbone, f"{model_type}_text"),
-            "vision_config": {**form.write(graph.encoders[0]), **size, "model_type": model_type},
-            "tie_word_embeddings": graph.backbone.ties_embeddings,
-        }
+        vision = {**form.write(graph.encoders[0]), **size, "model_type": model_type}
+        llm = write_placed_text(graph.backbone, f"{model_type}_text")
+        return write_model(name, model_type, graph, text=llm, vision_config=vision)
 
     return Architecture(
         name,
@@ -157,13 +153,8 @@ def _read_qwen2_audio(config: Config) -> dict[str, Any]:
 
 
 def _write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2AudioForConditionalGeneration"],
-        "model_type": "qwen2_audio",
-        "text_config": write_inner_text(graph.backbone),
-        "audio_config": {**WHISPER.write(graph.encoders[0]), "model_type": "qwen2_audio_encoder"},
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
-    }
+    audio = {**WHISPER.write(graph.encoders[0]), "model_type": "qwen2_audio_encoder"}
+    return write_model("Qwen2AudioForConditionalGeneration", "qwen2_audio", graph, audio_config=audio)
 
 
 _CHUNK_TOKENS = 100
@@ -200,29 +191,22 @@ def _read_thinker(config: Config) -> dict[str, Any]:
 
 def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json of the thinker alone."""
-    (vision, audio), llm = graph.encoders, graph.backbone
+    (vision, audio), size = graph.encoders, graph.backbone.transformer.hidden_size
     chunks = {"n_window": audio.audio.chunk_tokens if audio.audio is not None else None}
-    size = llm.transformer.hidden_size
-    return {
-        "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
-        "model_type": "qwen2_5_omni_thinker",
-        "text_config": write_placed_text(llm, "qwen2_5_omni_text"),
-        "vision_config": {**OMNI_VISION.write(vision), "out_hidden_size": size, "model_type": "qwen2_5_omni_vision_encoder"},
-        "audio_config": {**WHISPER.write(audio), **chunks, "model_type": "qwen2_5_omni_audio_encoder", "output_dim": size},
-        "tie_word_embeddings": llm.ties_embeddings,
-    }
+    return write_model(
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        "qwen2_5_omni_thinker",
+        graph,
+        text=write_placed_text(graph.backbone, "qwen2_5_omni_text"),
+        vision_config={**OMNI_VISION.write(vision), "out_hidden_size": size, "model_type": "qwen2_5_omni_vision_encoder"},
+        audio_config={**WHISPER.write(audio), **chunks, "model_type": "qwen2_5_omni_audio_encoder", "output_dim": size},
+    )
 
 
 def _thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes of patch embedding and convolutions, and of the ends of sound."""
     ends = {_ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size)}
     return {**_patch_shapes(graph), **_convolution_shapes(graph.encoders[1]), **ends}
-
-
-def _write_processor(graph: ModelGraph) -> dict[str, Any]:
-    """Return the description of both image and sound processing, without the key that means something else in each."""
-    both = {**write_image_processor(graph), **write_feature_extractor(graph)}
-    return {key: value for key, value in both.items() if key != "do_normalize"}
 
 
 def _omni(name: str, *, is_alone: bool = False) -> Architecture:
@@ -233,7 +217,11 @@ def _omni(name: str, *, is_alone: bool = False) -> Architecture:
         (OMNI_VISION.names.inside(_VISION, _MERGER), _audio_names("ln_post", f"{_AUDIO}proj"), decoder_names()),
         is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
         spellings=_OMNI_SPELLINGS,
-        to_processor=_write_processor,
+        to_processor=lambda graph: {  # without the key that means something else for images than for sound
+            key: value
+            for key, value in (write_image_processor(graph) | write_feature_extractor(graph)).items()
+            if key != "do_normalize"
+        },
         shapes=_thinker_shapes,
         placeholders=_OMNI_TOKENS,
     )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, EncoderForm, Key, require
+from multimodal.hugging_face.architecture import Config, EncoderForm, Key, image_of, require
 from multimodal.hugging_face.encoder_forms import ACTIVATIONS, NO_DROPOUT, OF_CLIP, VIT, shape_keys
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv_without_key_bias, layer_names
 from multimodal.values.errors import ModelError
@@ -93,8 +93,7 @@ def _read_qwen3_vl(config: Config, where: str) -> dict[str, Any]:
 
 
 def _write_qwen3_vl(unit: Unit) -> dict[str, Any]:
-    image, activations = unit.image, {ours: theirs for theirs, ours in _QWEN3_ACTIVATIONS.items()}
-    assert image is not None
+    image, activations = image_of(unit), {ours: theirs for theirs, ours in _QWEN3_ACTIVATIONS.items()}
     return {
         "hidden_act": activations.get(unit.transformer.activation),
         "num_position_embeddings": (image.position_grid or 0) ** 2,

@@ -8,7 +8,7 @@ from multimodal.hugging_face.architecture import Architecture, Config, Key, read
 from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
 from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import Unit
+from multimodal.values.model_graph import ModelGraph, Unit
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _DEFAULTS = {
@@ -182,6 +182,15 @@ def write_inner_text(unit: Unit) -> dict[str, Any]:
     name = "qwen3" if shape.qk_layernorm else "qwen2" if has_qkv_bias_alone else "llama"
     name = "mistral" if shape.sliding_window is not None and name == "llama" else name
     return write_text_unit(TEXT_FAMILIES[name], unit)
+
+
+def write_model(
+    name: str, model_type: str, graph: ModelGraph, *, text: Mapping[str, Any] | None = None, **parts: Any
+) -> dict[str, Any]:
+    """Return a config.json of a model with encoders; text: of its LLM, by default in the form of a family of text models."""
+    text = write_inner_text(graph.backbone) if text is None else text
+    named = {"architectures": [name], "model_type": model_type, "text_config": text}
+    return {**named, **parts, "tie_word_embeddings": graph.backbone.ties_embeddings}
 
 
 def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
