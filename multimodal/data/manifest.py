@@ -11,7 +11,7 @@ from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedSample, SampleIndex, build_index
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, ItemPixels, Overlong, SampleText
+from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
@@ -35,14 +35,7 @@ class ManifestSource:
         *,
         graph: ModelGraph,
         tokenizer: Tokenizer,
-        seq_length: int,
-        needs_items_first: bool = False,
-        allows_outside_paths: bool = False,
-        max_image_pixels: int = DEFAULT_MAX_PIXELS,
-        overlong: Overlong = "truncate",
-        skips_bad: bool = False,
-        num_frames: int = NUM_FRAMES,
-        video_fps: float | None = None,
+        options: IndexOptions,
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
@@ -52,10 +45,10 @@ class ManifestSource:
         """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
         graph: its encoders take images, videos and sound; its generator, if it has one, makes the assistant's images; samples
-        with items that no unit takes are left out. seq_length and what follows, to video_fps: see `IndexOptions`. chat: writes
-        conversations by a model's template; None: in Braid's own format. cache: keeps indices; None: the index is built, and not
-        kept. decoder: decodes items; None: this process does, on request. indexing: tokenises texts and measures items, if there
-        is no index yet; None: this process does. watch: sees samples pass while an index is built.
+        with items that no unit takes are left out. chat: writes conversations by a model's template; None: in Braid's own format.
+        cache: keeps indices; None: the index is built, and not kept. decoder: decodes items; None: this process does, on request.
+        indexing: tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees samples pass
+        while an index is built.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
@@ -70,8 +63,6 @@ class ManifestSource:
                 )
         self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
         self._tokenizer = tokenizer
-        items = allows_outside_paths, max_image_pixels, overlong, skips_bad, num_frames, video_fps
-        options = IndexOptions(seq_length, needs_items_first, *items)
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
         if cache:

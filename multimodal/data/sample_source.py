@@ -56,20 +56,15 @@ class SampleSource(Protocol):
 
     def __len__(self) -> int:
         """Count the samples."""
-        ...
 
     def lengths(self, index: int) -> SampleLengths:
         """Return the lengths of one sample from metadata only; `sample_id` is the index, which callers replace."""
-        ...
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and item positions of one sample."""
-        ...
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one item of a sample; raises DataError if its file cannot be used."""
-        ...
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """Return `ItemPixels.grid` of one item, from metadata only (stages past the first need positions, not pixels)."""
-        ...

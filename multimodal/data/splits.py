@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.errors import DataError
 
 
 class Splits(NamedTuple):
@@ -20,9 +20,9 @@ def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
     """Cut samples at random into parts of the sizes in `split` ("969,30,1": train, valid, test).
 
     Training and validation get at least one sample each if their share is above 0; a missing share is 0. Deterministic in the
-    arguments. Raises ConfigError for a malformed split, DataError if a part with a share is empty.
+    arguments. Raises DataError if a part with a share is empty.
     """
-    shares = _parse_split(split)
+    shares = (*parse_split(split), 0.0, 0.0)[:3]
     bounds = np.rint(np.cumsum((0.0, *shares)) / sum(shares) * num_samples).astype(np.int64)
     sizes = np.diff(bounds)
     for part in (0, 1):
@@ -40,12 +40,10 @@ def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
     return Splits(np.sort(train), np.sort(valid), np.sort(test))
 
 
-def _parse_split(split: str) -> tuple[float, float, float]:
+def parse_split(split: str) -> list[float]:
+    """Return the proportions of a split; none if it is invalid."""
     try:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
-        raise ConfigError(f"--split {split!r}: expected up to three shares for training, validation and test, such as 969,30,1")
-    train, valid, test = (*shares, 0.0, 0.0)[:3]
-    return train, valid, test
+        return []
+    return shares if len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and sum(shares) > 0 else []

@@ -1,7 +1,7 @@
 """Text to token ids and back, with the special tokens of conversations with images."""
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,40 +35,23 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer, as the data sets use it."""
 
     special: SpecialTokens
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id."""
-        ...
-
-    @property
-    def num_own_tokens(self) -> int:
-        """One more than the largest id without added special tokens."""
-        ...
+    vocab_size: int
+    """One more than the largest id, added tokens included."""
+    num_own_tokens: int
+    """One more than the largest id without added special tokens."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; never special ones, whatever the text."""
-        ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of ids; special tokens are left out."""
-        ...
 
 
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255), then the special tokens."""
 
     special = SpecialTokens(*range(256, 265), *range(262, 265))
-
-    @property
-    def vocab_size(self) -> int:
-        """256 bytes and the special tokens."""
-        return max(astuple(self.special)) + 1
-
-    @property
-    def num_own_tokens(self) -> int:
-        """256 bytes."""
-        return 256
+    num_own_tokens, vocab_size = 256, 265
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of the text; a lone surrogate, which UTF-8 cannot hold, becomes '?'."""
@@ -115,7 +98,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()  # the file may enable both; the data set decides on lengths
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self._num_own_tokens = max(vocabulary.values(), default=-1) + 1
+        self.num_own_tokens = max(vocabulary.values(), default=-1) + 1
         chosen = {
             name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
             for name, spellings in _SPELLINGS.items()
@@ -127,23 +110,13 @@ class HuggingFaceTokenizer:
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         found = {name: vocabulary.get(spelling, MISSING) for name, spelling in chosen.items()}
         self.special = SpecialTokens(**{**found, "pad": max(found["pad"], 0)})
-        self._vocab_size = max(vocabulary.values()) + 1
-        if self._vocab_size > _MAX_VOCABULARY:
+        self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MAX_VOCABULARY:
             largest = max(vocabulary, key=lambda token: vocabulary[token])
             raise ConfigError(
                 f"{self._file}: token {largest!r} has the id {vocabulary[largest]:,}, and an embedding would need as many rows; "
                 f"expected ids below {_MAX_VOCABULARY:,}; correct the file"
             )
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return self._vocab_size
-
-    @property
-    def num_own_tokens(self) -> int:
-        """One more than the largest id in the file."""
-        return self._num_own_tokens
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the begin and end tokens that the file's post-processor may add."""
@@ -188,20 +161,12 @@ class HuggingFaceTokenizer:
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None) -> Tokenizer:
     """Build the tokenizer that `--tokenizer-type` and `--tokenizer-model` name, with all special tokens.
 
-    Raises ConfigError for an unknown type, a file that is missing or unreadable, and a file that would be ignored.
+    Raises ConfigError for a file that is missing or unreadable.
     """
     if tokenizer_type == "ByteTokenizer":
-        if tokenizer_model is not None:
-            raise ConfigError(
-                f"--tokenizer-model {tokenizer_model} would be ignored: ByteTokenizer reads no file; "
-                "remove it or set --tokenizer-type HuggingFaceTokenizer"
-            )
         return ByteTokenizer()
-    if tokenizer_type == "HuggingFaceTokenizer":
-        if tokenizer_model is None:
-            raise ConfigError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: the path of a tokenizer.json")
-        return HuggingFaceTokenizer(tokenizer_model)
-    raise ConfigError(f"--tokenizer-type {tokenizer_type}: no such type; use ByteTokenizer or HuggingFaceTokenizer")
+    assert tokenizer_model is not None, "a rule of the flags asks for it"
+    return HuggingFaceTokenizer(tokenizer_model)
 
 
 def _load(path: Path) -> "tuple[Path, tokenizers.Tokenizer]":

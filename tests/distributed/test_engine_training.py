@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 from tests.engine_on_cpu.install import install
 install(Path(sys.argv[1]))
-from megatron.runtime.flags import device_rules
-device_rules._has_cuda = lambda: True
+from megatron.runtime.flags import flag_rules
+flag_rules._has_cuda = lambda: True
 import pretrain_mllm
 from tools.launch import free_port
 for line in sys.argv[2:]:

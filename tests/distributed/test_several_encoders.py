@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.audio.audio_files import read_audio
 from multimodal.data.audio.audio_processing import log_mel
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
@@ -115,7 +116,7 @@ def test_a_step_is_that_of_transformers(make: Any, plans: tuple[str, ...], fixed
     folder = tmp_path / "model"
     model = build_wide_model(make, folder, max_shard_size="20KB")
     manifest = write_manifest(tmp_path / "data", has_pictures=len(plans) > 1)
-    source = ManifestSource(manifest, graph=read_model(folder), tokenizer=TOKENIZER, seq_length=256)
+    source = ManifestSource(manifest, graph=read_model(folder), tokenizer=TOKENIZER, options=IndexOptions(256))
     expected_loss = step_in_torch(model, source, inputs=items_of, rate=RATE, decay=DECAY, betas=BETAS)
     stepped = tmp_path / "stepped"
     model.save_pretrained(stepped)

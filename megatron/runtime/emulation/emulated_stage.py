@@ -229,18 +229,13 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
     for where, cut in step.cuts.segments.items():
         cuts[where.microbatch_place][where.stage] = cut
     inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
-    for unit, unit_plan in step.plan.units.items():
-        context_rank = unit_plan.context_parallel_rank(rank) if rank in unit_plan.ranks else 0
-        for replica_index, replica in enumerate(unit_plan.replicas):
-            if rank not in replica.ranks:
-                continue
-            for microbatch in range(step.assignment.num_microbatches(unit, replica_index)):
-                place = MicrobatchPlace(unit, replica_index, microbatch)
-                if place in step.cuts.num_subsets:
-                    parts = range(len(step.subsets(place)))
-                    inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
-                else:
-                    inputs[place] = (replace(_input(step, place, WHOLE, rank=context_rank), cuts=cuts.get(place, {})),)
+    for place in step.places_of(rank):
+        context_rank = step.plan.units[place.unit].context_parallel_rank(rank)
+        if place in step.cuts.num_subsets:
+            parts = range(len(step.subsets(place)))
+            inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
+        else:
+            inputs[place] = (replace(_input(step, place, WHOLE, rank=context_rank), cuts=cuts.get(place, {})),)
     return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()))
 
 

@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -139,7 +139,7 @@ def open_manifest(
         path,
         graph=graph,
         tokenizer=tokenizer,
-        **asdict(options),
+        options=options,
         chat=chat,
         decoder=_with_latents(path, config, graph, decoder=producers),
         indexing=producers,

@@ -17,9 +17,10 @@ from multimodal.data.packing import pack_encoder_microbatch, pack_language_micro
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.inputs.latents import ItemsMade
 from multimodal.model.inputs.noise_paths import draw_path
-from multimodal.model.inputs.prepared_input import prepare_input
 from multimodal.model.layers.layer_kind import InputContext
-from multimodal.model.stage_input import PackedInput, share_input
+from multimodal.model.layers.projectors.mlp import drops_tokens
+from multimodal.model.layers.registry import LAYER_KINDS
+from multimodal.model.stage_input import PackedInput, find_row_ends, pack_lengths, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -57,36 +58,45 @@ def load_inputs(
             return found
         stage = next(each for each in unit_plan.replicas[place.replica].stages if rank in each.ranks)
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
-        return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
+        return _prepare(found, InputContext(step.graph, unit, options, *sizes))
 
     expect_items(source, _needed_items(step, rank=rank, source_index=source_index, source=source))
     inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
-    for name, unit_plan in step.plan.units.items():
-        unit = step.graph.unit(name)
-        for replica_index, replica in enumerate(unit_plan.replicas):
-            if rank not in replica.ranks:
-                continue
-            has_items = rank in item_ranks(step.graph, step.plan, name, replica_index)
-            for microbatch in range(step.assignment.num_microbatches(name, replica_index)):
-                place = MicrobatchPlace(name, replica_index, microbatch)
-                if unit.join is not None:
-                    inputs[place] = (own(_joined_input(source, unit, place, step, source_index), place),)
-                elif unit.role is Role.ENCODER:
-                    subsets = step.subsets(place)
-                    inputs[place] = tuple(
-                        own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
-                        for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
-                    )
-                elif unit.role is Role.GENERATOR:
-                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items, seed=seed)
-                    inputs[place] = (own(whole, place),)
-                else:
-                    step.placement.check_starts(place, source=source, source_index=source_index)
-                    whole, samples = _language_input(source, place, step, source_index)
-                    inputs[place] = (held := own(whole, place),)
-                    target_samples[place] = _held(samples, whole, held)
+    for place in step.places_of(rank):
+        unit = step.graph.unit(place.unit)
+        has_items = rank in item_ranks(step.graph, step.plan, place.unit, place.replica)
+        if unit.join is not None:
+            inputs[place] = (own(_joined_input(source, unit, place, step, source_index), place),)
+        elif unit.role is Role.ENCODER:
+            subsets = step.subsets(place)
+            inputs[place] = tuple(
+                own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
+                for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
+            )
+        elif unit.role is Role.GENERATOR:
+            whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items, seed=seed)
+            inputs[place] = (own(whole, place),)
+        else:
+            step.placement.check_starts(place, source=source, source_index=source_index)
+            whole, samples = _language_input(source, place, step, source_index)
+            inputs[place] = (held := own(whole, place),)
+            target_samples[place] = _held(samples, whole, held)
     return inputs, target_samples
+
+
+def _prepare(batch: PackedInput, context: InputContext) -> PackedInput:
+    """Return a microbatch's input, on the CPU, with everything that layers derive from its lengths: masks, work lists, rows."""
+    unit = context.unit
+    if drops_tokens(unit):
+        batch = batch.with_kept_rows()
+    if unit.image is not None and unit.image.has_row_ends:
+        batch = dataclasses.replace(batch, kept_rows=find_row_ends(batch.positions))
+    packed = pack_lengths(batch, context.num_padded_rows(batch.num_tokens))
+    for name in dict.fromkeys(unit.layers):
+        if name in LAYER_KINDS:
+            LAYER_KINDS[name].prepare(packed, context)
+    return dataclasses.replace(batch, packed=packed)
 
 
 def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:
@@ -109,15 +119,11 @@ def _needed_items(
 ) -> list[tuple[int, int]]:
     """Return (index in the source, item) of everything that this rank needs decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
-    for name, unit_plan in step.plan.units.items():
-        for replica in range(len(unit_plan.replicas)):
-            if rank not in item_ranks(step.graph, step.plan, name, replica):
-                continue
-            for microbatch in range(step.assignment.num_microbatches(name, replica)):
-                atoms = step.assignment.atoms(MicrobatchPlace(name, replica, microbatch))
-                is_encoder = step.graph.unit(name).role is Role.ENCODER
-                items = atoms if is_encoder else _items_of(atoms, name, source=source, source_index=source_index)
-                found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
+    for place in step.places_of(rank):
+        if rank in item_ranks(step.graph, step.plan, place.unit, place.replica):
+            atoms, is_encoder = step.assignment.atoms(place), step.graph.unit(place.unit).role is Role.ENCODER
+            items = atoms if is_encoder else _items_of(atoms, place.unit, source=source, source_index=source_index)
+            found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
     return found
 
 

@@ -1,17 +1,72 @@
-"""Combinations of flags that are refused: message -> condition; `cross_checks` reads it."""
+"""Combinations of flags that are refused, also by this machine, its packages or its layers; `cross_checks` reads them."""
 
+import importlib.metadata
+import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
-from megatron.runtime.flags.device_rules import DEVICE_RULES, Condition, named_passes
-from megatron.runtime.flags.field_flags import value_of
+from megatron.runtime.flags.field_flags import flag_of, value_of
+from multimodal.cost.engine_limits import ENGINE_LIMITS, FP8_SCALES, EngineLimit, Instead, LayerUse
 from multimodal.data.sample_program import DIGITS_PROGRAM
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS
-from multimodal.schedule.passes import PASSES
+from multimodal.data.splits import parse_split
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES, PassRow
+
+Condition = Callable[[RunConfig], bool]
+"""Returns True for an unsupported combination."""
+
+
+def can_delay_weight_gradients() -> bool:
+    """Return True if the installed Transformer Engine has `delay_wgrad_compute`."""
+    try:
+        found = importlib.metadata.version("transformer_engine").split(".")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return tuple(int(part) for part in found[:2]) >= (2, 3)
+
+
+def _has_cuda() -> bool:
+    import torch  # only here, so that reading flags does not wait for it
+
+    return torch.cuda.is_available()
+
+
+def named_passes(config: RunConfig) -> list[PassRow]:
+    """List the passes that are named; `check_schedule` reports wrong names."""
+    return [PASSES[name] for name in config.training.schedule_passes.split(",") if name in PASSES]
+
+
+def _lacks(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+def _misses(field: str, package: str, config: RunConfig) -> bool:
+    return getattr(config.logging, field) is not None and _lacks(package)
+
+
+def _needs_local(limit: EngineLimit, config: RunConfig) -> bool:
+    return config.model.transformer_impl == "transformer_engine" and limit.is_met(_layer_use(config))
+
+
+def _layer_use(config: RunConfig) -> LayerUse:
+    splits = BUILDERS[config.training.schedule].splits_backwards or any(row.splits_backwards for row in named_passes(config))
+    return LayerUse(
+        is_installed=not _lacks("transformer_engine"),
+        has_cuda=_has_cuda(),
+        delays_gradients=not splits or can_delay_weight_gradients(),
+        dtype=config.training.dtype,
+        fp8_recipe=None if config.model.fp8_format is None else config.model.fp8_recipe,
+        recompute=config.training.recompute_granularity,
+        runs_segments=BUILDERS[config.training.schedule].runs_segments,
+        splits_backwards=splits,
+        tp_comm_overlap=config.parallelism.tp_comm_overlap,
+        shards_weights=config.parallelism.shards_weights,
+    )
 
 
 def _same_run(source: Path | None, save: Path | None) -> bool:
@@ -25,16 +80,6 @@ def _same_folder(first: Path, second: Path | None) -> bool:
 def _goes_on_elsewhere(name: str, c: RunConfig) -> bool:
     """Return True if a run starts from the weights of this field, and --load names a folder that is not its own."""
     return bool(value_of(c, name) and c.checkpoint.load and not _same_folder(c.checkpoint.load, c.checkpoint.save))
-
-
-def _proportions(split: str) -> list[float]:
-    """Parse a split; empty if it is invalid."""
-    try:
-        proportions = [float(part) for part in split.split(",")]
-    except ValueError:
-        return []
-    is_split = len(proportions) <= 3 and all(0 <= part < float("inf") for part in proportions) and sum(proportions) > 0
-    return proportions if is_split else []
 
 
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
@@ -69,7 +114,7 @@ RULES: Mapping[str, Condition] = {
         c.data.tokenizer_type == "HuggingFaceTokenizer" and c.data.tokenizer_model is None
     ),
     "--split {c.data.split!r} must be one to three proportions (training, validation, test), the first above 0, such "
-    "as 969,30,1": lambda c: not _proportions(c.data.split) or not (_proportions(c.data.split)[0] > 0 or c.training.skip_train),
+    "as 969,30,1": lambda c: not parse_split(c.data.split) or not (parse_split(c.data.split)[0] > 0 or c.training.skip_train),
     f"--max-image-pixels {{c.data.max_image_pixels}} is more than {PILLOW_MAX_PIXELS}, beyond which Pillow opens no image; lower "
     "it, and scale larger images down": lambda c: c.data.max_image_pixels > PILLOW_MAX_PIXELS,
     "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
@@ -77,7 +122,7 @@ RULES: Mapping[str, Condition] = {
         c.evaluation.eval_iters > 0
         and not c.evaluation.valid_data_path
         and c.data.sample_program is None
-        and not any(_proportions(c.data.split)[1:2])
+        and not any(parse_split(c.data.split)[1:2])
     ),
     "--balance-num-microbatches effective makes microbatches as large as the longest sample's, whatever --tokens-per-microbatch "
     "{c.training.tokens_per_microbatch} allows; leave one of them out": lambda c: (
@@ -101,7 +146,46 @@ RULES: Mapping[str, Condition] = {
     "--profile-ranks {c.logging.profile_ranks}: ranks count from 0; leave out what is below": lambda c: (
         min(c.logging.profile_ranks) < 0
     ),
-    **DEVICE_RULES,
+    "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler": lambda c: (
+        c.logging.profile and not c.logging.use_pytorch_profiler and not _has_cuda()
+    ),
+    **{
+        f"{flag_of(field)} {{c.logging.{field}}}: the package {package} is not installed; install it "
+        f"(pip install 'braid[{package}]'), or leave it out": partial(_misses, field, package)
+        for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow"))
+    },
+    **{limit.message: partial(_needs_local, limit) for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL},
+    "--fp8-format {c.model.fp8_format} needs a CUDA device; leave it out on a CPU": lambda c: (
+        c.model.fp8_format is not None and not _has_cuda()
+    ),
+    "--fp8-format {c.model.fp8_format} runs by Transformer Engine's recipes, and that is not installed; install it, or leave the "
+    "flag out": lambda c: c.model.fp8_format is not None and _lacks("transformer_engine"),
+    "--fp8-format {c.model.fp8_format} needs layers of Transformer Engine; use --transformer-impl transformer_engine": lambda c: (
+        c.model.fp8_format is not None and "transformer_impl" in c.given and c.model.transformer_impl == "local"
+    ),
+    FP8_SCALES.message: lambda c: FP8_SCALES.is_met(_layer_use(c)),
+    "--attention-backend flash cannot evaluate --attention-mask {c.model.attention_mask}; "
+    "use --attention-backend triton": lambda c: c.model.attention_backend == "flash" and c.model.attention_mask != "causal",
+    "--attention-backend flash needs a CUDA device and --bf16; use --attention-backend sequences": lambda c: (
+        # bfloat16 is the default on CUDA
+        c.model.attention_backend == "flash" and not (_has_cuda() and ("dtype" not in c.given or c.training.dtype == "bfloat16"))
+    ),
+    "--attention-backend sequences cannot evaluate --attention-mask {c.model.attention_mask}; "
+    "use --attention-backend blocks": lambda c: c.model.attention_backend == "sequences" and c.model.attention_mask != "causal",
+    "--attention-backend {c.model.attention_backend} needs a CUDA device to train; "
+    "use --attention-backend blocks on a CPU": lambda c: c.model.attention_backend in ("flex", "triton") and not _has_cuda(),
+    "--attention-backend triton: Triton is not installed; install it (pip install 'braid[triton]') or use --attention-backend "
+    "blocks": lambda c: c.model.attention_backend == "triton" and _lacks("triton"),
+    "--attention-backend triton has no float64; use --attention-backend blocks for exact checks": lambda c: (
+        c.model.attention_backend == "triton" and c.training.dtype == "float64"
+    ),
+    "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out": lambda c: (
+        c.parallelism.tp_comm_overlap and c.training.emulate is not None
+    ),
+    "--load-hf and --load-adapter need the package 'safetensors'; "
+    "install it (pip install 'braid[hf]') or leave it out": lambda c: (
+        (c.checkpoint.load_hf or c.checkpoint.load_adapter) is not None and _lacks("safetensors")
+    ),
     "--use-pytorch-profiler has no place to write to; add --report-dir DIR": lambda c: (
         c.logging.use_pytorch_profiler and c.logging.report_dir is None
     ),

@@ -25,6 +25,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import NUM_FRAMES, SampleSource
 from multimodal.data.source_views import PassedItems
@@ -173,11 +174,11 @@ def open_answering(session: Session, model: StoredModel, path: Path, *, num_fram
 
 
 def open_questions(
-    path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None, **options: Any
+    path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None, **frames: Any
 ) -> ManifestSource:
-    """Open a file of questions, none of which is cut; options: num_frames and video_fps. Raises DataError."""
-    options = {"seq_length": _UNBOUNDED, "allows_outside_paths": True, "chat": chat, **options}
-    return ManifestSource(path, graph=graph, tokenizer=tokenizer, **options)
+    """Open a file of questions, none of which is cut; frames: num_frames and video_fps. Raises DataError."""
+    options = IndexOptions(_UNBOUNDED, allows_outside_paths=True, **frames)
+    return ManifestSource(path, graph=graph, tokenizer=tokenizer, options=options, chat=chat)
 
 
 def user_message(

@@ -72,7 +72,8 @@ class RunPage:
         (folder / "loss.png").write_bytes(loss)
         timeline = folder / "timeline.png"
         evaluated = [
-            [str(each["step"]), each["evaluation"], *(_shown(each.get(name)) for name in _RESULTS)] for each in self._evaluations
+            [str(each["step"]), each["evaluation"], *(f"{each[name]:.4f}" if name in each else "" for name in _RESULTS)]
+            for each in self._evaluations
         ]
         answers: list[list[str | bytes]] = []
         for each in self._samples.get("samples", ()):
@@ -160,7 +161,3 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str | bytes]]) -> str:
         for tag, row in all_rows
     ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

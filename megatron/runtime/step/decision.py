@@ -1,6 +1,6 @@
 """The decisions of a step (the place and time of every sample), and facts that follow from these and from lengths alone."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -98,6 +98,13 @@ class StepDecision:
     def num_tokens(self) -> int:
         """LLM tokens of the whole global batch."""
         return sum(sample.num_tokens for sample in self.lengths.values())
+
+    def places_of(self, rank: int) -> Iterator[MicrobatchPlace]:
+        """Yield the microbatches that pass through a rank, unit by unit."""
+        for name, unit in self.plan.units.items():
+            for replica in (index for index, each in enumerate(unit.replicas) if rank in each.ranks):
+                for microbatch in range(self.assignment.num_microbatches(name, replica)):
+                    yield MicrobatchPlace(name, replica, microbatch)
 
     def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
         """Return the sample subsets that a microbatch runs as; a single one if its backward is not cut.

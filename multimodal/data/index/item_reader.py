@@ -28,11 +28,9 @@ class ItemDecoder(Protocol):
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
         """Announce the items that will be read next; earlier announcements are void."""
-        ...
 
     def read(self, wanted: WantedItem) -> ItemPixels:
         """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
-        ...
 
 
 class ItemReader:
@@ -82,7 +80,6 @@ class ExpectsItems(Protocol):
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """items: (index of the sample, index of the item in it)."""
-        ...
 
 
 def expect_items(source: SampleSource, items: Sequence[tuple[int, int]]) -> None:

@@ -68,18 +68,8 @@ class SampleIndex:
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
         """Take the arrays and the summary that `build_index` made; raises ValueError if they are not such."""
-        self._arrays, self._summary = arrays, summary
+        self.arrays, self.summary = arrays, summary
         _check_arrays(arrays, summary)
-
-    @property
-    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
-        """The facts about all samples; together with `summary` they make the same index."""
-        return self._arrays
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        """Facts about the index as a whole, as plain JSON values."""
-        return self._summary
 
     def __iter__(self) -> Iterator[IndexedSample]:
         """Yield the samples."""
@@ -89,21 +79,21 @@ class SampleIndex:
 
     def __len__(self) -> int:
         """Count the samples."""
-        return len(self._arrays["is_cut"])
+        return len(self.arrays["is_cut"])
 
     @property
     def skipped(self) -> Mapping[str, int]:
         """Reason for leaving samples out -> number of such samples."""
-        return self._summary["skipped"]
+        return self.summary["skipped"]
 
     @property
     def num_cut(self) -> int:
         """Number of samples whose end was cut off."""
-        return int(self._arrays["is_cut"].sum())
+        return int(self.arrays["is_cut"].sum())
 
     def conversation(self, index: int) -> Conversation:
         """The tokens of a sample."""
-        arrays, tokens = self._arrays, self._slice("token_starts", index)
+        arrays, tokens = self.arrays, self._slice("token_starts", index)
         items = arrays["items"][self._slice("item_starts", index)]
         starts = tuple((number, start, outputs) for number, (start, outputs) in enumerate(items[:, 1:3].tolist()))
         facts = bool(arrays["is_cut"][index]), float(arrays["loss_weights"][index])
@@ -111,16 +101,16 @@ class SampleIndex:
 
     def num_items(self, index: int) -> int:
         """Count the items of a sample."""
-        first, last = self._arrays["item_starts"][index : index + 2]
+        first, last = self.arrays["item_starts"][index : index + 2]
         return int(last - first)
 
     def item(self, index: int, item_index: int) -> IndexedItem:
         """One item of a sample; raises IndexError beyond the last."""
         if not 0 <= item_index < self.num_items(index):
             raise IndexError(f"item {item_index} of sample {index}, which has {self.num_items(index)}")
-        number = int(self._arrays["item_starts"][index]) + item_index
-        unit, _, _, width, height, rows, columns, tile = self._arrays["items"][number].tolist()
-        return IndexedItem(self._summary["units"][unit], self._text("paths", number), (width, height), (rows, columns), tile)
+        number = int(self.arrays["item_starts"][index]) + item_index
+        unit, _, _, width, height, rows, columns, tile = self.arrays["items"][number].tolist()
+        return IndexedItem(self.summary["units"][unit], self._text("paths", number), (width, height), (rows, columns), tile)
 
     def where(self, index: int) -> str:
         """Return the origin of a sample (file and line), for messages."""
@@ -131,9 +121,9 @@ class SampleIndex:
         folder.parent.mkdir(parents=True, exist_ok=True)
         hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
         try:
-            for name, array in self._arrays.items():
+            for name, array in self.arrays.items():
                 np.save(hidden / f"{name}.npy", array)
-            (hidden / _SUMMARY).write_text(json.dumps(self._summary))
+            (hidden / _SUMMARY).write_text(json.dumps(self.summary))
             hidden.chmod(0o755)
             try:
                 os.rename(hidden, folder)
@@ -145,11 +135,11 @@ class SampleIndex:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _slice(self, name: str, index: int) -> slice:
-        first, last = self._arrays[name][index : index + 2].tolist()
+        first, last = self.arrays[name][index : index + 2].tolist()
         return slice(first, last)
 
     def _text(self, name: str, index: int) -> str:
-        return bytes(self._arrays[name][self._slice(f"{name[:-1]}_starts", index)]).decode(errors="surrogatepass")
+        return bytes(self.arrays[name][self._slice(f"{name[:-1]}_starts", index)]).decode(errors="surrogatepass")
 
 
 def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:

@@ -62,7 +62,6 @@ class SampleIndexing(Protocol):
 
         Raises DataError for the first faulty sample.
         """
-        ...
 
 
 class SampleIndexer:

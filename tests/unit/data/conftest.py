@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 from scipy.io import wavfile
 
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph
@@ -82,7 +84,9 @@ class DataFolder:
     def open(self, data: Sequence[Any] | Path, *, seq_length: int = 1000, **options: Any) -> ManifestSource:
         """Index lines, or a file or folder."""
         path = data if isinstance(data, Path) else self.manifest(data)
-        return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "seq_length": seq_length, **options})
+        own = {key: options.pop(key) for key in options.keys() & {field.name for field in fields(IndexOptions)}}
+        index_options = IndexOptions(seq_length, **own)
+        return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "options": index_options, **options})
 
 
 @pytest.fixture

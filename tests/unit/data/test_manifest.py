@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from multimodal.data.image_processing import image_to_patches
-from multimodal.data.index.sample_indexer import BAD
+from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -194,7 +194,7 @@ def test_models_that_cannot_take_image_files(data: DataFolder, graph: ModelGraph
 def test_the_real_corpus() -> None:
     """All samples without audio are read; photos, figures, pages and characters decode to the promised lengths."""
     graph = ModelGraph.from_file(Path(__file__).resolve().parents[3] / "examples" / "corpus" / "model.yaml")
-    source = ManifestSource(CORPUS, graph=graph, tokenizer=ByteTokenizer(), seq_length=8192)
+    source = ManifestSource(CORPUS, graph=graph, tokenizer=ByteTokenizer(), options=IndexOptions(8192))
     assert len(source) == 497 and sum(source.skipped.values()) == 447
     lengths = [source.lengths(index) for index in range(len(source))]
     assert max(len(sample.items) for sample in lengths) >= 6

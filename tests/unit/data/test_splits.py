@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.data.source_views import SourceSubset
-from multimodal.data.splits import split_indices
-from multimodal.values.errors import ConfigError, DataError
+from multimodal.data.splits import parse_split, split_indices
+from multimodal.values.errors import DataError
 from tests.unit.data.conftest import DataFolder
 
 
@@ -46,9 +46,8 @@ def test_parts_that_cannot_be_filled() -> None:
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2,0", "0,0,0", "inf,1", "nan"])
 def test_malformed_splits(split: str) -> None:
-    """Anything but shares."""
-    with pytest.raises(ConfigError, match="expected up to three shares"):
-        split_indices(10, split=split, seed=0)
+    """Anything but shares: the rules of the flags refuse it."""
+    assert parse_split(split) == []
 
 
 def test_a_subset_is_a_source(data: DataFolder) -> None:

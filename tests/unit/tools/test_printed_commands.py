@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from megatron.runtime.flags import device_rules
+from megatron.runtime.flags import flag_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.data.length_table import write_length_table
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
@@ -79,8 +79,8 @@ KNOWN = (
 def fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let flags ask for CUDA and Transformer Engine, neither of which reading them needs."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr(device_rules, "_has_cuda", lambda: True)
-    monkeypatch.setattr(device_rules, "can_delay_weight_gradients", lambda: True)
+    monkeypatch.setattr(flag_rules, "_has_cuda", lambda: True)
+    monkeypatch.setattr(flag_rules, "can_delay_weight_gradients", lambda: True)
 
 
 ASKED = (*KNOWN, *map(draw, range(NUM_DRAWN)))

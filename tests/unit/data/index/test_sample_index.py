@@ -10,6 +10,7 @@ import pytest
 
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
 from multimodal.data.index.sample_index import build_index, read_index
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError
@@ -40,8 +41,8 @@ def open_cached(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> Any:
 
     def build(cache: IndexCache | None = CACHE, **options: Any) -> tuple[ManifestSource, int]:
         tokenizer = CountingTokenizer()
-        options = {"graph": graph, "seq_length": 99, **options}
-        return ManifestSource(tmp_path, tokenizer=tokenizer, cache=cache, **options), tokenizer.num_texts
+        given = {"graph": options.pop("graph", graph), "options": IndexOptions(**{"seq_length": 99, **options})}
+        return ManifestSource(tmp_path, tokenizer=tokenizer, cache=cache, **given), tokenizer.num_texts
 
     return build
 

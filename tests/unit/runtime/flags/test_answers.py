@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags import device_defaults, device_rules
+from megatron.runtime.flags import device_defaults, flag_rules
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
@@ -95,7 +95,7 @@ def machine_of(name: str) -> Iterator[bool]:
     """Let this process take itself for such a machine; gives whether it has CUDA."""
     has_cuda, engine = MACHINES[name]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(device_rules, "_has_cuda", lambda: has_cuda)
+        patched.setattr(flag_rules, "_has_cuda", lambda: has_cuda)
         for module in (importlib.util, device_defaults):
             patched.setattr(module, "find_spec", lambda name: object() if engine else None)
         if engine:

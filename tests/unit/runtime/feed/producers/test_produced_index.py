@@ -68,7 +68,7 @@ def open_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
             indexing = ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=local)
             indexing.check()
         tokenizer = NoTokenizer() if producers else ByteTokenizer()
-        return ManifestSource(path, graph=GRAPH, tokenizer=tokenizer, seq_length=OPTIONS.seq_length, indexing=indexing)
+        return ManifestSource(path, graph=GRAPH, tokenizer=tokenizer, options=IndexOptions(OPTIONS.seq_length), indexing=indexing)
 
     return build
 
