@@ -22,8 +22,9 @@ def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..
     Candidates are the results of the balancers, the data's order first, and the LLM's balanced microbatches in DistTrain's order,
     with encoders balanced on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is
     also tried with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor`
-    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate. Limits apply to the number of
-    candidates and the size of simulations, not to their time, so that ranks agree.
+    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate, as does a gain below what
+    exchanging was measured to lose (`Predictor.margin`). Limits apply to the number of candidates and the size of simulations,
+    not to their time, so that ranks agree.
     """
     reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
     candidates = [
@@ -37,7 +38,7 @@ def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..
 
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
-    """Return the first of the candidates with the shortest step, without predicting those that cannot win."""
+    """Return the first of the candidates with the shortest step, or the first of all if none gains more than the margin."""
     predictions = list(predictor.predict_each(candidates, lengths))
     dealt = [each for prediction in predictions for each in prediction.dealt_by_idle_time]
     if others := list(unique((*candidates, *dealt)))[len(candidates) :]:
@@ -45,7 +46,10 @@ def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths]
         promising = sorted(predicted, key=lambda each: each[1].least_seconds)[:MOST_DEALT]
         candidates = [*candidates, *(assignment for assignment, _ in promising)]
         predictions += [prediction for _, prediction in promising]
-    return pick_shortest(candidates, predictions)
+    chosen = candidates.index(pick_shortest(candidates, predictions))
+    if predictor.margin and predictions[chosen].seconds > (1 - predictor.margin) * predictions[0].seconds:
+        return candidates[0]
+    return candidates[chosen]
 
 
 def busiest_replicas_work(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:

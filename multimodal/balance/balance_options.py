@@ -35,6 +35,10 @@ class Prediction(Protocol):
 class Predictor(Protocol):
     """Predicts steps, deterministically."""
 
+    @property
+    def margin(self) -> float:
+        """Share of a step that must be gained for anything but the data's order to be chosen."""
+
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> Sequence[Prediction]:
         """Predict a step of these samples under each of several assignments."""
 

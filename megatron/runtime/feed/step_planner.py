@@ -27,7 +27,7 @@ from megatron.runtime.launch.stop_requests import ignore_in_worker
 from megatron.runtime.step.balance_report import report_balance
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
-from multimodal.balance import BalancerRow
+from multimodal.balance import BALANCERS, UNBALANCED, BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.in_order import balance_in_order
@@ -86,14 +86,15 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         exchange: SampleExchange | None = None,
         arrangement: NodeArrangement | None = None,
         decisions: NodeDecisions | None = None,
+        in_order: range = range(0),
     ) -> None:
         """exchange: decode first, then send samples to the ranks that need them; arrangement: permutes encoders' batches.
 
-        decisions: shares the balancer's assignments with the node's other ranks.
+        decisions: shares the balancer's assignments with the node's other ranks; in_order: steps left in the data's order.
         """
         self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
         self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
-        self._decisions = decisions
+        self._decisions, self._in_order = decisions, in_order
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
@@ -106,8 +107,9 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         known = share.lengths if share else (replace(source.lengths(at), sample_id=key) for key, at in source_index.items())
         lengths = LengthBatch(known)
         start = time.perf_counter()
-        balance = partial(self._balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
-        assignment = self._decisions.find(lengths, balance) if self._decisions else balance()
+        balancer = BALANCERS[UNBALANCED] if step in self._in_order else self._balancer
+        balance = partial(balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
+        assignment = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))

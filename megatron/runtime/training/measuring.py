@@ -17,7 +17,7 @@ from megatron.runtime import platform
 from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.plan_steps import predictor_by, step_predictor
+from megatron.runtime.training.plan_steps import MOST_MEASURED, predictor_by, step_predictor, steps_in_order
 from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
 from multimodal.cost.measured_layers import MeasuredLayers
@@ -29,8 +29,6 @@ from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent
 
-MOST_MEASURED = 8
-"""Most steps of an interval that are measured: its last ones."""
 _WARM_UP = 2
 """First steps of a run, which set connections up and are not measured."""
 CLEARLY = 1.1
@@ -45,6 +43,8 @@ class _Measured(NamedTuple):
     lengths: Sequence[SampleLengths]
     events: Sequence[TimelineEvent]
     seconds: float
+    is_in_order: bool
+    """True if its samples were left in the data's order, to be compared with the others."""
 
 
 @dataclass
@@ -64,7 +64,8 @@ class Measuring:
             return None
         if -number % interval < MOST_MEASURED and number - self.run.done_steps > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())
-            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds))
+            is_in_order = number - 1 in steps_in_order(self.run)
+            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds, is_in_order))
         if number % interval or not self._steps:
             return None
         measured, self._steps = self._steps, []
@@ -80,25 +81,34 @@ class Measuring:
             sums += torch.from_numpy(layers.sums([(each, step.events) for each, step in zip(costs, steps, strict=True)]))
         sums = sums.to(platform.device())
         dist.all_reduce(sums)
-        told = run.world.from_first(f"layers/{number}", lambda: json.dumps(self._fit(layers.fit(sums.cpu().numpy()), steps)))
-        line, profile = json.loads(told)
+        told = run.world.from_first(
+            f"layers/{number}", lambda: json.dumps(self._fit(number, layers.fit(sums.cpu().numpy()), steps))
+        )
+        line, measured = json.loads(told)
         if line is None:
             return None
-        run.measured = MeasuredCosts(number, LayerProfile.from_dict(profile))
+        run.measured = MeasuredCosts.from_dict(measured)
         run.session.forget_schedules()
         return str(line)
 
-    def _fit(self, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
-        """Return the line and the profile with the rest of a step; no line if it is about the one that the run goes by."""
-        fitted, before = predictor_by(self.run, profile), step_predictor(self.run)
+    def _fit(self, number: int, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
+        """Return the line and the measured costs, with the rest of a step; no line if they are like those the run goes by."""
+        fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), step_predictor(self.run)
         predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
-        rests = [
-            step.seconds - simulate_schedule(step.schedule, each.costs).iteration_seconds
-            for step, each in zip(steps, predictions, strict=True)
+        simulated = {
+            index: simulate_schedule(steps[index].schedule, each.costs).iteration_seconds
+            for index, each in enumerate(predictions)
             if each.is_simulated
-        ]
+        }
+        rests = [steps[index].seconds - seconds for index, seconds in simulated.items()]
         assert profile.step is not None, "fitted profiles say what steps take beside their layers"
         profile = replace(profile, step=replace(profile.step, seconds=max(0.0, median(rests or [0.0]))))
+        of_predicted: dict[bool, list[float]] = {False: [], True: []}
+        for index, seconds in simulated.items():
+            of_predicted[steps[index].is_in_order].append(steps[index].seconds / seconds)
+        margin = self.run.measured.margin if self.run.measured else 0.0
+        if all(of_predicted.values()):
+            margin = lost_by_exchanging(of_predicted[False], of_predicted[True])
         last = steps[-1]
         now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (fitted, before))
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
@@ -106,11 +116,20 @@ class Measuring:
             return None, {}
         units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
         what = f"those of step {self.run.measured.step}" if self.run.measured else "the described machine's"
+        lost = f", {margin:.1%} of it in exchanging samples beyond what was predicted" if margin else ""
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
-            f"{median(step.seconds for step in steps):.4g} s; schedule and balance go by these layers now",
-            profile.to_dict(),
+            f"{median(step.seconds for step in steps):.4g} s{lost}; schedule and balance go by these layers now",
+            MeasuredCosts(number, profile, margin).to_dict(),
         )
+
+
+def lost_by_exchanging(balanced: Sequence[float], in_order: Sequence[float]) -> float:
+    """Return the share of a step that exchanging samples costs beyond what is predicted; 0 unless all such steps show it.
+
+    balanced, in_order: measured over predicted seconds of steps whose samples were exchanged, and of steps in the data's order.
+    """
+    return 1 - median(in_order) / median(balanced) if min(balanced) > max(in_order) else 0.0
 
 
 def _unit_seconds(costs: ModelCosts) -> dict[str, tuple[float, float]]:

@@ -6,10 +6,11 @@ import torch
 
 from megatron.runtime.feed.node_decisions import NodeDecisions
 from megatron.runtime.feed.step_planner import StepOptions, StepPlanner, load_steps, load_steps_in_thread
+from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
-from megatron.runtime.training.prediction import build_predictor
+from megatron.runtime.training.prediction import MeasuredCosts, build_predictor
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
@@ -17,9 +18,11 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
+
+MOST_MEASURED = 8
+"""Most steps of an interval that are measured: its last ones."""
 
 
 def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
@@ -94,7 +97,17 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         arrangement=arrangement,
         decisions=_node_decisions(run, forward_only=forward_only),
+        in_order=range(0) if forward_only else steps_in_order(run),
     )
+
+
+def steps_in_order(run: Run) -> range:
+    """Return the steps, from 0, that --balance auto leaves in the data's order, beside which its others are measured."""
+    interval = measuring_interval(run.config)
+    if run.measured or not interval or not BALANCERS[run.config.training.balance].needs_costs:
+        return range(0)
+    due = (run.done_steps // interval + 1) * interval
+    return range(max(0, due - min(interval, MOST_MEASURED)), due, 2)
 
 
 def _node_decisions(run: Run, *, forward_only: bool) -> NodeDecisions | None:
@@ -107,12 +120,12 @@ def _node_decisions(run: Run, *, forward_only: bool) -> NodeDecisions | None:
 
 
 def step_predictor(run: Run) -> StepPredictor:
-    """Return the predictor of this run's steps, by the layers that it has measured."""
-    return predictor_by(run, run.measured and run.measured.layers)
+    """Return the predictor of this run's steps, by what it has measured."""
+    return predictor_by(run, run.measured)
 
 
-def predictor_by(run: Run, measured: LayerProfile | None) -> StepPredictor:
-    """Return a predictor by these layers, unless --layer-costs says otherwise; None: by those of the described machine."""
+def predictor_by(run: Run, measured: MeasuredCosts | None) -> StepPredictor:
+    """Return a predictor by these layers; None: by those of --layer-costs, or of the described machine."""
     options = run.session.options
     copies = options.num_state_copies
     return build_predictor(

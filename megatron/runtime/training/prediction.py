@@ -49,15 +49,17 @@ class MeasuredCosts(NamedTuple):
     step: int
     """The last step that was measured; the next one is the first to go by them."""
     layers: LayerProfile
+    margin: float = 0.0
+    """As in `StepPredictor`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
-        return {"step": self.step, "layers": self.layers.to_dict()}
+        return {"step": self.step, "layers": self.layers.to_dict(), "margin": self.margin}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "MeasuredCosts":
         """Build from the plain form."""
-        return cls(int(value["step"]), LayerProfile.from_dict(value["layers"]))
+        return cls(int(value["step"]), LayerProfile.from_dict(value["layers"]), float(value["margin"]))
 
 
 def build_predictor(
@@ -66,14 +68,15 @@ def build_predictor(
     *,
     vocab_size: int,
     num_state_copies: int | None = None,
-    measured: LayerProfile | None = None,
+    measured: MeasuredCosts | None = None,
 ) -> StepPredictor:
     """Return a predictor of steps as `schedules` would run them, by --cluster and --layer-costs; may raise ConfigError.
 
-    num_state_copies: of an elastic run's optimizer state; measured: the layers' seconds, without --layer-costs.
+    num_state_copies: of an elastic run's optimizer state; measured: what the run has measured, without --layer-costs.
     """
     options = run_options(config, num_state_copies=num_state_copies)
-    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config) or measured)
+    profile, margin = (measured.layers, measured.margin) if measured else (_profile_of(config), 0.0)
+    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, profile, margin)
 
 
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:

@@ -1,5 +1,6 @@
 """Which balancer a step is predicted to be shortest with, and whether another pair is clearly better than the chosen one."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -49,6 +50,12 @@ def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, bu
         for name, balancer in BALANCERS.items()
     }
     assert seconds["auto"] <= min(seconds[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
+    gained = 1 - seconds["auto"] / seconds["none"]
+    for margin in (0.9 * gained, 1.1 * gained):  # what exchanging was measured to lose
+        careful = replace(options, predictor=replace(predict, margin=margin))
+        assignment = BALANCERS["auto"](lengths, graph=graph, plan=plan, options=careful)
+        kept = predict.predict(assignment, lengths).seconds
+        assert kept == (seconds["none"] if 0 < gained < margin else seconds["auto"])
 
 
 @pytest.mark.parametrize("seed", range(8))
