@@ -84,7 +84,7 @@ def train(flags: Sequence[str], rank: int, port: int, notes: Path) -> None:
     pretrain_mllm.main([*flags])
 
 
-def measure(case: str, *, num_steps: int) -> dict[str, float]:
+def measure(case: str, *, num_steps: int) -> dict[str, Any]:
     """Train a case; raises RuntimeError with what rank 0 said if a rank fails."""
     with tempfile.TemporaryDirectory() as name:
         notes, port = Path(name) / "notes", free_port()
@@ -101,6 +101,10 @@ def measure(case: str, *, num_steps: int) -> dict[str, float]:
         "seconds": statistics.median(took for took, *_ in steps),
         "assumed_over_measured": statistics.median(assumed / took for took, assumed, _ in steps),
         "predicted_over_measured": statistics.median(predicted / took for took, _, predicted in steps),
+        "of_intervals": [
+            statistics.median(predicted / took for took, _, predicted in steps[first : first + INTERVAL])
+            for first in range(0, len(steps), INTERVAL)
+        ],
         "load": os.getloadavg()[0],
     }
 
@@ -117,10 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(found))
         return 0
-    table = Table("model", "step (s)", "predicted / measured: assumed machine", "measured layers", "load")
+    table = Table("model", "step (s)", "predicted / measured: assumed machine", "measured layers", "in each 20 steps", "load")
     for case, row in found.items():
         ratios = (f"{row[key]:.3f}" for key in ("assumed_over_measured", "predicted_over_measured"))
-        table.add_row(case, f"{row['seconds']:.3f}", *ratios, f"{row['load']:.1f}")
+        intervals = " ".join(f"{ratio:.2f}" for ratio in row["of_intervals"])
+        table.add_row(case, f"{row['seconds']:.3f}", *ratios, intervals, f"{row['load']:.1f}")
     Console().print(table)
     return 0
 
