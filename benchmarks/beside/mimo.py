@@ -72,12 +72,14 @@ def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict
         "llm": UnitSizes(pipeline_parallel_size=layout.llm_pp, data_parallel_size=layout.llm_dp),
     }
     apart = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
+    shared = _shared(case, layout.num_ranks)
     return {
         "MIMO": MimoTraining(case, weights, layout),
         "Braid, as MIMO": BraidTraining(case, apart, balancer="none"),
-        "Braid, balanced": BraidTraining(case, apart, balancer="orchmllm"),
-        "Braid, balanced, dip": BraidTraining(case, apart, balancer="orchmllm", builder="dip"),
-        "Braid, ranks shared": BraidTraining(case, _shared(case, layout.num_ranks), balancer="orchmllm"),
+        "Braid, auto": BraidTraining(case, apart, balancer="auto"),
+        "Braid, ranks shared": BraidTraining(case, shared, balancer="none"),
+        "Braid, ranks shared, orchmllm": BraidTraining(case, shared, balancer="orchmllm"),
+        "Braid, ranks shared, auto": BraidTraining(case, shared, balancer="auto"),
     }
 
 

@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.orchestrator.machine import assumed_cluster
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.cost.run_options import RunOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
@@ -64,6 +67,7 @@ class BraidTraining:
             dtype=torch.float64,
         )
         build = BuildOptions(Precision(torch.float64))
+        self._costs = RunOptions(zero_stage=0, sequence_parallel=False, transformer_impl="local")
         options = SessionOptions(
             case.graph, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, optimizer=optimizer, builder=BUILDERS[builder]
         )
@@ -74,7 +78,8 @@ class BraidTraining:
     def prepare(self, source: RandomSource) -> Step:
         """Return this rank's part of a global batch."""
         lengths = [source.lengths(index) for index in range(len(source))]
-        options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE)
+        predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs)
+        options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE, predictor=predictor)
         assignment = BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 

@@ -22,7 +22,7 @@ from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
 from multimodal.cost.measured_layers import MeasuredLayers
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
@@ -95,20 +95,21 @@ class Measuring:
         """Return the line and the measured costs, with the rest of a step; no line if they are like those the run goes by."""
         fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), step_predictor(self.run)
         predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
-        simulated = {
-            index: simulate_schedule(steps[index].schedule, each.costs).iteration_seconds
-            for index, each in enumerate(predictions)
+        of_simulated = [
+            (step.is_in_order, step.seconds / simulate_schedule(step.schedule, each.costs).iteration_seconds)
+            for step, each in zip(steps, predictions, strict=True)
             if each.is_simulated
-        }
-        rests = [steps[index].seconds - seconds for index, seconds in simulated.items()]
-        assert profile.step is not None, "fitted profiles say what steps take beside their layers"
-        profile = replace(profile, step=replace(profile.step, seconds=max(0.0, median(rests or [0.0]))))
-        of_predicted: dict[bool, list[float]] = {False: [], True: []}
-        for index, seconds in simulated.items():
-            of_predicted[steps[index].is_in_order].append(steps[index].seconds / seconds)
+        ]
+        in_order, balanced = ([ratio for is_in_order, ratio in of_simulated if is_in_order is wanted] for wanted in (True, False))
+        ratio, took = median([*in_order, *balanced] or [1.0]), median(step.seconds for step in steps)
+        beside = profile.step or StepProfile()
+        # Ranks that share cores compute faster while others wait, so a step may take less than its simulation.
+        profile = profile.times(dict.fromkeys(self.run.session.graph.unit_names, min(1.0, ratio)))
+        profile = replace(profile, step=replace(beside, seconds=max(0.0, 1 - 1 / ratio) * took))
+        fitted = predictor_by(self.run, MeasuredCosts(number, profile))
         margin = self.run.measured.margin if self.run.measured else 0.0
-        if all(of_predicted.values()):
-            margin = lost_by_exchanging(of_predicted[False], of_predicted[True])
+        if in_order and balanced:
+            margin = lost_by_exchanging(balanced, in_order)
         last = steps[-1]
         now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (fitted, before))
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
@@ -119,7 +120,7 @@ class Measuring:
         lost = f", {margin:.1%} of it in exchanging samples beyond what was predicted" if margin else ""
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
-            f"{median(step.seconds for step in steps):.4g} s{lost}; schedule and balance go by these layers now",
+            f"{took:.4g} s{lost}; schedule and balance go by these layers now",
             MeasuredCosts(number, profile, margin).to_dict(),
         )
 
