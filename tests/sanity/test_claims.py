@@ -210,7 +210,7 @@ PROOFS = {
             "unit/plan/planners/test_never_behind.py::test_no_planner_is_better_on_a_random_request",
         ),
         "a set of pipeline templates": (
-            "unit/plan/planners/templates/test_plan_templates.py::test_every_number_of_nodes_is_a_sum_of_templates",
+            "unit/plan/planners/templates/test_reconfigure.py::test_any_losses_and_returns_leave_a_run_that_uses_all_nodes",
             f"{PRETRAIN}::test_replicas_of_templates_train_as_one_process_and_save_for_any_plan",
         ),
         "from profiled layers": (

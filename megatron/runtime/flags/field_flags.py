@@ -90,6 +90,13 @@ def field_flags(group_name: str) -> tuple[FieldFlag, ...]:
     A field whose metadata has `choices` takes a name that is registered when this is called; one with `names` takes several such
     names. With `parse` it also takes what that function does.
     """
+    named = [f.metadata[key] for f in fields(GROUPS[group_name]) for key in ("choices", "names") if key in f.metadata]
+    return _flags_while_registered(group_name, tuple(tuple(names()) for names in named))
+
+
+@cache
+def _flags_while_registered(group_name: str, names: tuple[tuple[str, ...], ...]) -> tuple[FieldFlag, ...]:
+    """List a group's flags; names: those that its fields take now."""
     group = GROUPS[group_name]
     hints, helps = _field_hints(group), field_docstrings(group)
     return tuple(

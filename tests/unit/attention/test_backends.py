@@ -44,15 +44,6 @@ def test_blocks_give_the_references_output_and_gradients(mask: AttentionMask) ->
     assert largest_error(output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_blocks_on_chosen_masks(name: str, groups: int) -> None:
-    mask = named_mask(name)
-    inputs = draw_inputs(mask, heads=4, groups=groups)
-    expected = output_and_gradients(attend_densely, inputs, mask)
-    assert largest_error(output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
-
-
 def test_blocks_in_bfloat16_are_summed_in_float32() -> None:
     mask = build_mask(MASKS["embedded"][1], mode="embedded")
     inputs = tuple(tensor.bfloat16().double() for tensor in draw_inputs(mask))

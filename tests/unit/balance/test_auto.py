@@ -39,6 +39,7 @@ def predictor(graph, plan):
     return StepPredictor(ScheduleCache(graph, plan, BUILDERS["1f1b"]), CLUSTER, 128)
 
 
+@pytest.mark.deep(when=lambda seed: seed > 1)
 @pytest.mark.parametrize("seed", range(8))
 def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, build_sample, seed):
     plan = build_plan(vision=2, audio=1, llm=2)
@@ -58,6 +59,7 @@ def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, bu
         assert kept == (seconds["none"] if 0 < gained < margin else seconds["auto"])
 
 
+@pytest.mark.deep(when=lambda seed: seed > 1)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("name", BALANCERS)
 def test_the_quick_bound_is_below_the_prediction(graph, build_plan, build_sample, name, seed):
@@ -158,6 +160,7 @@ def better_than(candidate: Candidate, balance: str, schedule: str):
     return find_better_pair(uneven_batch(), balance=balance, schedule=schedule, predictor=predict, options=OPTIONS)
 
 
+@pytest.mark.deep(when=lambda candidate, schedule: (candidate, schedule) == (APART, "dip"))
 @pytest.mark.parametrize("candidate", [SHARED, APART])
 @pytest.mark.parametrize("schedule", ["1f1b", "dip"])
 @pytest.mark.parametrize("balance", [name for name, row in BALANCERS.items() if not row.needs_costs])

@@ -26,7 +26,7 @@ from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.validate import validate_assignment
-from tests.unit.plan.planners.planning_cases import THREE, TWO, TWO_ENCODERS, random_lengths
+from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)
@@ -222,23 +222,6 @@ def build_plan(graph: ModelGraph, num_replicas: int, shares: tuple[int, ...] = (
 
     llm = graph.backbone.name
     return Plan({name: UnitPlan(replicas(name), microbatch_shares=shares if name == llm else ()) for name in graph.unit_names})
-
-
-@pytest.mark.parametrize("graph", [TWO, THREE, TWO_ENCODERS])
-@pytest.mark.parametrize("name", WHOLE)
-def test_every_sample_is_placed_once_with_its_items(graph, name):
-    lengths = random_lengths(graph, count=40)
-    found = BALANCERS[name](lengths, graph=graph, plan=build_plan(graph, 3, (5, 3, 2)), options=BalanceOptions())
-    backbone = graph.backbone.name
-    replica_of = {atom.sample_id: replica for replica, own in enumerate(found.units[backbone]) for each in own for atom in each}
-    assert sorted(replica_of) == [sample.sample_id for sample in lengths]
-    assert [len(own) for own in found.units[backbone]] == [20, 12, 8]
-    for unit in graph.encoders:
-        placed = [
-            (atom.sample_id, replica) for replica, own in enumerate(found.units[unit.name]) for each in own for atom in each
-        ]
-        items = sum(item.unit == unit.name for sample in lengths for item in sample.items)
-        assert len(placed) == items and all(replica_of[sample] == replica for sample, replica in placed)
 
 
 def test_work_goes_with_the_shares():

@@ -54,11 +54,6 @@ def generators(plan):
     return {unit: atoms.replicas for unit, atoms in placed.items()}
 
 
-def test_generators_follow_the_llm_in_its_order(generators) -> None:
-    assert generators["painter"] == ((LLM[0][0], LLM[1][0], LLM[0][1]),)
-    assert generators["engraver"] == ((LLM[0][0],), (LLM[1][0],), (LLM[0][1],))
-
-
 def test_a_generator_keeps_the_llms_placement_where_replicas_have_unequally_many_microbatches(build_plan) -> None:
     llm = (((Atom(0),),), ((Atom(1),), (Atom(2),)), ((Atom(3),), (Atom(4),)))
     placed = place_generators(PlacedAtoms.of_replicas(llm), graph=GRAPH, plan=build_plan(llm=3, painter=3, engraver=1))
@@ -83,12 +78,6 @@ def test_a_sample_with_work_must_be_placed(plan) -> None:
     units = {"llm": LLM, "painter": (((Atom(0),), (Atom(3),)),), "engraver": (((Atom(2), Atom(4)),), (), ())}
     with pytest.raises(AssignmentError, match="unit 'painter': sample 2 is placed nowhere"):
         validate_assignment(Assignment(units), LENGTHS, graph=GRAPH, plan=plan)
-
-
-def test_nothing_changes_without_generators() -> None:
-    graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE}}})
-    assignment = Assignment({"llm": LLM})
-    assert drop_idle_samples(assignment, graph=graph, lengths=LENGTHS) is assignment
 
 
 Case = tuple[ModelGraph, Plan, list[SampleLengths], list[list[list[int]]], BalanceOptions]

@@ -81,18 +81,6 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(place, build_sam
     assert assignment.units["vision"] == (((Atom(1, 0),), (Atom(0, 1),)), ((Atom(2, 0),), (Atom(0, 0),), (Atom(0, 2),)))
 
 
-def test_by_default_encoders_have_as_many_microbatches_as_the_llm(place, build_sample):
-    assignment = place(
-        "orchmllm",
-        [build_sample(index, 10, ("vision", 8), ("vision", 8)) for index in range(8)],
-        vision=2,
-        micro_batch_size=2,
-        unit_costs=TOKENS,
-    )
-    assert [len(replica) for replica in assignment.units["llm"]] == [4]
-    assert [[len(microbatch) for microbatch in replica] for replica in assignment.units["vision"]] == [[4, 4], [4, 4]]
-
-
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
 LENGTHS = random_lengths(TWO, count=48)
 PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, groups=(TWO.unit_names,)).build_plan(TWO)

@@ -109,15 +109,6 @@ def needs_of(units):
     }
 
 
-def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
-    model, assignment = build_table_step(
-        table_of({"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 3}})
-    )
-    assert model.plan.lanes == ((0,), (1,), (2,), (3,), (4,))
-    assert [model.plan.lanes_of_stage("llm", 0, stage) for stage in range(3)] == [(2,), (3,), (4,)]
-    assert [assignment.num_microbatches(unit, 0) for unit in model.graph.unit_names] == [2, 2]
-
-
 def test_ranks_place_virtual_stages_and_colocated_units():
     units = {"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]}}
     plan = build_table_step(table_of(units))[0].plan
@@ -273,13 +264,3 @@ def test_a_wrong_list_is_refused_with_its_line(tmp_path: Path, layers: str, prob
     with pytest.raises(ModelError) as caught:
         read(tmp_path, layers)
     assert problem in str(caught.value) and "model.yaml, line 4: unit 'llm'" in str(caught.value)
-
-
-@pytest.mark.parametrize(("items", "wrong"), [("audio", "patch_embedding"), ("image", "audio_embedding")])
-def test_an_embedding_of_other_items_is_refused(tmp_path: Path, items: str, wrong: str) -> None:
-    described = TEXT.replace(
-        "role: encoder", f"role: encoder, {items}: {{}}, layers: [{wrong}, transformer, transformer, projector]"
-    )
-    (tmp_path / "model.yaml").write_text(described)
-    with pytest.raises(ModelError, match=rf"line 2: unit 'vision', layers\[0\]: '{wrong}' is no kind of layer"):
-        read_model(tmp_path / "model.yaml")

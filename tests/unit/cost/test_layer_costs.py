@@ -12,7 +12,7 @@ from multimodal.cost.cluster import NodeLink
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.layers.collectives import GATHERED_AT_ONCE_BYTES, LayerCollectives, count_groups_at_once, held_key_bytes
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.seconds.layer_costs import NO_SECONDS, LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
@@ -111,17 +111,6 @@ def test_collectives_take_longer_across_nodes() -> None:
     assert far.forward - far.forward_waiting == pytest.approx(near.forward - near.forward_waiting)
 
 
-def test_nothing_takes_no_time() -> None:
-    assert PLAIN.seconds("vision", LAYER, UnitLoad(), tensor_parallel_size=2) == NO_SECONDS
-
-
-@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5))
-def test_packing_adds_up(lengths: list[int]) -> None:
-    loads = [item_load(length, length) for length in lengths]
-    together = PLAIN.seconds("llm", LAYER, UnitLoad(*map(sum, zip(*loads, strict=True))))
-    assert together.forward == pytest.approx(sum(PLAIN.seconds("llm", LAYER, load).forward for load in loads))
-
-
 def test_what_is_frozen_decides_which_gradients_count() -> None:
     seconds = PLAIN.seconds("llm", LAYER, LOAD)
     backward = {need: seconds.backward(LAYER, need) for need in BackwardNeed}
@@ -159,18 +148,6 @@ def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest() -> None:
 def test_profiles_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="'transformer' of unit 'audio', which the model lacks .* profile this model"):
         LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("", "", {("audio", LAYER, 1, 1): CURVES}))
-
-
-def test_all_but_one_part_of_a_collective_runs_beside_the_products():
-    collectives = LayerCollectives(tensor=Quadratic(0.0, 0.08))  # 8 s for 100 tokens
-
-    def waiting(products: float, num_parts: int) -> float:
-        return collectives.exposed_tensor(100, 10_000, products_seconds=products, num_parts=num_parts)
-
-    assert waiting(20.0, 1) == pytest.approx(8.0)
-    assert waiting(20.0, 4) == pytest.approx(2.0), "one of four parts"
-    assert waiting(4.0, 4) == pytest.approx(2.0 + 4.0 * 3 / 4), "products are too short for the other three"
-    assert waiting(0.0, 4) == pytest.approx(8.0)
 
 
 @given(moving=st.floats(0.0, 10.0), computing=st.floats(0.0, 10.0), num_parts=st.integers(1, 12))
@@ -213,13 +190,6 @@ def test_products_cut_into_parts_pay_their_constant_for_each():
     constants = 3 * 4 * 0.5e9 / 50e12
     assert cut.forward - cut.forward_waiting == pytest.approx(whole.forward - whole.forward_waiting + constants)
     assert cut.weight_gradient == whole.weight_gradient
-
-
-def test_a_forward_that_is_repeated_is_cut_again():
-    cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
-    cut = LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=4)
-    plain, repeated = (cut.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=each) for each in (None, "full"))
-    assert repeated.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,6 @@ def test_a_profile_is_read_back_as_written(tmp_path: Path, name: str) -> None:
         assert LayerProfile.from_file(tmp_path / name) == profile and ("step" in profile.to_dict()) == (step is not None)
 
 
-def test_files_without_sequences_are_read_as_before() -> None:
-    entry = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0, 5]}
-    curves = LayerProfile.from_dict({"units": {"llm": {"head": [entry]}}}).curves["llm", "head", 1, 1]
-    assert curves.forward == Quadratic(1.0, 2.0, 3.0, 0.0) and curves.weight_gradient.sequence == 5.0
-
-
 ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0]}
 
 

@@ -17,17 +17,16 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.cost.step_memory import ZERO_STAGES, layer_static_bytes
-from multimodal.cost.unit_load import UnitLoad, sample_load
+from multimodal.cost.unit_load import sample_load
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind, LayerRange, Place
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of, layer_activation_bytes, transfer
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of, transfer
 
 CLUSTER, GRAPH = cluster_of(), graph_of(activation="gelu")
 TWO_STAGES = [{"ranks": [4, 5], "layers": [[0, 2]]}, {"ranks": [6, 7], "layers": [[2, 4]]}]
@@ -111,15 +110,6 @@ def test_a_ring_takes_as_many_steps_over_the_network_as_there_are_nodes_but_one(
     """Four ranks a node; 2 us inside, 5 us between."""
     assert collective_seconds(0.0, ranks=range(8), cluster=CLUSTER) == pytest.approx(6 * 2e-6 + 5e-6)
     assert collective_seconds(0.0, ranks=(0, 4, 8, 12), cluster=CLUSTER) == pytest.approx(3 * 5e-6)
-
-
-def test_memory_of_a_gpt_layer_is_korthikantis():
-    kept = layer_activation_bytes(GRAPH, "llm", "transformer", UnitLoad(10, 100, 0), need=BackwardNeed.FULL, vocab_size=512)
-    assert kept == 32 * 64 * 10
-    frozen = layer_activation_bytes(GRAPH, "llm", "transformer", UnitLoad(10, 100, 0), need=BackwardNeed.NONE, vocab_size=512)
-    assert frozen == 0
-    # two images of ten tokens came from the encoder; their gradients go back
-    assert COSTS.memory.activation_bytes(Place("llm", 0, 0, 0)) == 32 * 64 * 60 / 2 + 2 * 10 * 64 * 2
 
 
 def test_static_memory_shares_the_optimizer_over_replicas():

@@ -54,13 +54,6 @@ def test_planners_leave_it_whole(planner: str) -> None:
     assert (plan.tensor_parallel_size, plan.context_parallel_size, plan.num_virtual_stages) == (1, 1, 1)
 
 
-def test_its_description_reads_back() -> None:
-    module = Opaque("folder", "CLIPVisionModel", "vision_model", before_encoder="cut:into_tiles")
-    units = (replace(ENCODER, module=module, weights="folder"), *GRAPH.units[1:])
-    graph = replace(GRAPH, units=units)
-    assert ModelGraph.from_dict(graph.to_dict()) == graph
-
-
 def test_a_fixed_cut_is_refused() -> None:
     from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
     from multimodal.plan.planners.planning_request import FixedSizes

@@ -1,8 +1,6 @@
 """The digits to read and to draw: what is drawn and rendered, what training and validation do not share, and mixtures of both."""
 
-import pickle
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,24 +8,18 @@ import pytest
 
 from examples.digits.handwritten_digits import (
     QUESTIONS,
-    DigitsPicture,
     DigitsSource,
     DigitsToDrawSource,
-    Layout,
-    PlacedGlyph,
     in_turn,
     load_handwritten_digits,
-    possible_layouts,
-    render_ink,
 )
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
-from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.model_graph import ImageInput
 from multimodal.values.sample_lengths import ItemLengths
 
 pytest.importorskip("sklearn")
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "digits"
 IMAGE = ImageInput(patch_size=4, merge_size=2, in_channels=1, min_pixels=256, max_pixels=2560)
 TO_DRAW = ImageInput(patch_size=4, merge_size=1, in_channels=1, min_pixels=64, max_pixels=192)
 TOKENIZER = ByteTokenizer()
@@ -90,16 +82,6 @@ def test_a_sample_reads_pictures_question_answer() -> None:
         )
 
 
-def test_sizes_vary() -> None:
-    """1 to 12 digits, one or two pictures, and encoder lengths that differ by a factor of ten."""
-    source = open_digits(1000)
-    assert {len(glyphs) for glyphs in shown_glyphs(source)} == set(range(1, 13))
-    two_pictures = sum(len(source.sample(index).pictures) == 2 for index in range(len(source)))
-    assert 100 < two_pictures < 200
-    num_patches = [item.num_tokens for index in range(len(source)) for item in source.lengths(index).items]
-    assert (min(num_patches), max(num_patches)) == (16, 160)
-
-
 @pytest.mark.parametrize(("opened", "name"), [(open_digits, "sample"), (open_drawings, "question")])
 def test_a_sample_depends_on_seed_split_and_index_only(opened: Any, name: str) -> None:
     first, again = opened(), opened(500)
@@ -119,30 +101,6 @@ def test_validation_shows_other_handwriting() -> None:
     assert set(load_handwritten_digits().digits[sorted(valid)]) == set(range(10))
 
 
-def test_a_glyph_is_drawn_into_its_cell() -> None:
-    glyphs = load_handwritten_digits()
-    picture = DigitsPicture(Layout(2, 2, 16), (PlacedGlyph(0, 16, 0, 0), PlacedGlyph(1, 8, 5, 3), PlacedGlyph(2, 12, 4, 0)))
-    ink = render_ink(picture, glyphs=glyphs)
-    np.testing.assert_array_equal(ink[:16, :16], np.kron(glyphs.ink[0], np.ones((2, 2), dtype=np.float32)))
-    np.testing.assert_array_equal(ink[5:13, 19:27], glyphs.ink[1])
-    assert ink[20:32, :12].max() == glyphs.ink[2].max()
-    ink[:16, :16] = ink[5:13, 19:27] = ink[20:32, :12] = 0
-    assert not ink.any()
-
-
-def test_every_channel_shows_the_digits() -> None:
-    grey, colour = open_digits(), open_digits(image=ImageInput(4, 2, 3, 256, 2560))
-    patches = colour.item(0, 0).patches.reshape(-1, 3, 16)
-    for channel in range(3):
-        np.testing.assert_array_equal(patches[:, channel], grey.item(0, 0).patches)
-
-
-def test_layouts_keep_the_pixel_bounds() -> None:
-    layouts = possible_layouts(ImageInput(4, 2, 1, min_pixels=400, max_pixels=1024))
-    areas = {layout.rows * layout.columns * layout.cell_pixels**2 for layout in layouts}
-    assert min(areas) >= 400 and max(areas) == 1024
-
-
 def test_an_encoder_that_no_picture_fits_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"= 28 pixels make pictures of 3136 to 37632 pixels, and min_pixels is 40000"):
         open_digits(image=ImageInput(patch_size=14, merge_size=2, in_channels=3, min_pixels=40000))
@@ -153,25 +111,6 @@ def test_a_seq_length_that_would_cut_samples_is_an_error() -> None:
     with pytest.raises(ConfigError, match=rf"up to {longest} tokens .* --seq-length is {longest - 1}; set it to {longest}"):
         open_digits(seq_length=longest - 1)
     assert max(open_digits(1000, seq_length=longest).lengths(index).num_tokens for index in range(1000)) <= longest
-
-
-def test_an_index_beyond_the_end_is_an_error() -> None:
-    with pytest.raises(IndexError, match="sample 300 of 300"):
-        open_digits().lengths(300)
-
-
-def test_a_source_travels_to_a_loader_worker() -> None:
-    source = open_digits()
-    source.lengths(3)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).item(3, 0).patches, source.item(3, 0).patches)
-
-
-def test_the_example_describes_a_model_that_its_data_fits() -> None:
-    graph = ModelGraph.from_file(EXAMPLE / "model.yaml")
-    (vision,) = graph.encoders
-    assert vision.image is not None
-    assert open_digits(image=vision.image).lengths(0).num_tokens > 0
-    assert graph.backbone.transformer.num_layers % 6 == 0
 
 
 def test_the_image_shows_the_digits_that_the_question_names() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,7 @@ import pytest
 from PIL import Image
 
 from multimodal.data.image_processing import image_to_patches
-from multimodal.data.index.sample_indexer import BAD, IndexOptions
-from multimodal.data.manifest import ManifestSource
-from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.data.index.sample_indexer import BAD
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -22,7 +19,6 @@ ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
 QUESTION = {"type": "text", "role": "user", "text": "what?"}
 DOCUMENT = {"type": "text", "role": "document", "text": "words"}
 AUDIO = {"type": "audio", "path": "a.wav", "seconds": 1.0}
-CORPUS = Path(__file__).resolve().parents[4] / "shared" / "data" / "corpus"
 
 
 def image(path: str, size: tuple[int, int] | None = None) -> dict[str, object]:
@@ -152,14 +148,6 @@ def test_blank_lines_and_a_folder_are_accepted(data: DataFolder) -> None:
     assert len(data.open(data.manifest([[DOCUMENT], "", [DOCUMENT]]).parent)) == 2
 
 
-def test_a_source_travels_to_loader_workers(data: DataFolder) -> None:
-    """A pickled copy answers alike."""
-    source = data.open([[image(data.image("a.png", (8, 8))), ANSWER]])
-    copy = pickle.loads(pickle.dumps(source))
-    assert copy.lengths(0) == source.lengths(0)
-    np.testing.assert_array_equal(copy.item(0, 0).patches, source.item(0, 0).patches)
-
-
 def test_a_file_that_changed_since_is_named(data: DataFolder) -> None:
     """The error of a loader worker still says which line of which manifest."""
     source = data.open([[image(data.image("a.png", (8, 8)), (8, 9)), ANSWER]])
@@ -188,21 +176,6 @@ def test_models_that_cannot_take_image_files(data: DataFolder, graph: ModelGraph
     changed["units"]["vision"]["image"]["in_channels"] = 4
     with pytest.raises(ModelError, match="unit 'vision': in_channels is 4"):
         data.open([[ANSWER]], graph=ModelGraph.from_dict(changed))
-
-
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus is not beside this checkout (../shared/data/corpus)")
-def test_the_real_corpus() -> None:
-    """All samples without audio are read; photos, figures, pages and characters decode to the promised lengths."""
-    graph = ModelGraph.from_file(Path(__file__).resolve().parents[3] / "examples" / "corpus" / "model.yaml")
-    source = ManifestSource(CORPUS, graph=graph, tokenizer=ByteTokenizer(), options=IndexOptions(8192))
-    assert len(source) == 497 and sum(source.skipped.values()) == 447
-    lengths = [source.lengths(index) for index in range(len(source))]
-    assert max(len(sample.items) for sample in lengths) >= 6
-    assert all(item.num_tokens == 4 * item.num_output_tokens <= 200704 / 14**2 for sample in lengths for item in sample.items)
-    for index in range(0, len(source), 50):
-        assert len(source.text(index).token_ids) == lengths[index].num_tokens <= 8192
-        for item_index, item in enumerate(lengths[index].items):
-            assert source.item(index, item_index).patches.shape == (item.num_tokens, 3 * 14 * 14)
 
 
 @pytest.fixture

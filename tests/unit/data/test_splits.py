@@ -24,14 +24,6 @@ def test_parts_cover_all_samples_in_their_shares(num_samples: int, shares: tuple
     assert len(parts.train) and (len(parts.valid) or not shares[1])
 
 
-def test_small_data_still_validates() -> None:
-    """The usual split of few samples gives one to validation; the test part has nothing to demand."""
-    assert [len(part) for part in split_indices(10, split="969,30,1", seed=0)] == [9, 1, 0]
-    assert [len(part) for part in split_indices(2, split="1,1,1", seed=0)] == [1, 1, 0]
-    assert [len(part) for part in split_indices(5, split="1", seed=0)] == [5, 0, 0]
-    assert [len(part) for part in split_indices(1000, split="0.9,0.1", seed=0)] == [900, 100, 0]
-
-
 def test_the_seed_shuffles() -> None:
     """A corpus sorted by origin must not end in a validation set of one origin."""
     parts = [tuple(split_indices(100, split="90,10,0", seed=seed).valid) for seed in (0, 1)]

@@ -1,7 +1,6 @@
 """Bytes, a local tokenizer.json, and what each refuses."""
 
 import json
-import pickle
 import sys
 from dataclasses import astuple
 from pathlib import Path
@@ -88,13 +87,6 @@ def test_a_text_is_neither_cut_nor_padded(tokenizer_file: Path) -> None:
     """Whatever lengths the file asks for."""
     assert HuggingFaceTokenizer(tokenizer_file).encode("two cats two cats") == [1, 2, 1, 2]
     assert HuggingFaceTokenizer(tokenizer_file).encode("two") == [1]
-
-
-def test_a_local_tokenizer_travels_to_workers(tokenizer_file: Path) -> None:
-    """Loader workers receive a pickled copy."""
-    tokenizer = HuggingFaceTokenizer(tokenizer_file)
-    copy = pickle.loads(pickle.dumps(tokenizer))
-    assert copy.encode("<|user|> two") == tokenizer.encode("<|user|> two") and copy.special == tokenizer.special
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 
 from multimodal.hugging_face.llava import LLAVA, is_unused
-from multimodal.hugging_face.registry import ARCHITECTURES, architecture_of
-from multimodal.hugging_face.weight_names import rows_of
+from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from tests.unit.hugging_face.folders import read_folder, written
-from tests.unit.plan.planners.planning_cases import request
 
 PUBLISHED: dict[str, Any] = json.loads("""{
 "llava": {
@@ -116,26 +112,6 @@ def test_a_published_model_is_described_in_full_and_tells_its_family(name: str, 
     assert architecture_of(graph).name == family
 
 
-def test_llava_is_understood(tmp_path: Path) -> None:
-    graph = read(tmp_path, "llava")
-    vision, image, llm = graph.unit("vision"), image_of(graph), graph.backbone
-    assert vision.layers == ("learned_patch_embedding", *["transformer"] * 23, "projector")
-    assert (image.class_token, image.num_positions, image.fit) == ("dropped", 577, "crop")
-    assert (image.num_tokens((24, 24)), image.num_output_tokens((24, 24))) == (577, 576)
-    assert (vision.transformer.activation, vision.transformer.has_rotary_positions) == ("quick_gelu", False)
-    assert (vision.projector_hidden_size, vision.projector_norm) == (4096, "none")
-    assert (llm.vocab_size, llm.transformer.num_layers, llm.transformer.layernorm_epsilon) == (32064, 32, 1e-5)
-
-
-def test_siglip_keeps_every_patch(tmp_path: Path) -> None:
-    graph = read(tmp_path, "llava", SIGLIP)
-    image, shape = image_of(graph), graph.unit("vision").transformer
-    assert (image.class_token, image.has_patch_bias, image.has_pre_norm) == (None, True, False)
-    assert (shape.num_layers, shape.activation) == (26, "gelu_tanh")
-    whole = read(tmp_path, "llava", {**SIGLIP, "vision_feature_layer": -1}).unit("vision")
-    assert (whole.transformer.num_layers, whole.projector_norm) == (27, "none")
-
-
 def test_pixtral_keeps_sizes_and_ends_rows(tmp_path: Path) -> None:
     processor = {**COLOURS, "do_pad": True, "size": {"longest_edge": 512}, "patch_size": {"height": 16, "width": 16}}
     vision = read(tmp_path, "pixtral", {}, processor).unit("vision")
@@ -148,15 +124,6 @@ def test_pixtral_keeps_sizes_and_ends_rows(tmp_path: Path) -> None:
     assert architecture_of(graph).to_processor(graph)["size"] == {"longest_edge": 512}
     with pytest.raises(ModelError, match="patch_size is 14, and only 16"):
         read(tmp_path, "pixtral", {}, {**processor, "patch_size": 14})
-
-
-def test_internvl_is_understood(tmp_path: Path) -> None:
-    graph = read(tmp_path, "internvl")
-    vision, image = graph.unit("vision"), image_of(graph)
-    assert (image.num_tokens((32, 32)), image.num_output_tokens((32, 32))) == (1025, 256)
-    assert (vision.projector_norm, vision.projector_norm_epsilon, vision.projector_hidden_size) == ("merged", 1e-5, 896)
-    assert vision.transformer.has_layer_scale and not vision.transformer.has_rotary_positions
-    assert vision.keeps_items_whole
 
 
 LARGE = {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}
@@ -177,23 +144,6 @@ def test_the_large_vision_encoder_of_internvl_stays_on_whole_heads(tmp_path: Pat
         plan_disaggregated(graph, sizes=sizes, world_size=3)
 
 
-def test_qwen2_vl_has_neither_windows_nor_gates(tmp_path: Path) -> None:
-    unit = read(tmp_path, "qwen2-vl").unit("vision")
-    assert unit.layers == ("patch_embedding", *["transformer"] * 32, "projector")
-    assert (unit.transformer.ffn_hidden_size, unit.transformer.activation) == (5120, "quick_gelu")
-
-
-def test_qwen2_5_vl_is_understood(tmp_path: Path) -> None:
-    graph = read(tmp_path, "qwen2.5-vl")
-    vision, image, llm = graph.unit("vision"), image_of(graph), graph.backbone
-    assert [index - 1 for index, kind in enumerate(vision.layers) if kind == "transformer"] == [7, 15, 23, 31]
-    assert vision.layers.count("windowed_transformer") == 28
-    assert (image.window_patches, image.num_patch_values, image.has_patch_bias) == (8, 1176, False)
-    assert vision.transformer.add_bias_linear
-    assert llm.transformer.rotary_sections == (16, 24, 24)
-    assert (llm.transformer.add_qkv_bias, llm.ties_embeddings, llm.transformer.rotary_base) == (True, True, 1e6)
-
-
 def test_newer_versions_nest_the_llm_of_qwen2_5_vl(tmp_path: Path) -> None:
     published, beside = PUBLISHED["qwen2.5-vl"], ("architectures", "model_type", "vision_config", "tie_word_embeddings")
     text = {key: value for key, value in published.items() if key not in ("architectures", "vision_config", "rope_scaling")}
@@ -209,38 +159,12 @@ def test_patches_are_convolved_over_frames_be_they_one(num_frames: int, tmp_path
     assert architecture_of(graph).shapes(graph) == {"visual.patch_embed.proj.weight": (1280, 3, num_frames, 14, 14)}
 
 
-def test_qwen3_vl_is_understood(tmp_path: Path) -> None:
-    graph = read(tmp_path, "qwen3-vl")
-    vision, image, llm = graph.unit("vision"), image_of(graph), graph.backbone
-    assert (image.position_grid, image.deepstack_layers) == (48, (5, 11, 17))
-    assert (vision.layers[0], vision.transformer.activation) == ("stretched_patch_embedding", "gelu_tanh")
-    assert (llm.transformer.qk_layernorm, llm.transformer.add_qkv_bias, llm.ties_embeddings) == (True, False, True)
-    assert (llm.transformer.rotary_sections, llm.transformer.has_interleaved_sections) == ((24, 20, 20), True)
-
-
 def test_what_travels_beside_hidden_states_of_qwen3_vl_is_known(tmp_path: Path) -> None:
     graph = read(tmp_path, "qwen3-vl")
     assert [graph.num_carried("vision", layer) for layer in (0, 5, 6, 11, 12, 17, 18, 24)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert graph.width_behind("vision", 24) == 4 * 1024
     assert graph.width_behind("vision", 25) == 4 * 2560
     assert [graph.width_behind("llm", layer) for layer in (0, 1, 2, 3, 36)] == [4 * 2560, 3 * 2560, 2 * 2560, 2560, 2560]
-
-
-def test_qwen2_audio_is_understood(tmp_path: Path) -> None:
-    graph = read(tmp_path, "qwen2-audio", {}, {**SOUND, "chunk_length": 30})
-    audio = graph.unit("audio")
-    assert audio.audio is not None
-    assert (audio.audio.merge, audio.audio.num_positions, audio.audio.chunk_tokens) == ("averaged", 1500, None)
-    assert (audio.has_linear_projector, audio.projector_norm, audio.merged_size) == (True, "merged", 1280)
-    assert audio.layers.count("transformer") == 32 and audio.keeps_items_whole
-
-
-def test_keys_of_qwen2_audio_have_no_bias(tmp_path: Path) -> None:
-    unit = read(tmp_path, "qwen2-audio").unit("audio")
-    names = ARCHITECTURES["Qwen2AudioForConditionalGeneration"].names[0]
-    found = rows_of(names, unit, "layers.1.self_attention.linear_qkv.bias", num_rows=3840)
-    assert {rows.key.rsplit(".", 2)[1] for rows in found} == {"q_proj", "v_proj"} and len(found) == 40
-    assert len(rows_of(names, unit, "layers.1.self_attention.linear_qkv.weight", num_rows=3840)) == 60
 
 
 def test_a_whole_omni_model_is_its_thinker(tmp_path: Path) -> None:
@@ -255,42 +179,6 @@ def test_a_whole_omni_model_is_its_thinker(tmp_path: Path) -> None:
     assert (graph.backbone.transformer.rotary_sections, graph.backbone.ties_embeddings) == ((16, 24, 24), False)
     thinker = PUBLISHED["qwen2.5-omni"]["thinker_config"]
     assert read_folder(tmp_path, {**thinker, "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"]}) == graph
-
-
-EYE = {"vision_config.depth": 4, "vision_config.hidden_size": 64, "vision_config.num_heads": 4}
-EYE |= {"vision_config.intermediate_size": 96, "vision_config.out_hidden_size": 64}
-TEXT = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 4, "intermediate_size": 96}
-SMALL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "llava": (
-        {f"vision_config.{key}": value for key, value in TEXT.items()} | {f"text_config.{key}": TEXT[key] for key in TEXT},
-        ("disttrain",),
-    ),
-    "qwen2.5-vl": ({**EYE, **TEXT, "rope_scaling": {"mrope_section": [2, 3, 3]}}, ("disttrain",)),
-    "qwen3-vl": (
-        {**EYE, "vision_config.deepstack_visual_indexes": [0, 1, 3], **{f"text_config.{key}": TEXT[key] for key in TEXT}}
-        | {"text_config.head_dim": 16, "text_config.rope_scaling": {"mrope_section": [4, 2, 2]}},
-        ("disttrain", "entrain"),
-    ),
-    "qwen2.5-omni": (
-        {f"thinker_config.{key}": value for key, value in EYE.items()}
-        | {f"thinker_config.text_config.{key}": value for key, value in TEXT.items()}
-        | {"thinker_config.text_config.rope_scaling": {"mrope_section": [2, 3, 3]}}
-        | {f"thinker_config.audio_config.{key}": 4 for key in ("encoder_layers", "encoder_attention_heads")}
-        | {f"thinker_config.audio_config.{key}": 64 for key in ("d_model", "encoder_ffn_dim", "output_dim")},
-        ("disttrain",),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_it_can_be_planned(name: str, tmp_path: Path) -> None:
-    """From lengths of all its kinds of items; with sound in chunks, and with what travels beside hidden states."""
-    changes, planners = SMALL[name]
-    vocabulary = "vocab_size" if name == "qwen2.5-vl" else "text_config.vocab_size"
-    changes = {**changes, f"thinker_config.{vocabulary}" if "omni" in name else vocabulary: 512}
-    asked = request(read(tmp_path, name, changes))
-    for planner in planners:
-        assert predict_run(PLANNERS[planner](asked), asked).iteration_seconds > 0
 
 
 def test_image_processors_are_obeyed(tmp_path: Path) -> None:

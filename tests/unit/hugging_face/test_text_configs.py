@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from multimodal.hugging_face.registry import ARCHITECTURES, architecture_of, check_same_model, with_vocab_size
-from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Experts, ModelGraph
 from tests.unit.hugging_face.folders import read_folder, written
@@ -78,26 +77,6 @@ def test_positions_that_slow_down_beyond_a_length(tmp_path: Path) -> None:
     assert config["rope_scaling"] == scaling and config["max_position_embeddings"] == 32768
     with pytest.raises(ModelError, match="'dynamic' without max_position_embeddings; add it"):
         read(tmp_path, rope_scaling=scaling, max_position_embeddings=None)
-
-
-QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 4}
-
-
-@pytest.mark.parametrize(
-    ("config", "biases"),
-    [
-        ({"attention_bias": True, "mlp_bias": True}, [True, True, True, True]),
-        ({"attention_bias": True}, [True, True, False, False]),
-        ({"mlp_bias": True}, [False, False, True, True]),
-        ({**QWEN3, "attention_bias": True}, [True, True, False, False]),
-    ],
-)
-def test_biases_of_attention_and_mlp(config: dict[str, Any], biases: list[bool], tmp_path: Path) -> None:
-    graph = read(tmp_path, **config)
-    assert list(graph.backbone.transformer.biases.values()) == biases
-    assert architecture_of(graph).name == (LLAMA | config)["architectures"][0]
-    given = {key: value for key, value in config.items() if key.endswith("_bias")}
-    assert given.items() <= written(graph).items()
 
 
 @pytest.mark.parametrize(
@@ -174,24 +153,6 @@ def test_a_model_that_no_family_has_is_named_with_what_differs(tmp_path: Path) -
     check_same_model(tmp_path, graph)
 
 
-def test_rows_of_merged_weights(tmp_path: Path) -> None:
-    graph = read(tmp_path, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=6, vocab_size=5)
-    unit, names = graph.backbone, ARCHITECTURES["LlamaForCausalLM"].names[0]
-    place = "model.layers.0.self_attn."
-    assert rows_of(names, unit, "layers.1.self_attention.linear_qkv.weight", num_rows=128) == (
-        Rows(place + "q_proj.weight", 0, 0, 32),
-        Rows(place + "k_proj.weight", 0, 32, 16),
-        Rows(place + "v_proj.weight", 0, 48, 16),
-        Rows(place + "q_proj.weight", 32, 64, 32),
-        Rows(place + "k_proj.weight", 16, 96, 16),
-        Rows(place + "v_proj.weight", 16, 112, 16),
-    )
-    gate, up = rows_of(names, unit, "layers.1.mlp.linear_fc1.weight", num_rows=12)
-    assert (gate.target, gate.num_rows, up.target, up.num_rows) == (0, 6, 6, 6)
-    assert rows_of(names, unit, "layers.0.word_embeddings.weight", num_rows=8) == (Rows("model.embed_tokens.weight", 0, 0, 5),)
-    assert rows_of(names, unit, "layers.1.mlp.router.weight", num_rows=8) == ()
-
-
 @pytest.mark.parametrize(
     ("config", "experts"),
     [
@@ -234,13 +195,3 @@ def test_the_window_of_a_mistral(given: dict[str, Any], expected: int | None, tm
     graph = read(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", num_key_value_heads=2, **given)
     assert graph.backbone.transformer.sliding_window == expected
     assert architecture_of(graph).name == ("LlamaForCausalLM" if expected is None else "MistralForCausalLM")
-
-
-def test_every_expert_has_its_own_weights(tmp_path: Path) -> None:
-    graph = read(tmp_path, **MIXTRAL)
-    names = ARCHITECTURES["MixtralForCausalLM"].names[0]
-    rows = rows_of(names, graph.backbone, "layers.3.mlp.experts.5.linear_fc1.weight", num_rows=10)
-    block = "model.layers.2.block_sparse_moe"
-    assert rows == (Rows(f"{block}.experts.5.w1.weight", 0, 0, 5), Rows(f"{block}.experts.5.w3.weight", 0, 5, 5))
-    gate = rows_of(names, graph.backbone, "layers.3.mlp.router.weight", num_rows=8)
-    assert gate == (Rows(f"{block}.gate.weight", 0, 0, 8),)

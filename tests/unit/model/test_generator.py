@@ -7,7 +7,6 @@ import torch
 
 from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.model.inputs.noise_paths import NoisePath, draw_path
-from multimodal.model.layers.generator_ends import position_features
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -58,14 +57,6 @@ def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
     for output in (trained, evaluated):
         torch.testing.assert_close(output.loss_sum, ((evaluated.predicted - TWO_IMAGES.patches) ** 2).sum())
         assert output.is_correct is None and output.conditions is None
-
-
-def test_patches_of_one_image_differ_by_their_place_alone() -> None:
-    stage = build_stage(GRAPH, "painter")
-    batch = PackedInput((3,), torch.tensor([[2, 3], [2, 3], [3, 2]]), condition_rows=torch.tensor([0, 0, 0]))
-    hidden = stage.layers["0"](None, stage.prepare(batch, CONDITIONS))[:, 0]
-    torch.testing.assert_close(hidden[0], hidden[1])
-    assert not torch.allclose(hidden[0], hidden[2])
 
 
 def test_an_image_is_made_beside_what_encoders_give() -> None:
@@ -182,12 +173,3 @@ def test_the_llm_hands_on_the_states_of_the_rows_asked_for() -> None:
     output.conditions.sum().backward()
     gradient = stage.layers["0"].word_embeddings.weight.grad
     assert gradient[:5].abs().sum(1).gt(0).all(), "causal attention lets the last row see all tokens"
-
-
-def test_position_features_tell_places_apart() -> None:
-    grid = torch.cartesian_prod(torch.arange(6), torch.arange(6))
-    features = position_features(grid, hidden_size=18, base=100.0, dtype=torch.float64)
-    assert features.shape == (36, 18) and features[:, 16:].eq(0).all()
-    distances = torch.cdist(features, features) + 10 * torch.eye(36, dtype=torch.float64)
-    assert float(distances.min()) > 0.1
-    torch.testing.assert_close(features[0], torch.tensor([0.0] * 4 + [1.0] * 4 + [0.0] * 4 + [1.0] * 4 + [0.0] * 2).double())

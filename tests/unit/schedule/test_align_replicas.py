@@ -17,7 +17,6 @@ from multimodal.schedule.align_replicas import Join, Joins, align_replicas
 from multimodal.schedule.build_schedule import BuiltSchedule, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.expert_groups import check_expert_groups
-from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
@@ -37,32 +36,8 @@ from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case
 LLM = build_graph()
 
 
-def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepShape:
-    """Replicas with these microbatches."""
-    return build_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
-
-
 def lowered(case: StepShape, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
     return build_schedule(BUILDERS[builder], replace(case, forward_only=forward_only), passes=passes)
-
-
-def kinds_of(joins: Joins, lane: int) -> list[str]:
-    return [join.kind.value for position in sorted(joins[lane]) for join in joins[lane][position]]
-
-
-def test_a_replica_without_microbatches_joins_everything():
-    case = llm_case([[0], [1]], [])
-    joins = align_replicas(lowered(case))
-    assert joins[0] == {}
-    assert kinds_of(joins, 1) == ["F", "B", "F", "B"]
-    assert list(joins[1]) == [1], "behind the reduction, which does not wait for anyone"
-    assert joins[1][1][0] == Join(ActionKind.FORWARD, "llm", 0, 1)
-
-
-def test_both_halves_of_a_backward_are_joined():
-    case = llm_case([[0]], [], pp=2)
-    joins = align_replicas(lowered(case, builder="zb-h1"))
-    assert [kinds_of(joins, lane) for lane in (2, 3)] == [["F", "I", "W"]] * 2
 
 
 @settings(max_examples=60)
@@ -144,11 +119,6 @@ def test_replicas_with_as_many_microbatches_compute_together(builder: str) -> No
 
 def shared_by(plan: Plan, size: int) -> Plan:
     return Plan({**plan.units, "llm": replace(plan.units["llm"], expert_parallel_size=size)})
-
-
-def test_split_backwards_exchange_the_same() -> None:
-    case = expert_case([[0], [1]], [[2], [3]], pp=2)
-    check_expert_groups(build_schedule(BUILDERS["1f1b"], case.shape, passes=(split_backward,)))
 
 
 def test_replicas_with_fewer_microbatches_are_refused_until_they_get_empty_ones() -> None:

@@ -17,7 +17,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, PlacedCase, build_case, build_graph, deal, one_unit
+from tests.unit.schedule.schedule_cases import SHAPE, PlacedCase, build_graph, one_unit
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
 COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -153,14 +153,6 @@ def _busy_and_fill(case: StepShape, events: Sequence[TimelineEvent]) -> list[tup
     return found
 
 
-def test_a_model_in_which_nothing_is_trained_has_forwards_alone() -> None:
-    graph = build_graph("vision", frozen=["vision", "llm"], frozen_projectors=["vision"])
-    groupings = {"vision": deal(3, 1), "llm": deal(3, 1)}
-    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 2, 1)}, groupings, layouts={"llm": {"chunks": 2}})
-    actions = [action for lane in build_breadth_first(case).lanes for action in lane.actions]
-    assert {action.kind for action in actions} == {ActionKind.FORWARD}
-
-
 def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_first_come_first() -> None:
     ranks = {"vision": [[0, 1]], "audio": [[0]], "llm": [[2, 3]]}
     shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
@@ -226,13 +218,6 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
     assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
 
 
-def test_a_frozen_encoder_leaves_its_backwards_out() -> None:
-    chain = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4, frozen=("vision",))
-    schedule = build_schedule(build_interleaved_1f1b, chain.shape)
-    backwards = {a.stage for lane in schedule.lanes for a in lane.actions if a.unit == "vision" and a.kind is ActionKind.BACKWARD}
-    assert backwards == {2}  # the last one holds the projector, which is trained
-
-
 def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     in_turn = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4)
     assert chain_of_replica(in_turn.shape, 0) is not None
@@ -241,14 +226,3 @@ def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     swapped = in_turn.assignment.units["vision"][0]
     decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
     assert chain_of_replica(decoupled.shape(in_turn.shape.graph, in_turn.shape.plan), 0) is None
-
-
-def test_a_replica_without_any_microbatch_only_reduces() -> None:
-    case = build_case(
-        build_graph("vision"),
-        {"vision": (2, 1, 1), "llm": (2, 1, 1)},
-        {"vision": [[[0]], []], "llm": [[[0]], []]},
-        colocated=True,
-    )
-    idle = build_schedule(build_interleaved_1f1b, case).lanes[1]
-    assert {action.kind for action in idle.actions} == {ActionKind.REDUCE_GRADIENTS}

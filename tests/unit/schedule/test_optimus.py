@@ -34,11 +34,6 @@ def test_encoders_leave_next_to_nothing_of_the_bubbles(
         assert seconds_of(other, step, costs) > busy_seconds + idle_seconds
 
 
-def test_the_order_follows_from_the_costs() -> None:
-    step = copies(2, 8)
-    assert built("optimus", step, costs_of(llm=1.0, vision=0.5)) != built("optimus", step, costs_of(llm=1.0, vision=2.0))
-
-
 def test_a_lean_schedule_keeps_at_most_twice_what_1f1b_keeps() -> None:
     """The LLM has two microbatches in flight, one on each encoder's replica, which holds one more of its own."""
     step, costs = copies(2, 32), costs_of(llm=1.0, vision=0.25)

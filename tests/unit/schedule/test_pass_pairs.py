@@ -16,7 +16,7 @@ from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
-from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
+from tests.unit.schedule.schedule_text import schedule_from_text
 from tests.unit.schedule.test_passes import check
 from tests.unit.values.work.dependencies import dependencies, needs_message
 
@@ -133,39 +133,6 @@ def test_an_order_in_which_a_pass_undoes_another_is_refused() -> None:
     with pytest.raises(ConfigError, match="would move delayed forwards back .* --schedule-passes defer-receives,delay-forward"):
         passes_named("delay-forward,fill,defer-receives")
     assert len(passes_named("defer-receives,fill,delay-forward")) == 3
-
-
-def test_split_backward_cuts_what_fill_has_split() -> None:
-    """Entrain's case on two encoder stages: sample 1 of the first microbatch runs in the LLM's second one."""
-    case = build_case(
-        build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]}
-    )
-    filled = PASSES["fill"](BUILDERS["1f1b"](case))
-    assert "I vision/0/1/0; {W vision/0/1/0} B vision/0/1/1" in schedule_to_text(filled)
-    cut = PASSES["split-backward"](filled)
-    check(cut)
-    text = schedule_to_text(cut)
-    assert "I vision/0/1/0#0; I vision/0/1/0#1; {W vision/0/1/0#0; W vision/0/1/0#1} B vision/0/1/1" in text
-    assert "B vision/0/0/0#0; B vision/0/0/0#1; B vision/0/0/1" in text
-
-
-def test_early_parts_stand_before_the_last_and_reductions_by_layer_stay() -> None:
-    """The first encoder microbatch's consumers end at once on two replicas of the LLM."""
-    case = build_case(
-        build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 1, 1)}, {"vision": [[[0, 1]]], "llm": [[[0]], [[1]]]}
-    )
-    cut = PASSES["reduce-by-layer"](BUILDERS["gpipe"](case))
-    after = PASSES["split-backward"](cut)
-    first = schedule_to_text(after).splitlines()[0]
-    assert first.endswith("F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0[1:10]; B vision/0/0/0#1; RG vision/0/0[0:1]")
-
-
-def test_fill_stops_before_a_reduction_by_layer() -> None:
-    """What fills the last backward may be what its reduction needs: whichever pass comes first has its way."""
-    case = build_case(build_graph(), {"llm": (2, 2, 1)}, {"llm": deal(4, 2)})
-    text = "RG llm/0/1[1:5]; B llm/0/1/1; RG llm/0/1[0:1]"
-    cut = PASSES["reduce-by-layer"](BUILDERS["gpipe"](case))
-    assert text in schedule_to_text(PASSES["fill"](cut))
 
 
 @pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])

@@ -129,14 +129,6 @@ def test_the_first_part_stands_before_the_last_backward() -> None:
     ]
 
 
-def test_a_replica_without_microbatches_takes_part() -> None:
-    case = build_case(build_graph(), {"llm": (2, 1, 1)}, {"llm": [[[0]], []]})
-    assert rewrite(case, "lane 0: F llm/0/0/0; B llm/0/0/0; RG llm/0/0\nlane 1: RG llm/1/0") == [
-        "lane 0: F llm/0/0/0; RG llm/0/0[1:10]; B llm/0/0/0; RG llm/0/0[0:1]",
-        "lane 1: RG llm/1/0[1:10]; RG llm/1/0[0:1]",
-    ]
-
-
 @pytest.mark.parametrize(
     ("first", "why"),
     [
@@ -162,13 +154,6 @@ def test_a_reduction_behind_another_one_stays_whole() -> None:
     )
     lines = [f"lane {replica}: {text.format(replica=replica)}" for replica in range(2)]
     assert rewrite(case, "\n".join(lines)) == lines
-
-
-def test_a_stage_of_one_layer_stays_whole() -> None:
-    case = llm(num_microbatches=1, pp=1, chunks=8)
-    after = reduce_by_layer(BUILDERS["breadth-first"](case))
-    # The first and the last of eight ranges hold an embedding and a head, too.
-    assert after.shape.cuts.reduced_by_layer == {("llm", 0), ("llm", 7)}
 
 
 def test_fillers_stay_what_they_are() -> None:

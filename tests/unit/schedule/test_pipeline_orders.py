@@ -174,13 +174,6 @@ def textbook(num_stages: int, num_microbatches: int, stage: int) -> list[tuple[s
     return order + [("B", microbatch) for microbatch in range(num_microbatches - num_warmup, num_microbatches)]
 
 
-def test_a_chain_of_encoder_and_llm_is_one_pipeline() -> None:
-    case = build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 3, 1)}, {"vision": deal(9, 1), "llm": deal(9, 1)})
-    assert list(forward_limits(case).values()) == [3, 2, 1, 5, 4]
-    for stage, lane in enumerate(build_one_f_one_b(case).lanes):
-        assert [(action.kind.value, action.microbatch) for action in lane.actions[:-1]] == textbook(5, 9, stage)
-
-
 FROZEN = {
     "encoder": {"frozen": ["vision"], "frozen_projectors": ["vision"]},
     "all but the projector": {"frozen": ["vision", "llm"]},
@@ -214,23 +207,6 @@ def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_
     busiest = 24 * (0.02815 + 0.0513)
     fill = 2 * 0.07504 + 3 * 0.02815 + 3 * 0.0513
     assert list(seconds.values()) == pytest.approx([busiest + fill] * 4, rel=1e-3)
-
-
-def test_a_starved_stage_waits_for_its_turn() -> None:
-    """One encoder replica feeds two LLM replicas: their lanes are idle half of the time, and alternate all the same."""
-    groupings = {"vision": deal(12, 1), "llm": deal(12, 2)}
-    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 2, 1)}, groupings)
-    lanes = build_one_f_one_b(case).lanes
-    for lane, stage in ((1, 0), (2, 1), (3, 0), (4, 1)):
-        assert [(action.kind.value, action.microbatch) for action in lanes[lane].actions[:-1]] == textbook(2, 6, stage)
-
-
-def test_one_lane_keeps_one_microbatch() -> None:
-    """There is no pipeline to keep full, so nothing is kept in flight for it."""
-    groupings = {"vision": deal(3, 1), "llm": deal(3, 1)}
-    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, groupings, colocated=True)
-    (lane,) = build_one_f_one_b(case).lanes
-    assert [action.microbatch for action in lane.actions if action.microbatch >= 0] == [0] * 4 + [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,10 @@ from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
-from tests.unit.cost.cost_cases import cluster_of, graph_of
+from tests.unit.cost.cost_cases import graph_of
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
 from tests.unit.schedule.schedule_text import schedule_from_text
@@ -48,13 +47,6 @@ def one_sample(*, colocated: bool = False, frozen: Sequence[str] = ()) -> StepSh
     return build_case(build_graph("vision", frozen=frozen), sizes, {unit: deal(1, 1) for unit in sizes}, colocated=colocated)
 
 
-def without_reductions(schedule: Schedule) -> Schedule:
-    return schedule.with_lanes(
-        lane_of(lane.ranks, (each for each in lane.actions if each.kind is not ActionKind.REDUCE_GRADIENTS))
-        for lane in schedule.lanes
-    )
-
-
 @pytest.mark.parametrize("builder", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "num_microbatches"), [(1, 3), (2, 2), (4, 4), (4, 9)])
 def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_microbatches: int) -> None:
@@ -68,14 +60,6 @@ def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_mi
     assert found.bubble["pp_cooldown"] == pytest.approx((pp - 1) / 2 * 2.5 / found.iteration_seconds)
     assert found.bubble["pp_other"] == pytest.approx((pp - 1) / 2 * 3.75 / found.iteration_seconds)
     assert (found.num_lanes, found.num_microbatches) == (pp, num_microbatches)
-
-
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 2), (4, 4), (4, 9)])
-def test_gpipe_pays_each_hop_once_per_direction(pp: int, num_microbatches: int) -> None:
-    case = pipeline(pp=pp, num_microbatches=num_microbatches)
-    for costs in (UniformCosts(latency=0.25), UniformCosts(latency=0.125, occupied=0.125)):
-        seconds = simulate_schedule(lower(case, "gpipe"), costs).iteration_seconds
-        assert seconds == (num_microbatches + pp - 1) * 3 + 2 * (pp - 1) * 0.25
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
@@ -137,13 +121,6 @@ def test_a_stage_without_a_backward_keeps_nothing() -> None:
     graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
     case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)})
     assert simulate_schedule(lower(case), UniformCosts()).peak_activation_bytes == (10, 10)
-
-
-def test_weight_gradients_fill_the_wait_for_a_message() -> None:
-    case = pipeline(pp=2, num_microbatches=4)
-    costs = UniformCosts(latency=0.5)
-    assert simulate_schedule(lower(case), costs).iteration_seconds == 5 * 3 + 4 * 0.5
-    assert simulate_schedule(lower(case, "1f1b", "fill"), costs).iteration_seconds == 5 * 3 + 2 * 0.5
 
 
 def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
@@ -261,9 +238,7 @@ def test_work_that_is_missing_from_one_of_its_lanes_never_runs() -> None:
     assert wide not in done(execute_lanes(schedule.with_lanes(lanes)))
 
 
-CLUSTER = cluster_of(gpus_per_node=8, intra_node={"bandwidth_gbytes_per_second": 1e12, "latency_us": 0.0})
 GRAPH = graph_of()
-LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 400, 100),), 200, 150) for sample in range(2)]
 ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
 
 

@@ -101,13 +101,14 @@ def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
 
 
+@pytest.mark.deep(when=lambda units: units == ("llm",))
 @pytest.mark.parametrize("units", [("vision", "llm"), ("llm",)])
 def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(flags, tmp_path, capsys, units):
     (tmp_path / "model.yaml").write_text(
         yaml.safe_dump({"units": {name: MODEL["units"][name] for name in units}}, sort_keys=False)
     )
     tokens = "vision=64,llm=128" if "vision" in units else "llm=128"
-    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.3", "--json"]
+    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.1", "--json"]
     data += ["--global-batch-size", "4"]
     compared = json.loads(plan(capsys, *flags, *data))["compare"]
     assert set(compared) >= set(PLANNERS) and "error" not in compared["optimus"]

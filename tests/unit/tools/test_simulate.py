@@ -64,12 +64,6 @@ def test_values_per_microbatch_and_sends_count(tmp_path, capsys):
     assert report["stages"][0] == {"unit": "llm", "replica": 0, "stage": 0, "microbatch_seconds": [2.0, 4.0]}
 
 
-def test_cornstarchs_frozen_model_is_simulated(capsys):
-    report = simulate(capsys, "--costs", str(ROOT / "examples/costs/cornstarch-vlm-m.yaml"), "--schedule", "1f1b", "--json")
-    assert report["ideal_seconds"] == pytest.approx(24 * (2 * 0.07504 + 0.00027 + 4 * (0.02815 + 0.0513)) / 6, abs=1e-9)
-    assert report["iteration_seconds"] >= 24 * (0.02815 + 0.0513) + 2 * 0.07504
-
-
 def test_memory_that_a_table_of_costs_does_not_tell_is_unknown(capsys):
     assert main(["--costs", str(ROOT / "examples/costs/cornstarch-vlm-m.yaml"), "--schedule", "1f1b"]) == 0
     printed = capsys.readouterr().out
@@ -180,52 +174,3 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_line(flags, tmp_path, caps
     assert "tp 1 x cp 2 needs 2 ranks, found 1 [2]" in error and error.count("\n") == 1
     shown = int(error.split("plan.yaml, line ")[1].split(":")[0])
     assert "ranks" in "\n".join(path.read_text().splitlines()[shown - 1 : shown + 1])
-
-
-def test_context_parallel_ranks_share_the_work_of_a_stage(flags, tmp_path, capsys):
-    units = {**PLAN["units"], "llm": {"replicas": [{"stages": [{"ranks": [2, 3], "layers": [[0, 6]]}]}]}}
-    spread, divided = ({**units["llm"], f"{kind}_parallel_size": 2} for kind in ("context", "tensor"))
-    reports = []
-    for llm in (spread, divided):
-        (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**units, "llm": llm}}, sort_keys=False))
-        reports.append(simulate(capsys, *flags, "--uniform-lengths", "vision=64,llm=4096", "--json"))
-    context, tensor = reports
-    assert context["num_lanes"] == tensor["num_lanes"] == 3
-    # weights are whole on both ranks, activations are divided alike
-    lanes = [report["lanes"][2] for report in reports]
-    assert lanes[0]["peak_activation_bytes"] == pytest.approx(lanes[1]["peak_activation_bytes"], rel=0.05)
-    static = [lane["peak_memory_bytes"] - lane["peak_activation_bytes"] for lane in lanes]
-    assert static[0] > static[1]
-
-
-def test_overlapped_tensor_parallelism_waits_less_for_more_parts(flags, tmp_path, capsys):
-    units = {name: {**unit, "hidden_size": 2048, "ffn_hidden_size": 8192} for name, unit in MODEL["units"].items()}
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-    llm = {"tensor_parallel_size": 2, "replicas": [{"stages": [{"ranks": [2, 3], "layers": [[0, 6]]}]}]}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**PLAN["units"], "llm": llm}}, sort_keys=False))
-    seconds = [
-        simulate(capsys, *flags, "--uniform-lengths", "vision=64,llm=8192", "--transformer-impl", "local", *more, "--json")
-        for more in ([], ["--tp-comm-overlap", "--tp-comm-overlap-parts", "2"], ["--tp-comm-overlap"])
-    ]
-    plain, halves, quarters = (report["iteration_seconds"] for report in seconds)
-    assert plain > halves > quarters
-    assert plain - halves == pytest.approx(2 / 3 * (plain - quarters), rel=0.05), "1/2 and 3/4 are hidden"
-
-
-def test_float64_shares_no_optimizer_state(flags, tmp_path, capsys):
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text((ROOT / "examples" / "clusters" / "cpu.yaml").read_text().replace("dtype: float32", "dtype: float64"))
-    data = ["--uniform-lengths", "vision=64,llm=128", "--cluster", str(cluster), "--json"]
-    default, whole, shared = (
-        simulate(capsys, *flags, *data, *more)["lanes"][0]["peak_memory_bytes"]
-        for more in ([], ["--zero-stage", "0"], ["--zero-stage", "1"])
-    )
-    assert default == whole > shared
-
-
-def test_interleaving_has_virtual_stages(tmp_path, capsys, flags):
-    given = [*flags[:-1], "interleaved-1f1b", "--uniform-lengths", "vision=16,llm=32", "--json"]
-    stages = [{"ranks": [2], "layers": [[0, 2], [3, 4]]}, {"ranks": [3], "layers": [[2, 3], [4, 6]]}]
-    plan = {"units": {**PLAN["units"], "llm": {"replicas": [{"stages": stages}]}}}
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
-    assert simulate(capsys, *given)["schedule"] == "interleaved-1f1b"

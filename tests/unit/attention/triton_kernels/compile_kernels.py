@@ -67,20 +67,19 @@ def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: 
 
 
 def main() -> None:
-    """Compile for head sizes, compute capabilities and their shared memory: three numbers of each GPU."""
-    numbers = map(int, sys.argv[1:])
+    """Compile for a head size, a compute capability and its shared memory."""
+    channels, capability, shared_memory_bytes = map(int, sys.argv[1:])
     join = TileSizes(64, 64, 4, 1)
-    for channels, capability, shared_memory_bytes in zip(numbers, numbers, numbers, strict=True):
-        options = choose_options(channels, dtype=torch.bfloat16, block_size=128, shared_memory_bytes=shared_memory_bytes)
-        for kernel, tiles in (
-            (forward_kernel, options.forward),
-            (query_gradient_kernel, options.query_gradient),
-            (key_value_gradient_kernel, options.key_value_gradient),
-            (join_outputs_kernel, join),
-            (join_gradients_kernel, join),
-            (delta_kernel, join),
-        ):
-            print(json.dumps(compile_kernel(kernel, tiles, channels=channels, capability=capability)))
+    options = choose_options(channels, dtype=torch.bfloat16, block_size=128, shared_memory_bytes=shared_memory_bytes)
+    for kernel, tiles in (
+        (forward_kernel, options.forward),
+        (query_gradient_kernel, options.query_gradient),
+        (key_value_gradient_kernel, options.key_value_gradient),
+        (join_outputs_kernel, join),
+        (join_gradients_kernel, join),
+        (delta_kernel, join),
+    ):
+        print(json.dumps(compile_kernel(kernel, tiles, channels=channels, capability=capability)))
 
 
 if __name__ == "__main__":

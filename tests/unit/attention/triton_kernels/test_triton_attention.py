@@ -25,6 +25,7 @@ def options(max_blocks_per_item: int | None, *tiles: TileSizes) -> KernelOptions
     return KernelOptions(forward, query_gradient, key_value_gradient, max_blocks_per_item=max_blocks_per_item)
 
 
+@pytest.mark.deep(when=lambda name: name not in ("prefix", "modality", "packed, empty modalities", "window of 20"))
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
     mask = named_mask(name)
@@ -34,6 +35,7 @@ def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
     assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.deep(when=lambda chosen: chosen == options(None))
 @pytest.mark.parametrize(
     ("rule", "drawn", "chosen"),
     [
@@ -52,6 +54,7 @@ def test_balancing_tiles_and_heads_change_nothing(rule: dict[str, Any], drawn: d
     assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
+@pytest.mark.deep(when=lambda dtype: dtype == torch.float16)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     mask = build_mask(MASKS["prefix"][1], mode="prefix")

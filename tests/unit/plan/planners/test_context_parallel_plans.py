@@ -9,14 +9,14 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
-from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, reduction_seconds
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, request, with_memory
 
 FIXED = {"llm": FixedSizes(context_parallel_size=2)}
 DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 1000)
@@ -130,22 +130,9 @@ def test_estimated_and_simulated_time_agree():
     assert seconds[4] < 0.35 * seconds[1]
 
 
-def test_gradients_are_reduced_over_shares_of_tokens_too():
-    asked = request(TEXT_ONLY)
-    spread, replicated, alone = (candidate_of(context=c, data=d).layouts["llm"] for c, d in ((4, 1), (1, 4), (1, 1)))
-    assert reduction_seconds(asked, "llm", alone) == 0.0
-    assert reduction_seconds(asked, "llm", spread) == reduction_seconds(asked, "llm", replicated) > 0
-
-
 def test_units_of_other_context_parallel_sizes_share_ranks():
     layouts = {"vision": even_layout(VISION, 2, 2, 1, context=2), "llm": even_layout(LLM, 2, 1, 1, context=4)}
     asked = long_request(num_gpus=8)
     run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, seconds=0.0)
     assert set(run.plan.units["vision"].ranks) == set(run.plan.units["llm"].ranks) == set(range(8))
     assert math.isfinite(predict_run(run, asked).iteration_seconds)
-
-
-def test_generators_may_be_spread():
-    fixed = {**FIXED, "generator": FixedSizes(context_parallel_size=2), "vision": FixedSizes(context_parallel_size=1)}
-    run = PLANNERS["disttrain"](request(THREE, num_gpus=16, fixed_sizes=fixed))
-    assert [run.plan.units[unit].context_parallel_size for unit in THREE.unit_names] == [1, 2, 2]

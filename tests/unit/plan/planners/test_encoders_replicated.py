@@ -5,10 +5,10 @@ import pytest
 from multimodal.plan.planners.encoders_replicated import RepeatedStep
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action, ActionKind, action_to_text
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
 from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case
-from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
+from tests.unit.schedule.uniform_costs import GivenCosts
 
 NUM_SAMPLES = 6
 
@@ -38,29 +38,6 @@ def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(nu
             assert set(samples) >= taken[lane // num_stages]
 
 
-def test_a_copy_works_right_beside_its_stage() -> None:
-    """Replica 1 has three microbatches of its own; 3, 4 and 5 are those of replica 0."""
-    (lane,) = built(repeated_step(2)).lanes[1:]
-    shown = [action_to_text(action) for action in lane.actions if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
-    for microbatch, copy in ((0, "vision/1/0/3"), (2, "vision/1/0/4")):
-        assert shown.index(f"F {copy}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
-        assert shown.index(f"B llm/0/1/{microbatch}") + 1 == shown.index(f"B {copy}")
-
-
-@pytest.mark.parametrize(
-    ("graph", "has_backward"),
-    [
-        ({"frozen": ["vision"], "frozen_projectors": ["vision"]}, False),
-        ({"frozen": ["vision", "llm"]}, True),
-        ({"frozen": ["llm"]}, True),
-    ],
-)
-def test_what_is_frozen_is_not_repeated_backward(graph: dict[str, list[str]], has_backward: bool) -> None:
-    actions = [action for lane in built(repeated_step(2, **graph)).lanes for action in lane.actions if action.unit == "vision"]
-    assert sum(action.kind is ActionKind.FORWARD for action in actions) == 2 * NUM_SAMPLES
-    assert sum(action.kind is ActionKind.BACKWARD for action in actions) == (2 * NUM_SAMPLES if has_backward else 0)
-
-
 def test_it_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> None:
     """On the way in and out the LLM alone counts, as copies start at once and end beside.
 
@@ -77,21 +54,3 @@ def test_it_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> Non
     assert found.busy_seconds == pytest.approx([NUM_SAMPLES * (of_encoders + own) for own in (3.0, 3.0, 12.0)])
     longest = NUM_SAMPLES * (of_encoders + 12.0)
     assert longest < found.iteration_seconds <= longest + 2 * (num_stages - 1) * (of_encoders + 3.0)
-
-
-def test_copies_keep_activations_until_their_backward() -> None:
-    # Lane 0 has two microbatches of the LLM and of the encoder in flight; lane 1 one of each, and those encoded ahead for lane 0.
-    assert simulate_schedule(built(repeated_step(2)), UniformCosts()).peak_activation_bytes == (4 * 10, 4 * 10)
-
-
-def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> None:
-    groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
-    case = placed_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
-    step = RepeatedStep(*case)
-    first, second = case.assignment.units["vision"][0][0], case.assignment.units["vision"][1][0]
-    assert step.assignment.units["vision"] == ((first, second), (second, first))
-    repeated = [[each for each in lane.actions if (each.unit, each.microbatch) == ("vision", 1)] for lane in built(step).lanes]
-    assert [list(map(action_to_text, actions)) for actions in repeated] == [
-        ["F vision/0/0/1", "B vision/0/0/1"],
-        ["F vision/1/0/1", "B vision/1/0/1"],
-    ]

@@ -32,7 +32,7 @@ def random_request(seed: int) -> PlanningRequest:
     return with_memory(asked, draw.choice((4.0, 16.0)))
 
 
-@pytest.mark.deep(when=lambda seed: seed >= 3)
+@pytest.mark.deep(when=lambda seed: seed >= 1)
 @pytest.mark.parametrize("seed", range(12))
 def test_no_planner_is_better_on_a_random_request(seed):
     asked = random_request(seed)
@@ -57,7 +57,7 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
 
 
 def test_the_bound_of_a_run_is_below_its_step():
-    asked = request(num_gpus=4)
+    asked = request(num_gpus=4, time_budget_seconds=0.0)
     trials = Trials(asked)
     for name, row in PLANNERS.items():
         run, prediction = row.plan_best(asked)

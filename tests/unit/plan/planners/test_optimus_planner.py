@@ -84,11 +84,6 @@ def test_where_no_rank_waits_for_another_there_is_nothing_to_fill():
     assert formed(run, ("optimus", "none"), request()) is None
 
 
-def test_without_tensor_parallelism_the_lanes_bubbles_are_filled():
-    run = planned(fixed_sizes={"llm": FixedSizes(1, 4), "vision": FixedSizes(1)})
-    assert run.schedule in SCHEDULES and not run.has_tensor_parallelism
-
-
 def test_a_plan_says_what_it_fills_and_a_run_of_its_flags_orders_work_alike(tmp_path):
     asked = request(fixed_sizes={"llm": PIPELINE}, lengths=request().lengths[:1], transformer_impl="local")
     run = PLANNERS["optimus"](asked)

@@ -102,23 +102,6 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
     assert predict_run(run, asked).peak_memory_bytes == pytest.approx(estimated, rel=0.1)
 
 
-def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelism():
-    asked = request(TEXT_ONLY)
-    runs = [Candidate({"llm": even_layout(LLM, tensor, 1, 1)}).to_run(asked, seconds=0.0) for tensor in (1, 2)]
-    flags = [run.training_flags("C.yaml") for run in runs]
-    assert ["--sequence-parallel" in each for each in flags] == [False, True]
-
-
-def test_sharded_weights_are_planned_and_said():
-    asked = request(TEXT_ONLY, sharding="optim_grads_params")
-    run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
-    assert (run.sharding, run.transformer_impl, run.passes) == ("optim_grads_params", "transformer_engine", ())
-    assert "--data-parallel-sharding-strategy optim_grads_params" in run.training_flags("C.yaml")
-    assert "--zero-stage 3" in run.simulation_flags
-    whole = PLANNERS["megatron"](request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
-    assert predict_run(run, asked).peak_memory_bytes < predict_run(whole, asked).peak_memory_bytes
-
-
 def test_collectives_over_replicas_hide_where_there_are_replicas():
     asked = request(TEXT_ONLY)
     alone, copies = (Candidate({"llm": even_layout(LLM, 1, data, 1)}).to_run(asked, seconds=0.0) for data in (1, 4))

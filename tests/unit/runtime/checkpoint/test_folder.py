@@ -34,13 +34,6 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_99999999", "step_100000000"]
 
 
-def test_a_partial_save_gets_its_name_at_the_end(tmp_path: Path) -> None:
-    partial = open_partial(tmp_path / "new" / "folder", step=5)
-    assert find_newest_checkpoint(partial.parent) is None
-    assert complete_partial(partial, step=5) == partial.parent / "step_00000005"
-    assert names(partial.parent) == ["step_00000005"]
-
-
 @pytest.mark.parametrize("num_operations", range(6))
 def test_a_crash_at_any_rename_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_operations: int

@@ -3,29 +3,14 @@
 import itertools
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.runtime.state.held_tensors import Box, boxes_of_flat_range, pieces_of_shard
+from megatron.runtime.state.held_tensors import pieces_of_shard
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, take_shard
 
 SHARDINGS = [WHOLE, ParameterSharding(0), ParameterSharding(1), ParameterSharding(0, 2)]
-
-
-@pytest.mark.parametrize(
-    ("elements", "boxes"),
-    [
-        (range(12), [((0, 0), (3, 4))]),
-        (range(4, 8), [((1, 0), (1, 4))]),
-        (range(5, 7), [((1, 1), (1, 2))]),
-        (range(3, 10), [((0, 3), (1, 1)), ((1, 0), (1, 4)), ((2, 0), (1, 2))]),
-        (range(5, 5), []),
-    ],
-)
-def test_a_flat_range_of_a_matrix(elements: range, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    assert boxes_of_flat_range((3, 4), elements) == tuple(Box(*box) for box in boxes)
 
 
 @given(
@@ -62,11 +47,3 @@ def test_pieces_fill_the_whole_parameter(
                 assert torch.equal(whole[place], piece.values)
                 num_written[place] += 1
     assert torch.equal(num_written, torch.ones_like(whole))
-
-
-def test_pieces_are_views() -> None:
-    values = torch.zeros(7)
-    pieces = pieces_of_shard(values, elements=range(3, 10), shape=(3, 4), sharding=WHOLE, rank=0, tensor_parallel_size=1)
-    for piece in pieces:
-        piece.values.fill_(1.0)
-    assert torch.equal(values, torch.ones(7))

@@ -3,7 +3,7 @@
 import pytest
 
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
-from multimodal.plan.planners.planning_request import FixedSizes, StageSize
+from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_estimate
 from multimodal.plan.planners.search.prediction import predict_run
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request, with_memory
@@ -11,26 +11,6 @@ from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request, wit
 
 def found_for(asked):
     return list(best_grids(asked))
-
-
-def test_plain_pipelines_come_first_then_interleaved_ones_the_shortest_estimate_first():
-    plain, interleaved = found_for(request(TWO, global_batch_size=32))
-    assert {grid.virtual_stages for _, grid in plain} == {1}
-    assert all(grid.virtual_stages > 1 for _, grid in interleaved)
-    for kind in (plain, interleaved):
-        seconds = [each for each, _ in kind]
-        assert seconds == sorted(seconds)
-        assert all(grid.num_gpus <= 8 for _, grid in kind)
-
-
-def test_a_fixed_number_of_ranges_is_kept():
-    asked = request(TWO, global_batch_size=32, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=3)})
-    (interleaved,) = found_for(asked)
-    assert {(grid.num_stages, grid.virtual_stages) for _, grid in interleaved} == {(2, 3)}
-
-
-def test_sizes_that_no_grid_can_have_leave_none():
-    assert found_for(request(TWO, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=9)})) == [[], []]
 
 
 def test_moved_cuts_cover_all_layers_and_are_never_estimated_longer():

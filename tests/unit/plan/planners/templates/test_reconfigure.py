@@ -65,12 +65,6 @@ def test_any_losses_and_returns_leave_a_run_that_uses_all_nodes(data):
         pipelines = found.pipelines
 
 
-def test_nothing_happens_where_nothing_changes():
-    one = reconfigurer()
-    found = one.reconfigure(one.start())
-    assert found.how == "keep" and not found.copies and found.pipelines == one.start()
-
-
 @pytest.mark.parametrize(
     ("left", "num_joined", "how", "sizes"),
     [
