@@ -143,6 +143,7 @@ def check_layer(
     return layer, stage
 
 
+@pytest.mark.deep(when=lambda frozen, dtype: frozen != (dtype == torch.bfloat16))
 @DTYPES
 @FROZEN
 @pytest.mark.parametrize("shape", SHAPES)
@@ -174,6 +175,7 @@ def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_para
     assert predicted / 2 == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.deep(when=lambda dtype, recompute: (recompute == "full") != (dtype == torch.bfloat16))
 @RECOMPUTE
 @DTYPES
 @pytest.mark.parametrize("shape", SHAPES)
@@ -288,6 +290,7 @@ def test_sound_is_counted(audio: dict[str, Any], kind: str, counted: int, frozen
     check_layer(graph, "ear", kind, counted=counted, need=without if frozen else FULL, freezes=frozen)
 
 
+@pytest.mark.deep(when=lambda frozen, dtype: frozen != (dtype == torch.bfloat16))
 @DTYPES
 @FROZEN
 @RECOMPUTE

@@ -108,7 +108,7 @@ def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(fla
         yaml.safe_dump({"units": {name: MODEL["units"][name] for name in units}}, sort_keys=False)
     )
     tokens = "vision=64,llm=128" if "vision" in units else "llm=128"
-    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.1", "--json"]
+    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.3", "--json"]
     data += ["--global-batch-size", "4"]
     compared = json.loads(plan(capsys, *flags, *data))["compare"]
     assert set(compared) >= set(PLANNERS) and "error" not in compared["optimus"]

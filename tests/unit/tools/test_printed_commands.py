@@ -124,7 +124,7 @@ def write_inputs(folder: Path, asked: Asked) -> list[object]:
         folder / "lengths.csv",
         (replace(each, items=tuple(item for item in each.items if item.unit not in asked.idle)) for each in lengths),
     )
-    inputs = ("--model", folder / "model.yaml", "--lengths", folder / "lengths.csv", "--vocab-size", 4096, "--time-budget", 0.2)
+    inputs = ("--model", folder / "model.yaml", "--lengths", folder / "lengths.csv", "--vocab-size", 4096, "--time-budget", 0.5)
     cluster = ROOT / "examples" / "clusters" / f"{asked.cluster}.yaml"
     size = ("--cluster", cluster, "--num-gpus", asked.num_gpus, "--global-batch-size", asked.batch)
     return [*inputs, *size, "--planner", asked.planner]

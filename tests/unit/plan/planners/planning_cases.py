@@ -40,7 +40,7 @@ def random_lengths(graph: ModelGraph, *, count: int = 24, seed: int = 0) -> tupl
 
 
 def request(graph: ModelGraph = TWO, **changes: object) -> PlanningRequest:
-    given = {"num_gpus": 8, "global_batch_size": 24, "lengths": random_lengths(graph), "time_budget_seconds": 0.2}
+    given = {"num_gpus": 8, "global_batch_size": 24, "lengths": random_lengths(graph), "time_budget_seconds": 0.5}
     return PlanningRequest(graph, CLUSTER, **{**given, "vocab_size": 4096, **changes})
 
 

@@ -25,6 +25,7 @@ def shared_by(name: str, asked: PlanningRequest) -> int:
     return run.plan.units["llm"].expert_parallel_size
 
 
+@pytest.mark.deep(when=lambda name: name == "braid")
 @pytest.mark.parametrize("name", ["megatron", "braid"])
 def test_experts_are_shared_where_memory_asks_for_it(name: str) -> None:
     """Two layers of 8 experts with 25 M weights each: 0.4 B, whose weights and gradients alone take 2.4 GB."""

@@ -57,7 +57,7 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
 
 
 def test_the_bound_of_a_run_is_below_its_step():
-    asked = request(num_gpus=4, time_budget_seconds=0.0)
+    asked = request(num_gpus=2, global_batch_size=8)
     trials = Trials(asked)
     for name, row in PLANNERS.items():
         run, prediction = row.plan_best(asked)

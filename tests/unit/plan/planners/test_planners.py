@@ -30,7 +30,8 @@ def is_deep(name, graph, context):
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
     """context: the LLM's context parallel size, if it is fixed."""
-    asked = request(GRAPHS[graph])
+    sizes = {"num_gpus": 4, "global_batch_size": 8} if name == "braid" else {}  # a search takes longest
+    asked = request(GRAPHS[graph], **sizes)
     if context:
         asked = replace(asked, num_gpus=16, fixed_sizes={"llm": FixedSizes(context_parallel_size=context)})
     if fed_encoders(asked.graph) and not PLANNERS[name].takes_fed_encoders:
@@ -50,11 +51,11 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
             assert all(map(CLUSTER.is_one_node, unit.tensor_parallel_groups(stage))), "tensor parallelism stays within a node"
 
 
-@pytest.mark.deep(when=lambda graph: graph != "two")
+@pytest.mark.deep(when=lambda graph: graph == "two")
 @pytest.mark.parametrize("graph", ["two", "text-only"])
 def test_braid_finds_the_same_plan_however_slow_the_machine_is(graph, monkeypatch):
     """An hour passes whenever the planner looks at a clock."""
-    asked = request(GRAPHS[graph], time_budget_seconds=0.1)
+    asked = request(GRAPHS[graph], num_gpus=4, global_batch_size=8)
     first = PLANNERS["braid"](asked)
     seconds = count(step=3600.0)
     for clock in ("perf_counter", "process_time", "thread_time", "monotonic", "time"):

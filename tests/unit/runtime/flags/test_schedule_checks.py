@@ -31,7 +31,7 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
     cluster = Cluster.from_file(CLUSTER)
     lengths = uniform_lengths(graph, tokens=dict.fromkeys(units, 64), num_samples=1)
     request = PlanningRequest(
-        graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.1
+        graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
     )
     run = PLANNERS[planner](request)
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))

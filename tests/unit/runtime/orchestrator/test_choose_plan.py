@@ -26,7 +26,7 @@ LENGTHS = uniform_lengths(GRAPH, tokens={"vision": 60, "llm": 40}, num_samples=4
 
 def configured(*flags: str) -> RunConfig:
     """Parse the digits' configuration with these flags."""
-    given = ("--config", str(DIGITS / "config.yaml"), "--plan", "auto", "--plan-time-budget", "0.1", *flags)
+    given = ("--config", str(DIGITS / "config.yaml"), "--plan", "auto", "--plan-time-budget", "0.5", *flags)
     return parse_arguments(given, environ={})
 
 
@@ -47,9 +47,13 @@ def test_sizes_that_were_given_are_fixed() -> None:
         assert asked(configured(flag, "2")).fixed_sizes["llm"] == FixedSizes(expert_parallel_size=2)
 
 
-def test_a_choice_is_planned_told_and_run() -> None:
-    request = asked(configured())
-    choice = choose_plan(request, may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
+@pytest.fixture(scope="module")
+def choice() -> Choice:
+    """Return what is chosen for two processes."""
+    return choose_plan(asked(configured()), may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
+
+
+def test_a_choice_is_planned_told_and_run(choice: Choice) -> None:
     assert choice.run.num_gpus == 2 and choice.seconds > 0
     assert [line.partition(":")[0] for line in choice.lines] == ["plan", "predicted", "why"]
     assert "#   model: digits" in choice.text
@@ -67,8 +71,8 @@ def test_a_choice_is_planned_told_and_run() -> None:
     assert "plan_time_budget" not in config.given
 
 
-def test_durations_of_the_machine_are_given_to_runs_that_go_by_them() -> None:
-    plan = choose_plan(asked(configured()), may_share_weights=False, made_for={}, cluster_name="").run.plan
+def test_durations_of_the_machine_are_given_to_runs_that_go_by_them(choice: Choice) -> None:
+    plan = choice.run.plan
     files = {"plan": Path("plan.yaml"), "cluster": Path("cluster.yaml"), "layer_costs": Path("layers.json")}
     by_order = planned_config(configured(), PlannedRun(plan, balance="none"), **files)
     by_durations = planned_config(configured(), PlannedRun(plan, balance="auto"), **files)
