@@ -6,14 +6,12 @@ import json
 import math
 import tracemalloc
 from functools import reduce
-from pathlib import Path
 
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.runtime.flags.arguments import read_config_file
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.seconds.layer_profile import LayerProfile
@@ -161,45 +159,6 @@ def folder(tmp_path_factory):
 
 def written(document, suffix):
     return yaml.dump(document, sort_keys=False) if suffix == "yaml" else json.dumps(document, indent=1)
-
-
-@st.composite
-def damaged(draw, name, suffix):
-    """The bytes of a document with one slip of the keyboard or the disk."""
-    content = written(DOCUMENTS[name], suffix).encode()
-    start = draw(st.integers(0, len(content)))
-    end = draw(st.integers(start, min(len(content), start + 40)))
-    lines = content.split(b"\n")
-    line = draw(st.integers(0, len(lines) - 1))
-    before, at, after = lines[:line], lines[line], lines[line + 1 :]
-    of_lines = [*before, at, at, *after], [*before, *after], [*before, b" " + at, *after]
-    keys = draw(st.text("-+.:[]{}&*!|>'\"%@`#,? \t\n0123456789eE~<=", max_size=6)).encode()
-    between = (
-        content[end:],
-        content[start:end] + content[start:],
-        draw(st.binary(max_size=8)) + content[end:],
-        keys + content[start:],
-        b"",
-    )
-    return draw(st.sampled_from([*(content[:start] + each for each in between), *map(b"\n".join, of_lines)]))
-
-
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-@pytest.mark.parametrize("name", DOCUMENTS)
-@settings(max_examples=25)
-@given(data=st.data())
-def test_a_damaged_file_is_an_error_that_names_it_or_another_value(name, suffix, data, folder):
-    path = folder / f"{name}.{suffix}"
-    path.write_bytes(data.draw(damaged(name, suffix)))
-    for read in (KINDS[name].from_file, read_config_file):
-        try:
-            value = read(Path(path))
-        except BraidError as problem:
-            assert str(problem).startswith(str(path)), problem
-            assert len(str(problem)) < 1000
-        else:
-            if read is not read_config_file and name != "plan":
-                check_value(name, value)
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multimodal.model.experts.expert_mlp import Expert, ExpertMLP
 from multimodal.model.experts.grouped_linear import grouped_linear
-from multimodal.model.experts.router import Router, Routing, RowSequences, attach_loss, sequence_balance_loss
+from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import Experts, Role, Transformer, Unit
@@ -113,19 +113,6 @@ def test_the_balance_loss_is_the_mean_of_all_sequences_by_length() -> None:
         for length, rows in zip(lengths, (slice(0, 3), slice(3, 8)), strict=True)
     )
     assert float(found) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_balance_loss_is_least_where_experts_are_equally_busy() -> None:
-    """Its value is then that of one expert in the mean: 1 for every token."""
-    experts, shares = Experts(4, router_topk=1), torch.full((4, 4), 0.25)
-    sequences = RowSequences(torch.zeros(4, dtype=torch.int64), (4,))
-    even, uneven = (
-        float(sequence_balance_loss(Routing(torch.tensor(chosen)[:, None], shares, shares), sequences, experts=experts))
-        for chosen in ([0, 1, 2, 3], [0, 0, 0, 0])
-    )
-    assert even == uneven == pytest.approx(4)
-    sure = torch.eye(4)[[0, 0, 0, 0]]
-    assert float(sequence_balance_loss(Routing(sure.argmax(1)[:, None], sure, sure), sequences, experts=experts)) == 16
 
 
 def test_an_attached_loss_gets_its_gradient() -> None:

@@ -373,11 +373,3 @@ def test_a_step_takes_its_busiest_stage_and_one_way_through_the_others(
     longest_way += sum(sum(seconds_of(units[name])) for name in ("llm", "painter") if name in units)
     found = simulated_seconds(table, builder)
     assert NUM_MICROBATCHES * busiest <= found <= (NUM_MICROBATCHES - 1) * busiest + longest_way + 1e-9
-
-
-@pytest.mark.parametrize("frozen", BACKWARDS)
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_an_interleaved_llm_is_no_slower_behind_encoders_that_work_evenly(frozen: str, chunks: int) -> None:
-    table = build_table("two", frozen, has_generator=False)
-    interleaved = build_table("two", frozen, has_generator=False, chunks=chunks)
-    assert simulated_seconds(interleaved, "interleaved-1f1b") <= simulated_seconds(table, "1f1b") + 1e-9

@@ -3,9 +3,7 @@ import json
 import pytest
 import yaml
 
-from multimodal.data.length_table import read_length_table
 from multimodal.schedule.chrome_trace import read_timeline
-from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
 from tools.simulate import main
 
@@ -107,36 +105,6 @@ def test_measured_layers_change_the_step(flags, tmp_path, capsys):
     costs = costs_file(tmp_path, units={"llm": {"transformer": [curves]}})
     slow = simulate(capsys, *flags, *data, "--layer-costs", costs)
     assert slow["iteration_seconds"] == pytest.approx((8 + 1) * 2 * 4, rel=0.01)  # two layers a stage
-
-
-def test_items_count_in_every_unit_that_they_pass_through(tmp_path, capsys):
-    """Two encoders into a third one with queries, which feeds the LLM and a generator: 16 queries of each image arrive there."""
-    image, joined = {"patch_size": 14, "merge_size": 2}, {"role": "encoder", **SHAPE, "num_layers": 0, "hidden_size": 512}
-    units = {
-        **{key: {"role": "encoder", **SHAPE, "has_projector": False, "image": image} for key in ("siglip", "dino")},
-        "joint": {**joined, "join": "features", "queries": {"num_queries": 16}},
-        "llm": {"role": "backbone", **SHAPE},
-        "painter": {"role": "generator", **SHAPE, "image": {"patch_size": 14}},
-    }
-    edges = [["siglip", "joint"], ["dino", "joint"], ["joint", "llm"], ["llm", "painter"], ["joint", "painter"]]
-    ranks = {name: rank for rank, name in enumerate(units)}
-    layers = {name: 2 if name == "joint" else 6 for name in units}
-    plan = {name: {"replicas": [{"stages": [{"ranks": [ranks[name]], "layers": [[0, layers[name]]]}]}]} for name in units}
-    for name, content in {"model": {"units": units, "edges": edges}, "plan": {"units": plan}}.items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    lengths = tmp_path / "lengths.csv"
-    lengths.write_text("items,text_tokens\nsiglip:64:16;painter:100:0,50\nsiglip:256:64;siglip:64:16;painter:100:0,50\n")
-    files = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), "--lengths", str(lengths)]
-    cluster = ["--cluster", str(ROOT / "examples" / "clusters" / "a40.yaml"), "--json"]
-    for schedule in ("1f1b", "optimus", "nested"):
-        report = simulate(capsys, *files, *cluster, "--schedule", schedule, "--global-batch-size", "2")
-        seconds = {stage["unit"]: stage["microbatch_seconds"] for stage in report["stages"]}
-        assert all(min(seconds[name]) > 0 for name in units) and seconds["siglip"] == seconds["dino"]
-    of_samples = read_length_table(lengths, graph=ModelGraph.from_file(tmp_path / "model.yaml"))
-    assert [sample.num_tokens for sample in of_samples] == [66, 82], "16 tokens of each image"
-    assert [sample.items[-1].inside("painter").num_tokens for sample in of_samples] == [116, 132]
-    items = [[item[1:3] for item in sample.items[0].passes] for sample in of_samples]
-    assert items == [[(64, 16), (64, 16), (16, 16)], [(256, 64), (256, 64), (64, 16)]]
 
 
 def test_passes_rewrite_the_schedule(flags, capsys):

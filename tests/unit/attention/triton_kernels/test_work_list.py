@@ -36,14 +36,6 @@ def test_full_blocks_come_first() -> None:
     assert (blocks.row_starts.tolist(), blocks.full_ends.tolist()) == ([0, 3, 3, 5], [2, 3, 4])
 
 
-def test_blocks_that_are_cut_short_count_as_partial() -> None:
-    lists = lists_of([[True, True], [True, True]])
-    cut_columns = order_blocks(lists, num_row_tokens=20, num_column_tokens=19, block_size=10)
-    assert (cut_columns.blocks.tolist(), cut_columns.full_ends.tolist()) == ([0, 1, 0, 1], [1, 3])
-    cut_rows = order_blocks(lists, num_row_tokens=11, num_column_tokens=20, block_size=10)
-    assert cut_rows.full_ends.tolist() == [2, 2]
-
-
 def test_a_long_row_becomes_even_items_that_are_taken_first() -> None:
     work = plan_work_list(ordered([[True], [True] * 6 + [False], [True, False]]), max_blocks_per_item=3)
     # row, begin, end of full, end, slot

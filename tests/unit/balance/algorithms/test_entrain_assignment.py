@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.pairwise_deferral import (
     SubsetSums,
     defer_pairwise,
@@ -106,14 +105,6 @@ def heaviest(units, replicas, num_replicas):
     return max(max(sums(loads, replicas, num_replicas)) / bound for loads, bound in zip(units, least, strict=True) if bound)
 
 
-def longest_first(loads, num_replicas):
-    replicas = [0] * len(loads)
-    for replica, samples in enumerate(partition_longest_first(loads, num_bins=num_replicas)):
-        for sample in samples:
-            replicas[sample] = replica
-    return replicas
-
-
 def test_replicas_are_even_in_every_unit():
     llm, encoder = [1.0, 1.0, 5.0, 5.0], [6.0, 6.0, 1.0, 1.0]
     by_rule = without_kernels(assign_entrain)(llm, encoder_loads=encoder, num_replicas=2, num_microbatches=2)
@@ -128,25 +119,6 @@ def test_a_sample_beyond_the_mean_in_one_unit_leaves_the_others_even():
     replicas = replicas_of(llm, [vision], 4)
     assert max(sums(llm, replicas, 4)) == sum(llm) / 4 + 0.25
     assert max(sums(vision, replicas, 4)) <= 93.0
-
-
-@given(loads=st.lists(st.integers(0, 1000), min_size=4, max_size=40), num_replicas=st.integers(1, 4))
-def test_one_unit_is_never_behind_longest_first(loads, num_replicas):
-    most = max(sums(loads, longest_first(loads, num_replicas), num_replicas))
-    replicas = replicas_of(loads, np.zeros((0, len(loads))), num_replicas)
-    assert max(sums(loads, replicas, num_replicas)) <= most * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("samples_per_replica", [4, 16])
-@pytest.mark.parametrize("sigma", [0.5, 1.0])
-def test_units_together_are_not_behind_longest_first_of_one(samples_per_replica, sigma):
-    generator = np.random.default_rng(0)
-    units = [generator.lognormal(5, sigma, 16 * samples_per_replica).tolist() for _ in range(2)]
-    replicas = replicas_of(units[1], units[:1], 16)
-    for loads in units:
-        assert heaviest(units, replicas, 16) < heaviest(units, longest_first(loads, 16), 16)
-    if samples_per_replica == 16:
-        assert heaviest(units, replicas, 16) < 1.02
 
 
 @given(samples=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=3, max_size=7))

@@ -1,6 +1,5 @@
 """Frames of sound and their number, against the feature extractor and the length formulas of transformers."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.units.items import Waveform
 from tests.unit.data.conftest import DataFolder
 
-CORPUS = Path(__file__).resolve().parents[5] / "shared" / "data" / "corpus"
 WHISPER = AudioInput(num_mel_bins=80)
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 
@@ -180,20 +178,6 @@ def test_other_forms_are_read(form: str, tmp_path: Path) -> None:
     Path(path).write_bytes(Path(path).read_bytes()[:300])
     with pytest.raises(DataError, match="cannot be decoded as sound|has .* samples"):
         read_audio(path, num_samples=8002, where="here")
-
-
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus is not beside this checkout (../shared/data/corpus)")
-def test_recordings_of_the_real_corpus() -> None:
-    """As long as the manifest says, and with sound in them."""
-    lines = (json.loads(line) for line in (CORPUS / "manifest.jsonl").read_text().splitlines())
-    clips = [segment for line in lines for segment in line["segments"] if segment["type"] == "audio"]
-    clips = [clip for clip in clips if clip["path"].endswith("wav")]
-    assert len(clips) == 300
-    for clip in clips[::10]:
-        path = str(CORPUS / clip["path"])
-        length = read_audio_length(path, where="here")
-        assert length == pytest.approx(clip["seconds"] * 16000, abs=16)
-        assert audio_to_patches(read_audio(path, num_samples=length, where="here"), audio=WHISPER).patches.std() > 0.1
 
 
 def test_a_file_that_changed_is_refused(data: DataFolder, tmp_path: Path) -> None:

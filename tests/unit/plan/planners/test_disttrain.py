@@ -1,14 +1,10 @@
 import itertools
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from multimodal.plan.planners.baselines import plan_megatron
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain
-from multimodal.plan.planners.estimate.allocation_search import least_bottleneck, rank_allocations
+from multimodal.plan.planners.estimate.allocation_search import rank_allocations
 from multimodal.plan.planners.estimate.unit_options import pareto_rows
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
@@ -101,29 +97,3 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
 
 def test_pareto_rows_keep_what_nothing_beats():
     assert sorted(pareto_rows([1, 1, 2, 3, 3], [5, 4, 3, 3, 1]).tolist()) == [1, 2, 4]
-
-
-UNITS = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0.1, 4)), min_size=1, max_size=5)
-
-
-def solve_linear_program(work, minimums, num_gpus):
-    """The same problem for a general solver: with s = 1 / t it is linear. Maximise s with work_i s <= x_i, sum(x) <= N."""
-    count = len(work)
-    matrix = np.zeros((count + 1, count + 1))
-    matrix[:count, 0] = work
-    matrix[:count, 1:] = -np.eye(count)
-    matrix[count, 1:] = 1.0
-    limits = np.array([*[0.0] * count, num_gpus])
-    found = linprog(
-        np.array([-1.0, *[0.0] * count]), A_ub=matrix, b_ub=limits, bounds=[(0, None), *((m, None) for m in minimums)]
-    )
-    return -1 / found.fun
-
-
-@settings(max_examples=25)
-@given(UNITS, st.floats(1.0, 20.0))
-def test_closed_form_equals_a_general_solver(units, spare):
-    work, minimums = zip(*units, strict=True)
-    num_gpus = sum(minimums) + spare
-    found = least_bottleneck(work, num_gpus=num_gpus, minimums=minimums)
-    assert found == pytest.approx(solve_linear_program(work, minimums, num_gpus), rel=1e-6)

@@ -10,20 +10,6 @@ def even(num_ranges):
     return [ChainRange(1.0, 2.0)] * num_ranges
 
 
-@pytest.mark.parametrize(("num_lanes", "chunks", "num_microbatches"), [(2, 3, 4), (4, 2, 8), (4, 5, 64), (8, 2, 48)])
-def test_even_ranges_wait_for_the_pipeline_to_fill_and_drain_only(num_lanes, chunks, num_microbatches):
-    work = 3.0 * chunks * num_microbatches
-    found = chain_seconds(even(num_lanes * chunks), num_lanes=num_lanes, num_microbatches=num_microbatches)
-    assert found == pytest.approx(work + 3.0 * (num_lanes - 1))
-
-
-def test_ranges_that_differ_cost_more_than_equal_ones_of_the_same_work():
-    different = [*[ChainRange(1.0, 2.0)] * 4, *[ChainRange(3.0, 6.0)] * 4]
-    alike = [ChainRange(2.0, 4.0)] * 8
-    slow, fast = (chain_seconds(ranges, num_lanes=4, num_microbatches=16) for ranges in (different, alike))
-    assert slow > 1.05 * fast
-
-
 def test_gathering_delays_the_first_forwards_and_reducing_follows_the_last_backwards():
     plain = chain_seconds(even(4), num_lanes=2, num_microbatches=4)
     first = [ChainRange(1.0, 2.0, gathering_seconds=5.0), *even(3)]

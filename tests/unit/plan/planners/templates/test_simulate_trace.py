@@ -23,14 +23,6 @@ def reconfigurer():
     return Reconfigurer(plan_templates(asked, fault_tolerance=1), 25e9)
 
 
-def test_without_changes_a_run_trains_all_the_time():
-    one = reconfigurer()
-    found = simulate_templates(one, [], until=100.0, pauses=PAUSES)
-    step = one.step_seconds(one.start())
-    assert [span.state for span in found.spans] == ["train"]
-    assert found.num_steps == int(100.0 / step) + (0 if (100.0 / step).is_integer() else 1)
-
-
 def test_spans_follow_each_other_and_a_loss_costs_the_running_step():
     one = reconfigurer()
     changes = [NodeChange(20.0, -1), NodeChange(40.0, 1), NodeChange(41.0, -2)]
