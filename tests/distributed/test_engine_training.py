@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
-LINE = "--global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
+LINE = "--global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1 --peak-tflops 1"
 PROGRAM = """
 import os
 import sys
@@ -24,7 +24,7 @@ from tests.engine_on_cpu.install import install
 install(Path(sys.argv[1]))
 from megatron.runtime.flags import flag_rules
 flag_rules._has_cuda = lambda: True
-import pretrain_mllm
+from tests.distributed.forked_programs import pretrain_mllm  # which imports what each run would
 from tools.launch import free_port
 for line in sys.argv[2:]:
     num_ranks, _, flags = line.partition(" ")

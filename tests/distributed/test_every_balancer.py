@@ -41,7 +41,13 @@ def balanced_case(name: str, model: str, *, builder: str = "1f1b", **given: Any)
     return replace(case, assignment=assignment)
 
 
-@pytest.mark.deep(when=lambda model, exchanges_samples: exchanges_samples != (model == "encoder, LLM and generator"))
+def repeats(name: str, model: str, exchanges_samples: bool) -> bool:
+    """Tell whether other rows have the balancer, or what it meets."""
+    is_drawn = model == "encoder, LLM and generator"
+    return exchanges_samples != is_drawn or not (is_drawn or name in ("orchmllm", "disttrain", "entrain"))
+
+
+@pytest.mark.deep(when=repeats)
 @pytest.mark.parametrize("exchanges_samples", [False, True])
 @pytest.mark.parametrize("model", ["two encoders and LLM", "encoder, LLM and generator"])
 @pytest.mark.parametrize("name", BALANCERS)

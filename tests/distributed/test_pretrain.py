@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from scipy.io import wavfile
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.generation.drawing import draw_image
@@ -18,7 +17,6 @@ from multimodal.plan.planners.templates.template_set import ChainUnit, Instance,
 from tests.distributed.conftest import Once
 from tests.distributed.launch import REPOSITORY, as_arguments, launch
 
-LAYERS = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 QUIET = ("--no-progress-bar", "--num-workers", 0)
 SETTINGS = ("--eval-iters", 0, *QUIET)
 BATCH = {"--global-batch-size": 16, "--micro-batch-size": 4}
@@ -124,42 +122,6 @@ def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(tmp_path: Path
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
     causal = train(tmp_path / "causal.jsonl", *common, *one, num_ranks=1)
     assert all(abs(loss - other) > 1e-5 for loss, other in zip(losses(dense), losses(causal), strict=True))
-
-
-def test_chats_with_sound_train_as_a_manifest_does(tmp_path: Path) -> None:
-    """ms-swift's `audios` and ShareGPT's turns, on one rank and on two, a clip in front of a text and one behind it."""
-    ear = {"role": "encoder", **LAYERS, "has_rotary_positions": False, "audio": {"num_mel_bins": 8, "merge_factor": 2}}
-    (tmp_path / "model.json").write_text(json.dumps({"units": {"audio": ear, "llm": {"role": "backbone", **LAYERS}}}))
-    entries: dict[str, list[dict[str, Any]]] = {"manifest.jsonl": [], "swift.json": [], "sharegpt.jsonl": []}
-    for index in range(4):
-        clip, asked, answer = f"{index}.wav", f"which sound is {index}?", f"sound {index}"
-        noise = np.random.default_rng(index).integers(-9999, 9999, 1600 * (index + 2), dtype=np.int16)
-        wavfile.write(tmp_path / clip, 16000, noise)
-        turns = [("user", asked), ("assistant", answer)]
-        texts = [{"type": "text", "role": role, "text": text} for role, text in turns]
-        place = index % 2
-        entries["manifest.jsonl"] += [
-            {"id": index, "segments": [*texts[:place], {"type": "audio", "path": clip}, *texts[place:]]}
-        ]
-        marked = [("user", f"{asked}\n<audio>" if place else f"<audio>\n{asked}"), turns[1]]
-        messages = [{"role": role, "content": text} for role, text in marked]
-        entries["swift.json"] += [{"messages": messages, "audios": [clip], "images": [], "source": "own"}]
-        turned = [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in marked]
-        entries["sharegpt.jsonl"] += [{"id": f"a/{index}", "conversations": turned, "audio": clip}]
-    found = []
-    for (name, samples), num_ranks in zip(entries.items(), (1, 2, 2), strict=True):
-        lines = [json.dumps(sample) for sample in samples]
-        (tmp_path / name).write_text(f"[{','.join(lines)}]" if name == "swift.json" else "\n".join(lines))
-        log = tmp_path / f"{name}.log"
-        files = ("--model", tmp_path / "model.json", "--data-path", tmp_path / name, "--log-json", log)
-        steps = ("--dtype", "float64", "--global-batch-size", 2, "--train-iters", 3, "--lr", 1e-3, "--split", "100")
-        sizes = ("--colocate-units",) if num_ranks == 1 else ("--audio-dp", 1, "--llm-dp", 1)
-        launched = launch([*SETTINGS, *files, *steps, *sizes], num_ranks=num_ranks)
-        assert launched.exit_codes == (0,) * num_ranks, launched.output
-        found.append(losses([json.loads(line) for line in log.read_text().splitlines()]))
-    assert len(found[0]) == 3 and len(set(found[0])) == 3
-    for each in found[1:]:
-        assert each == pytest.approx(found[0], rel=0, abs=1e-9)
 
 
 def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> None:

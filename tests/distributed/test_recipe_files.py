@@ -82,7 +82,7 @@ LIKE_OTHERS = ("llava-1.5-7b-full", "qwen2.5-vl-7b-projector", "qwen2.5-vl-7b-fu
 @pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", make_recipes.RECIPES)
 def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) -> None:
-    """Two steps with all its flags but those of its plan, which other sizes replace."""
+    """A step with all its flags but those of its plan, which other sizes replace."""
     family, model = FAMILIES.get(KINDS[name]), tmp_path / "model"
     hears = family is not None and family.hears
     if family is not None:
@@ -93,7 +93,7 @@ def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) ->
         write_working_files(model)
         units, start = ("vision", "llm"), {"--model": model / "model.yaml", "--tokenizer-type": "ByteTokenizer"}
     written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    small = {"--global-batch-size": 4, "--train-iters": 2, "--micro-batch-size": 1, "--transformer-impl": "local"}
+    small = {"--global-batch-size": 4, "--train-iters": 1, "--micro-batch-size": 1, "--transformer-impl": "local"}
     small |= {"--balance": "none", "--schedule": "1f1b", "--schedule-passes": "", "--eval-iters": 0}
     small |= {f"--{flag}": 0 for flag in written if flag.startswith("lr-warmup")}
     small |= {f"--no-{flag}": None for flag in ("sequence-parallel", "tp-comm-overlap") if flag in written}
@@ -101,7 +101,7 @@ def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) ->
     files = {"--data-path": write_chats(tmp_path / "data", hears=hears), "--log-json": tmp_path / "log.jsonl"}
     flags = {"--config": FOLDER / f"{name}.yaml", **start, **files, **small, "--save": tmp_path / "saved"}
     entries, _ = train(flags, num_ranks=len(units))
-    assert [entry["step"] for entry in entries] == [1, 2]
+    assert [entry["step"] for entry in entries] == [1]
 
 
 @pytest.mark.parametrize("name", ["jobset", "skypilot"])

@@ -99,6 +99,7 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path
         assert "going back to a checkpoint" in check(run, inputs)
 
 
+@pytest.mark.deep  # test_state_copies.py loses the state of ranks before and after weights are gathered
 def test_shared_copies_of_the_state_outlive_one_node(tmp_path: Path, inputs: Path) -> None:
     """Two copies, of three replicas each; one node dies before weights are gathered, one when it and another know the norm.
 
