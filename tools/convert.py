@@ -82,7 +82,10 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(
             "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
         )
-    source = _find_source(flags)
+    if flags.load_megatron is not None:
+        source = find_megatron(flags.load_megatron, flags.model, vocab_multiple=flags.make_vocab_size_divisible_by)
+    else:
+        source = _read_hugging_face(flags) if flags.load_hf is not None else find_checkpoint(flags.load)
     like = flags.like or flags.load_hf
     if flags.save_hf is not None:
         check_hugging_face_target(flags.save_hf, graph=source.graph, like=like)
@@ -109,12 +112,6 @@ def run(argv: Sequence[str]) -> None:
             save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
     target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save
     print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
-
-
-def _find_source(flags: Any) -> StoredModel:
-    if flags.load_megatron is not None:
-        return find_megatron(flags.load_megatron, flags.model, vocab_multiple=flags.make_vocab_size_divisible_by)
-    return _read_hugging_face(flags) if flags.load_hf is not None else find_checkpoint(flags.load)
 
 
 def _read_hugging_face(flags: Any) -> StoredModel:

@@ -107,10 +107,9 @@ def _drawing_options(flags: Any) -> dict[str, Any] | None:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png")
         return None
-    if flags.video:
-        raise ConfigError("--video would be ignored: an image is made of a --prompt and images; leave it or --output out")
-    if flags.audio:
-        raise ConfigError("--audio would be ignored: an image is made of a --prompt and images; leave it or --output out")
+    for name in ("video", "audio"):
+        if getattr(flags, name):
+            raise ConfigError(f"--{name} would be ignored: an image is made of a --prompt and images; leave it or --output out")
     if flags.output.suffix.lower() not in Image.registered_extensions():
         raise ConfigError(f"--output {flags.output}: of a --prompt it is the generator's image; name a .png file, or use --jsonl")
     if flags.size is not None:

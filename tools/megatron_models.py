@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from multimodal.hugging_face.encoder_forms import OF_CLIP, OF_IMAGENET
 from multimodal.values.errors import ConfigError
 from tools.megatron_command import Command
 
 _WIDE = {"normalization": "LayerNorm", "add_bias_linear": True, "has_rotary_positions": False}
-_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-_CLIP = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 
 
 def _shape(layers: int, width: int, heads: int, inner: int, activation: str, **more: Any) -> dict[str, Any]:
@@ -18,16 +17,16 @@ def _shape(layers: int, width: int, heads: int, inner: int, activation: str, **m
 
 _INTERNVIT = {"layernorm_epsilon": 1e-6, "has_layer_scale": True}
 VISION = {
-    "clip": _shape(24, 1024, 16, 4096, "quick_gelu", image={"has_pre_norm": True, "has_patch_bias": False, **_CLIP}),
+    "clip": _shape(24, 1024, 16, 4096, "quick_gelu", image={"has_pre_norm": True, "has_patch_bias": False, **OF_CLIP}),
     "siglip": _shape(27, 1152, 16, 4304, "gelu_tanh", layernorm_epsilon=1e-6, image={}),
     "internvit": _shape(
         45, 3200, 25, 12800, "gelu", normalization="RMSNorm", qk_layernorm=True, qk_norm_spans_heads=True, **_INTERNVIT
     )
-    | {"image": _IMAGENET},
-    "internvit300M": _shape(24, 1024, 16, 4096, "gelu", **_INTERNVIT, image=_IMAGENET),
-    "radio": _shape(32, 1280, 16, 5120, "gelu_tanh", layernorm_epsilon=1e-6, image=_CLIP),
-    "radio-g": _shape(40, 1536, 24, 4096, "swiglu", layernorm_epsilon=1e-6, image=_CLIP),
-    "cradio-g": _shape(40, 1536, 24, 6144, "gelu_tanh", layernorm_epsilon=1e-6, image=_CLIP),
+    | {"image": OF_IMAGENET},
+    "internvit300M": _shape(24, 1024, 16, 4096, "gelu", **_INTERNVIT, image=OF_IMAGENET),
+    "radio": _shape(32, 1280, 16, 5120, "gelu_tanh", layernorm_epsilon=1e-6, image=OF_CLIP),
+    "radio-g": _shape(40, 1536, 24, 4096, "swiglu", layernorm_epsilon=1e-6, image=OF_CLIP),
+    "cradio-g": _shape(40, 1536, 24, 6144, "gelu_tanh", layernorm_epsilon=1e-6, image=OF_CLIP),
 }
 """--vision-model-type -> the encoder, as examples/multimodal/config.py of Megatron-LM has it."""
 _CLASS_TOKENS = {"clip": 1, "internvit": 1, "internvit300M": 1, "radio": 8, "radio-g": 5, "cradio-g": 8}

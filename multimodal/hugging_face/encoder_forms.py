@@ -14,7 +14,7 @@ NO_DROPOUT = (0, 0.0, None)
 _LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_channels": 3}
 _LAYERS = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
 OF_CLIP: Mapping[str, Any] = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
-_OF_IMAGENET: Mapping[str, Any] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+OF_IMAGENET: Mapping[str, Any] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 VIT: Mapping[str, Any] = {
     "normalization": "LayerNorm",
     "activation": "gelu",
@@ -153,7 +153,7 @@ def _dinov2(**more: Any) -> EncoderForm:
         tuple(key for key in _VIT_KEYS if key.theirs != "intermediate_size"),
         (Key("image_size", "image_size"), *_PATCHES),
         {**VIT, "has_layer_scale": True},
-        {"fit": "crop", **_OF_IMAGENET, "class_token": "dropped"},
+        {"fit": "crop", **OF_IMAGENET, "class_token": "dropped"},
         _DINOV2_NAMES,
         defaults=defaults,
         allowed={"hidden_act": ("gelu",), "qkv_bias": (True,), **dict.fromkeys(no_dropout, NO_DROPOUT)},
@@ -263,7 +263,7 @@ INTERNVIT = EncoderForm(
     _VIT_KEYS,
     (),
     {"activation": "gelu", "add_proj_bias": True, "add_mlp_bias": True, "has_rotary_positions": False, "has_layer_scale": True},
-    {"merge_size": 2, "class_token": "dropped", **_OF_IMAGENET, "fit": "stretch"},
+    {"merge_size": 2, "class_token": "dropped", **OF_IMAGENET, "fit": "stretch"},
     UnitNames(
         first=tuple(each for each in _DINOV2_NAMES.first if each.ours != "registers"),
         body=layer_names(

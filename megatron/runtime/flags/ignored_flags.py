@@ -35,17 +35,12 @@ def measuring_interval(config: RunConfig) -> int:
     return training.measure_interval if goes_by_durations(config) and not has_costs and is_steady else 0
 
 
-def _rows(names: str, causes: str, is_ignored: Callable[[RunConfig], bool], reason: str) -> Iterator[IgnoredFlag]:
-    """Yield the rows of several flags, whose names are parted by spaces."""
-    way_out = "" if reason.endswith(" out") else " or leave it out" if ";" in reason else "; leave it out"
-    for name in names.split():
-        yield IgnoredFlag(name, tuple(causes.split()), is_ignored, reason + way_out)
-
-
 def _where(causes: str, is_ignored: Callable[[RunConfig], bool], reasons: Mapping[str, str]) -> Iterator[IgnoredFlag]:
-    """Yield the rows of flags with the same causes. reasons: names of such flags -> the reason."""
+    """Yield the rows of flags with the same causes. reasons: names of such flags, parted by spaces -> the reason."""
     for names, reason in reasons.items():
-        yield from _rows(names, causes, is_ignored, reason)
+        way_out = "" if reason.endswith(" out") else " or leave it out" if ";" in reason else "; leave it out"
+        for name in names.split():
+            yield IgnoredFlag(name, tuple(causes.split()), is_ignored, reason + way_out)
 
 
 def _without(causes: str, reasons: Mapping[str, str]) -> Iterator[IgnoredFlag]:
@@ -61,17 +56,15 @@ _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_cos
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
-    *_rows(
-        "min_lr lr_decay_iters",
+    *_where(
         "lr_decay_style",
         lambda c: c.optimizer.lr_decay_style == "constant",
-        "--lr-decay-style constant never lowers the learning rate; choose another style",
+        {"min_lr lr_decay_iters": "--lr-decay-style constant never lowers the learning rate; choose another style"},
     ),
-    *_rows(
-        "lr_wsd_decay_iters lr_wsd_decay_style",
+    *_where(
         "lr_decay_style",
         lambda c: c.optimizer.lr_decay_style != "WSD",
-        "it belongs to --lr-decay-style WSD; choose that style",
+        {"lr_wsd_decay_iters lr_wsd_decay_style": "it belongs to --lr-decay-style WSD; choose that style"},
     ),
     *_without("lr_warmup_iters lr_warmup_fraction", {"lr_warmup_init": "there is no warm-up; add --lr-warmup-iters N"}),
     *_without("lora_rank", {"lora_alpha lora_targets": "there are no adapters; add --lora-rank N"}),
@@ -85,56 +78,57 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             ),
         },
     ),
-    *_rows(
-        "balance_granularity",
+    *_where(
         "balance",
         lambda c: not BALANCERS[c.training.balance].places_items,
-        f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one",
+        {"balance_granularity": f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one"},
     ),
-    *_rows(
-        "balance_num_microbatches merge_encoders",
+    *_where(
         "balance",
         lambda c: not BALANCERS[c.training.balance].defers,
-        f"only --balance {_DEFER} group an encoder's samples otherwise than the LLM's; choose one",
+        {
+            "balance_num_microbatches merge_encoders": f"only --balance {_DEFER} group an encoder's samples "
+            "otherwise than the LLM's; choose one"
+        },
     ),
-    *_rows(
-        "unit_costs",
+    *_where(
         "balance",
         lambda c: not BALANCERS[c.training.balance].weighs_units,
-        f"only --balance {_WEIGH} balance units by costs of their own; choose one",
+        {"unit_costs": f"only --balance {_WEIGH} balance units by costs of their own; choose one"},
     ),
-    *_rows(
-        "cluster layer_costs",
+    *_where(
         "balance balance_num_microbatches schedule plan",
         lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
-        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one",
+        {
+            "cluster layer_costs": f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, "
+            "and sizes with pipeline stages; choose one"
+        },
     ),
-    *_rows(
-        "measure_interval",
+    *_where(
         "balance balance_num_microbatches schedule layer_costs emulate elastic lengths_from plan",
         lambda c: c.training.measure_interval > 0 == measuring_interval(c),
-        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and only runs without --layer-costs, --plan "
-        "auto, --emulate, --elastic and --lengths-from decode measure them; choose one",
+        {
+            "measure_interval": f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, "
+            "and only runs without --layer-costs, --plan "
+            "auto, --emulate, --elastic and --lengths-from decode measure them; choose one"
+        },
     ),
     *_without("elastic", {"elastic_timeout fault_tolerance": "a lost process ends the run; add --elastic"}),
-    *_rows(
-        "plan_time_budget plan_review_iters replan",
+    *_where(
         "plan",
         lambda c: not c.parallelism.plans_itself,
-        "the plan is given; use --plan auto",
+        {"plan_time_budget plan_review_iters replan": "the plan is given; use --plan auto"},
     ),
     *_without("tp_comm_overlap", {"tp_comm_overlap_parts": "tensor parallel collectives are not cut; add --tp-comm-overlap"}),
-    *_rows(
-        "num_workers",
+    *_where(
         "lengths_from",
         lambda c: c.data.lengths_from == "decode",
-        "--lengths-from decode loads in a thread, as samples are exchanged",
+        {"num_workers": "--lengths-from decode loads in a thread, as samples are exchanged"},
     ),
-    *_rows(
-        "program_samples",
+    *_where(
         "data_path",
         lambda c: c.data.sample_program is None,
-        "the samples are read, not made; use --data-path digits or FILE.py",
+        {"program_samples": "the samples are read, not made; use --data-path digits or FILE.py"},
     ),
     *_where(
         "data_path",
@@ -150,13 +144,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "data_cache_path": "a program's samples (digits, FILE.py) have no index; use a manifest",
         },
     ),
-    *_rows(
-        "bad_samples_per_thousand",
+    *_where(
         "bad_sample",
         lambda c: c.data.bad_sample != "skip",
-        "the first bad sample is an error; add --bad-sample skip",
+        {"bad_samples_per_thousand": "the first bad sample is an error; add --bad-sample skip"},
     ),
-    *_rows("bad_sample producers", "emulate", lambda c: c.training.emulate is not None, _EMULATED),
+    *_where("emulate", lambda c: c.training.emulate is not None, {"bad_sample producers": _EMULATED}),
     *_without("producers", {"producer_token": "nothing is decoded elsewhere; add --producers HOST:PORT"}),
     *_without(
         "eval_iters",
@@ -180,11 +173,10 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "finetune": "it takes over the weights of --load; add --load DIR",
         },
     ),
-    *_rows(
-        "load_optim load_rng",
+    *_where(
         "finetune",
         lambda c: c.checkpoint.finetune,
-        "--finetune takes over the weights alone; leave it out",
+        {"load_optim load_rng": "--finetune takes over the weights alone; leave it out"},
     ),
     *_without("report_dir", {"timeline_interval": "timelines are drawn into the report; add --report-dir DIR"}),
     *_without(
@@ -195,31 +187,27 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "wandb_project", {"wandb_exp_name wandb_entity wandb_save_dir": "Weights & Biases gets nothing; add --wandb-project NAME"}
     ),
     *_without("mlflow_experiment", {"mlflow_run_name": "MLflow gets nothing; add --mlflow-experiment NAME"}),
-    *_rows(
-        "transformer_impl attention_backend recompute_granularity fp8_format",
+    *_where(
         "emulate",
         lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
-        _EMULATED,
+        {"transformer_impl attention_backend recompute_granularity fp8_format": _EMULATED},
     ),
     *_without("fp8_format", {"fp8_recipe": "no product is in FP8; add --fp8-format"}),
-    *_rows("layer_partition", "plan", lambda c: c.parallelism.plan is not None, "a plan says which layers every stage has"),
-    *_rows(
-        "layer_partition",
+    *_where("plan", lambda c: c.parallelism.plan is not None, {"layer_partition": "a plan says which layers every stage has"}),
+    *_where(
         "",
         lambda c: all(sizes.pipeline_parallel_size == 1 for sizes in c.parallelism.units.values()),
-        "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2)",
+        {"layer_partition": "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2)"},
     ),
-    *_rows(
-        "colocate_units",
+    *_where(
         "model",
         lambda c: len(c.parallelism.units) == 1,
-        "the model has one unit, which has nobody to share ranks with",
+        {"colocate_units": "the model has one unit, which has nobody to share ranks with"},
     ),
-    *_rows(
-        "attention_mask",
+    *_where(
         "model",
         lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1,
-        "the model has one unit, so there are no items among its tokens",
+        {"attention_mask": "the model has one unit, so there are no items among its tokens"},
     ),
 )
 

@@ -322,11 +322,12 @@ def explain_megatron_flag(name: str) -> str:
         ("use {} here", KNOWN_ELSEWHERE),
         ("leave it out: always, {}", ALWAYS_ON),
         ("not available: {}", NOT_AVAILABLE),
+        ("{}", MULTIMODAL),
     ):
         for key, names in table.items():
             if any(fnmatchcase(name, pattern) for pattern in names.split()):
                 return answer.format(key)
-    return next((answer for answer, names in MULTIMODAL.items() if any(fnmatchcase(name, each) for each in names.split())), "")
+    return ""
 
 
 def megatron_flag_names() -> set[str]:

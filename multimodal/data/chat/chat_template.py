@@ -55,14 +55,10 @@ class ChatTemplate:
             return False
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
-    def check(self) -> None:
-        """Raise ConfigError if one question and answer cannot be rendered, or the answer cannot be located."""
-        self.render_example()
-
     def render_example(self) -> tuple[str, list[Span], str]:
         """Return one question and answer, the span of the answer, and what a model is given that is asked the question.
 
-        Raises ConfigError as `check` does.
+        Raises ConfigError if they cannot be rendered, or the answer cannot be located.
         """
         content = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("question", "answer")]
         messages = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), content, strict=True)]

@@ -76,7 +76,14 @@ def unpack_message(text: bytes | memoryview) -> Any:
 
 def pack_wanted(wanted: Wanted) -> Any:
     """Return a request in JSON's form: an item, or a list of samples to index."""
-    return _pack_block(wanted) if isinstance(wanted, SampleBlock) else {**asdict(wanted.item), "where": wanted.where}
+    if isinstance(wanted, WantedItem):
+        return {**asdict(wanted.item), "where": wanted.where}
+    kinds = {kind: name for name, kind in _SEGMENTS.items()}
+    samples = (
+        [sample.where, sample.loss_weight, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)]
+        for sample in wanted.samples
+    )
+    return [wanted.number, *samples]
 
 
 def unpack_wanted(said: Any) -> Wanted:
@@ -96,17 +103,6 @@ def unpack_wanted(said: Any) -> Wanted:
 def _unpack_item(*, unit: str, path: str, size: Sequence[int], grid: Sequence[int], tile: int, where: str) -> WantedItem:
     (width, height), (rows, columns) = map(int, size), map(int, grid)
     return WantedItem(IndexedItem(str(unit), str(path), (width, height), (rows, columns), int(tile)), str(where))
-
-
-def _pack_block(block: SampleBlock) -> list[Any]:
-    kinds = {kind: name for name, kind in _SEGMENTS.items()}
-    return [
-        block.number,
-        *(
-            [sample.where, sample.loss_weight, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)]
-            for sample in block.samples
-        ),
-    ]
 
 
 def _unpack_segment(said: Mapping[str, Any]) -> Segment:

@@ -239,7 +239,7 @@ def test_answers_that_do_not_stay_are_refused_by_line(earlier: str, open_model: 
 )
 def test_templates_that_cannot_be_used(template: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"some.jinja: .*{message}"):
-        ChatTemplate(template, "some.jinja").check()
+        ChatTemplate(template, "some.jinja").render_example()
 
 
 @pytest.mark.parametrize("prompt", ["ASSISTANT:", "ASSISTANT: ", ""])
