@@ -26,7 +26,6 @@ from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.parts.item_passes import condition_tokens, first_joined_token, list_conditions
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 
 def load_inputs(
@@ -60,14 +59,14 @@ def load_inputs(
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return _prepare(found, InputContext(step.graph, unit, options, *sizes))
 
-    expect_items(source, _needed_items(step, rank=rank, source_index=source_index, source=source))
+    expect_items(source, _needed_items(step, rank=rank, source_index=source_index))
     inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
     for place in step.places_of(rank):
         unit = step.graph.unit(place.unit)
         has_items = rank in item_ranks(step.graph, step.plan, place.unit, place.replica)
         if unit.join is not None:
-            inputs[place] = (own(_joined_input(source, unit, place, step, source_index), place),)
+            inputs[place] = (own(_joined_input(unit, place, step), place),)
         elif unit.role is Role.ENCODER:
             subsets = step.subsets(place)
             inputs[place] = tuple(
@@ -114,22 +113,15 @@ def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[
     return tuple(dict.fromkeys((*(stages[0].ranks if described.flow is not None else ()), *stages[-1].ranks)))
 
 
-def _needed_items(
-    step: StepDecision, *, rank: int, source_index: Mapping[int, int], source: SampleSource
-) -> list[tuple[int, int]]:
+def _needed_items(step: StepDecision, *, rank: int, source_index: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return (index in the source, item) of everything that this rank needs decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
     for place in step.places_of(rank):
         if rank in item_ranks(step.graph, step.plan, place.unit, place.replica):
             atoms, is_encoder = step.assignment.atoms(place), step.graph.unit(place.unit).role is Role.ENCODER
-            items = atoms if is_encoder else _items_of(atoms, place.unit, source=source, source_index=source_index)
+            items = atoms if is_encoder else list_items(atoms, unit=place.unit, lengths_by_sample=step.lengths)
             found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
     return found
-
-
-def _items_of(samples: Microbatch, unit: str, *, source: SampleSource, source_index: Mapping[int, int]) -> Microbatch:
-    """Return the items of samples that a unit takes or makes, sample by sample."""
-    return list_items(samples, unit=unit, lengths_by_sample={at: source.lengths(source_index[at]) for at, _ in samples})
 
 
 def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:
@@ -150,12 +142,10 @@ def _encoder_input(
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 
 
-def _joined_input(
-    source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepDecision, source_index: Mapping[int, int]
-) -> PackedInput:
+def _joined_input(unit: Unit, place: MicrobatchPlace, step: StepDecision) -> PackedInput:
     """Make every item a sequence of the outputs of other encoders, whose places are counted from its first token."""
     atoms, graph = step.assignment.atoms(place), step.graph
-    items = {atom: source.lengths(source_index[atom.sample_id]).items[atom.item_index] for atom in atoms}
+    items = {atom: step.lengths[atom.sample_id].items[atom.item_index] for atom in atoms}
     lengths = tuple(item.inside(unit.name).num_tokens for item in items.values())
     first_token = dict(zip(atoms, accumulate(lengths, initial=0), strict=False))
     rows, sources = [torch.arange(0)], [torch.arange(0)]
@@ -178,7 +168,7 @@ def _generator_input(
     seed: int,
 ) -> PackedInput:
     """Make every image of the microbatch's samples a sequence; the LLM hands over rows for each, by route."""
-    items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
+    items_of = partial(list_items, unit=unit.name, lengths_by_sample=step.lengths)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
     assert unit.image is not None
@@ -189,8 +179,7 @@ def _generator_input(
         made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)), is_encoded)
         packed = dataclasses.replace(packed, items_made=made)
     if step.graph.takes_tokens(unit.name):
-        lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
-        packed = _put_conditions_before(packed, items, place, step, lengths=lengths)
+        packed = _put_conditions_before(packed, items, place, step)
     else:
         handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
         row_of_item = {item: row for row, item in enumerate(handed_over)}
@@ -202,18 +191,16 @@ def _generator_input(
     return dataclasses.replace(packed, path=path)
 
 
-def _put_conditions_before(
-    packed: PackedInput, images: Microbatch, place: MicrobatchPlace, step: StepDecision, *, lengths: Mapping[int, SampleLengths]
-) -> PackedInput:
+def _put_conditions_before(packed: PackedInput, images: Microbatch, place: MicrobatchPlace, step: StepDecision) -> PackedInput:
     """Return a generator's input with the tokens of the items before each image in front of its patches.
 
-    packed: the patches of all images of a microbatch; lengths: of its samples. An item's tokens have positions on a line of their
-    own: rows count down from -1, item by item, and then for the LLM's tokens.
+    packed: the patches of all images of a microbatch. An item's tokens have positions on a line of their own: rows count down
+    from -1, item by item, and then for the LLM's tokens.
     """
-    first_row, sources = _rows_handed_over(place, step, lengths)
+    first_row, sources = _rows_handed_over(place, step)
     rows, positions, is_patch, counts = [], [], [], []
     for image, patches in zip(images, packed.positions.split(packed.lengths), strict=True):
-        before = lengths[image.sample_id].items[: image.item_index]
+        before = step.lengths[image.sample_id].items[: image.item_index]
         num_before = step.graph.unit(place.unit).num_conditions - 1
         given = [*list_conditions(step.graph, place.unit, before), (image.item_index, num_before)]
         rows += [first_row[Atom(image.sample_id, index)] + torch.arange(count) for index, count in given]
@@ -233,11 +220,9 @@ def _put_conditions_before(
     )
 
 
-def _rows_handed_over(
-    place: MicrobatchPlace, step: StepDecision, lengths: Mapping[int, SampleLengths]
-) -> tuple[dict[Atom, int], torch.Tensor]:
+def _rows_handed_over(place: MicrobatchPlace, step: StepDecision) -> tuple[dict[Atom, int], torch.Tensor]:
     """Return the first row of every item among the received ones, route by route, and the source unit of each row."""
-    graph, first_row, sources = step.graph, dict[Atom, int](), list[int]()
+    graph, lengths, first_row, sources = step.graph, step.lengths, dict[Atom, int](), list[int]()
     num_conditions = graph.unit(place.unit).num_conditions
     for route in step.routes.to_target[place]:
         number = graph.upstream(place.unit).index(route.source.unit)
@@ -276,7 +261,7 @@ def _language_input(
     generator_rows = [
         first + token
         for sample_id, first in zip(packed.sample_ids if num_conditions else (), packed.cu_seqlens.tolist(), strict=False)
-        for index, item in enumerate(source.lengths(source_index[sample_id]).items)
+        for index, item in enumerate(step.lengths[sample_id].items)
         if item.unit in num_conditions
         for token in condition_tokens(packed.item_spans[Atom(sample_id, index)][0] - first, num_conditions[item.unit])
     ]
