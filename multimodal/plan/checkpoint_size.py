@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from multimodal.cost.stage_layers import StageKey, StageLayers
-from multimodal.cost.step_memory import OPTIMIZER_BYTES
+from multimodal.cost.step_memory import optimizer_bytes
 
 _FILES_OF_RANK_0 = 2
 """braid.json and tensors.json; in addition, each rank with any tensors writes one file."""
@@ -33,7 +33,7 @@ def checkpoint_size(layers: StageLayers, *, bytes_per_element: int, zero_stage: 
     bytes_per_element: of a weight; zero_stage: see `step_memory.ZERO_STAGES`. Expert parallelism makes the experts that a rank
     holds, and copies, smaller, but not the shares of ZeRO: fewer ranks hold the same experts.
     """
-    optimizer_bytes = OPTIMIZER_BYTES if bytes_per_element < 4 else 2 * bytes_per_element
+    state_bytes = optimizer_bytes(bytes_per_element)
     known: dict[tuple[str | int, ...], tuple[float, float]] = {}
 
     def written_and_copied(stage: StageKey) -> tuple[float, float]:
@@ -43,10 +43,10 @@ def checkpoint_size(layers: StageLayers, *, bytes_per_element: int, zero_stage: 
         if key not in known:
             weights, trained, experts, trained_experts = _count_weights(layers, stage)
             tensor_ranks, holders = sizes.tensor_parallel_size, sizes.data_parallel_size * sizes.context_parallel_size
-            whole, optimizer = weights * bytes_per_element, trained * optimizer_bytes
+            whole, optimizer = weights * bytes_per_element, trained * state_bytes
             elsewhere = 1 - 1 / sizes.expert_parallel_size
             held = whole - elsewhere * experts * bytes_per_element if zero_stage < 3 else whole / holders
-            state = optimizer - elsewhere * trained_experts * optimizer_bytes if zero_stage == 0 else optimizer / holders
+            state = optimizer - elsewhere * trained_experts * state_bytes if zero_stage == 0 else optimizer / holders
             known[key] = (whole + optimizer) / (tensor_ranks * holders), (held + state) / tensor_ranks
         return known[key]
 

@@ -68,11 +68,6 @@ class LengthArrays:
     def __len__(self) -> int:
         return len(self.sample_ids)
 
-    @property
-    def is_ascending(self) -> bool:
-        """True if the samples come in the order of their ids."""
-        return bool((self.sample_ids[1:] > self.sample_ids[:-1]).all())
-
     @cached_property
     def num_tokens(self) -> Integers:
         """[num_samples] tokens of each sample inside the LLM."""
@@ -122,7 +117,8 @@ class LengthBatch(tuple[SampleLengths, ...]):
     def by_id(self) -> LengthArrays:
         """The samples as arrays, in the order of their ids."""
         arrays = self.arrays
-        return arrays if arrays.is_ascending else arrays.take(np.argsort(arrays.sample_ids, kind="stable"))
+        is_ascending = bool((arrays.sample_ids[1:] > arrays.sample_ids[:-1]).all())
+        return arrays if is_ascending else arrays.take(np.argsort(arrays.sample_ids, kind="stable"))
 
 
 def _column(values: list[int]) -> Integers:

@@ -200,7 +200,7 @@ def test_the_tests_of_the_runtime_are_in_the_same_rooms():
         ("multimodal.plan.search", "def f():\n    import megatron.core"),
         ("multimodal.cost.flops", "from multimodal.kernels import kernels"),
         ("multimodal.cost.flops", "from multimodal.references.list_schedule import list_schedule"),
-        ("multimodal.references.list_schedule", "from multimodal.values.arrays.rows import flat_rows"),
+        ("multimodal.references.list_schedule", "from multimodal.values.arrays.rows import row_starts"),
         ("multimodal.balance.algorithms.post_balance", "from multimodal import _kernels"),
         ("multimodal.data.packing", "from multimodal.model import vision"),
         ("multimodal.model.vision", "import megatron.runtime.communication.broker"),

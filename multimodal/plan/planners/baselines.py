@@ -18,10 +18,11 @@ from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
 from multimodal.plan.planners.estimate.grid import cut_grid, list_shapes
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates, choose_near, choose_run, estimate_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
-from multimodal.plan.planners.estimate.unit_options import Floats, Integers, UnitOptions, infeasible, list_options
+from multimodal.plan.planners.estimate.unit_options import UnitOptions, infeasible, list_options
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.trials import shortest_run
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role, Unit
 

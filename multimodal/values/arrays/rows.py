@@ -1,7 +1,6 @@
 """Rows of variable length as two flat arrays: where each row starts, and the values of all rows."""
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -39,11 +38,6 @@ def row_sums(starts: Integers, values: Integers) -> Integers:
     """Add up each row of whole numbers."""
     before = row_starts(values)
     return before[starts[1:]] - before[starts[:-1]]
-
-
-def flat_rows(rows: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """Return lists as rows: starts, values."""
-    return row_starts(list(map(len, rows))), integers(chain.from_iterable(rows))
 
 
 def row_numbers(starts: Integers) -> Integers:

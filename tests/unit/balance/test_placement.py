@@ -1,7 +1,7 @@
 """Placement of encoders and generators: examples, and arrays against the same rules atom by atom."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from multimodal.cost.flops import unit_flops
 from multimodal.cost.unit_load import item_load, sample_load
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.values.arrays.rows import flat_rows, row_starts
+from multimodal.values.arrays.rows import row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
@@ -166,8 +166,9 @@ def plain_assignment(case: Case, *, balances: bool) -> Assignment:
 @given(case=batches())
 def test_units_are_placed_as_atom_by_atom(place, balances: bool, case: Case) -> None:
     graph, plan, lengths, replicas, options = case
-    atom_starts, atoms = flat_rows([microbatch for replica in replicas for microbatch in replica])
-    groups = Groups(atoms, atom_starts, row_starts(list(map(len, replicas))))
+    microbatches = list(chain.from_iterable(replicas))
+    atoms = np.array(list(chain.from_iterable(microbatches)), np.int64)
+    groups = Groups(atoms, row_starts(list(map(len, microbatches))), row_starts(list(map(len, replicas))))
     found = place(groups, BatchWork(graph, lengths, options), plan=plan)
     assert found == plain_assignment(case, balances=balances)
     validate_assignment(found, lengths, graph=graph, plan=plan)

@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 import numpy as np
 
-from multimodal.plan.planners.estimate.unit_options import Bools, Floats, Integers, UnitOptions, pareto_rows
+from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
+from multimodal.values.arrays.rows import Bools, Floats, Integers
 
 _LARGEST_PRODUCT = 300_000
 """Pairs of choices up to which examining all is cheaper than thinning them out."""

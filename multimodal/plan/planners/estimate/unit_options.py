@@ -4,19 +4,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes, stage_sizes
 from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, layer_memory, samples_within, working_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.values.arrays.rows import Bools, Floats, Integers
 from multimodal.values.errors import NothingFitsError
 from multimodal.values.model_graph import Unit
 
-Integers = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 _UNLIMITED = 1e12
 _BLOCK = 256
 

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.kernels import kernels
 from multimodal.plan.partition_layers import Range, unit_pieces
@@ -15,10 +14,9 @@ from multimodal.plan.planners.estimate.grid import chain_pieces
 from multimodal.plan.planners.estimate.memory_estimate import heavy_count, layer_memory, working_bytes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.templates.template_set import Tolerance
-from multimodal.values.arrays.rows import Integers
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.errors import PlanError
 
-Floats = NDArray[np.float64]
 TICKS = 2**36
 """Ticks of the whole chain on its slowest size: sums over millions of microbatches stay exact."""
 
@@ -97,7 +95,7 @@ class Chain:
         ticks = np.rint(_of_ranges(np.nan_to_num(self.seconds)) / self.seconds_per_tick).astype(np.int64)
         return StageTables(ticks[0], ticks[1], self._capacities(), np.array(self.sizes, np.int64))
 
-    def _capacities(self) -> NDArray[np.int64]:
+    def _capacities(self) -> Integers:
         """Return the microbatches in flight that fit into every stage's memory, up to the number of pieces.
 
         Optimizer state is shared by at least the replicas per copy that are there at all times: it is not shared unless more

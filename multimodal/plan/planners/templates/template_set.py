@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.parts.state_copies import EVERY_REPLICA
@@ -21,7 +21,6 @@ _LAYER = {"minimum": 0, "maximum": 2 * MOST_LAYERS}
 _AT_LEAST_ZERO = {"minimum": 0}
 
 
-Floats = NDArray[np.float64]
 MOST_MICROBATCHES = 2**40
 
 

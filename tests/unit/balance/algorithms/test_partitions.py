@@ -18,7 +18,7 @@ from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.kernels import kernels
-from multimodal.values.arrays.rows import flat_rows
+from multimodal.values.arrays.rows import row_starts
 from tests.unit.without_kernels import without_kernels
 
 ROWS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=7), st.integers(0, 9)), min_size=1, max_size=4)
@@ -27,7 +27,8 @@ ROWS = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=7), st.integers(0
 @given(rows=ROWS)
 @pytest.mark.skipif(kernels is None, reason="the kernels are not built")
 def test_the_kernel_equals_its_reference(rows: list[tuple[list[int], int]]) -> None:
-    starts, amounts = flat_rows([amounts for amounts, _ in rows])
+    starts = row_starts([len(amounts) for amounts, _ in rows])
+    amounts = np.array([amount for amounts, _ in rows for amount in amounts], np.int64)
     counts = np.array([count for _, count in rows])
     found, wanted = (cut(amounts, starts, counts) for cut in (kernels.cut_evenly, cut_evenly_reference))
     assert [column.tolist() for column in found] == [column.tolist() for column in wanted]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from multimodal.kernels import kernels
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
-from multimodal.values.arrays.rows import flat_rows, group_rows_reference, order_by, row_numbers, take_rows
+from multimodal.values.arrays.rows import group_rows_reference, order_by, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Route
 from tests.unit.schedule.schedule_cases import PlacedCase, placed_cases, placed_golden_cases
 
@@ -89,6 +89,7 @@ def test_several_keys_order_as_tuples_do(pairs: list[tuple[int, int]]) -> None:
 @given(rows=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5), data=st.data())
 def test_rows_are_taken_in_any_order(rows: list[list[int]], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
-    starts, values = take_rows(*flat_rows(rows), np.array(chosen, np.int64))
+    values = np.array([value for row in rows for value in row], np.int64)
+    starts, values = take_rows(row_starts(list(map(len, rows))), values, np.array(chosen, np.int64))
     assert [part.tolist() for part in np.split(values, starts[1:-1])][: len(chosen)] == [rows[index] for index in chosen]
     assert row_numbers(starts).tolist() == [number for number, index in enumerate(chosen) for _ in rows[index]]
