@@ -1,12 +1,17 @@
-"""One context parallel rank's part of a packed microbatch."""
+"""What a stage's inputs are made of: pixels, parts of a sequence, and each rank's share."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.cost.token_shares import BlockShares, RankShare
+from multimodal.model.collectives import sequence_parts
+from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.stage_input import PackedInput, find_row_ends, share_input
+from multimodal.values.model_graph import ImageInput
 
 SHARES = BlockShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
 """Tokens 0 1 | 2 3 4 5 | 6 7 | 8; the last of four ranks has none."""
@@ -64,3 +69,35 @@ def test_rows_of_patches_end_with_a_token_that_comes_from_none() -> None:
     places = torch.tensor([(row, column) for rows, columns in grids for row in range(rows) for column in range(columns)])
     assert find_row_ends(places).tolist() == [0, 1, 10, 2, 3, 10, 4, 10, 5, 10, 6, 10, 7, 8, 9, 10]
     assert find_row_ends(places[:0]).tolist() == []
+
+
+CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+
+
+@pytest.mark.parametrize("constants", [{}, CLIP])
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_bytes_are_normalised_channel_by_channel(constants: dict[str, tuple[float, ...]], num_frames: int) -> None:
+    image = ImageInput(patch_size=2, num_frames=num_frames, **constants)
+    patches = np.arange(3 * 3 * 4 * num_frames, dtype=np.uint8).reshape(3, -1)
+    mean, std = (np.array(each, np.float32).reshape(-1, 1) for each in (image.mean, image.std))
+    expected = ((patches.reshape(3, 3, -1).astype(np.float32) / np.float32(255) - mean) / std).reshape(3, -1)
+    np.testing.assert_array_equal(normalised_patches(torch.from_numpy(patches), image).numpy(), expected)
+
+
+def test_no_bytes_become_no_values() -> None:
+    """A context parallel rank of an encoder may have none of a small image's patches."""
+    assert normalised_patches(torch.empty((0, 12), dtype=torch.uint8), ImageInput(patch_size=2)).shape == (0, 12)
+
+
+def test_values_stay_as_they_are() -> None:
+    patches = torch.randn(2, 12)
+    assert normalised_patches(patches, None) is patches
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_parts_are_consecutive_and_alike_the_larger_ones_last(num_rows: int, num_parts: int) -> None:
+    parts = sequence_parts(num_rows, num_parts=num_parts)
+    sizes = [part.stop - part.start for part in parts]
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
+    assert len(parts) == max(1, min(num_parts, num_rows))
+    assert sizes[0] == min(sizes) and max(sizes) - min(sizes) <= 1

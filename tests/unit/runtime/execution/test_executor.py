@@ -1,13 +1,24 @@
+"""What layers cannot run, the messages of a running step, what it stores, and the clock of its actions."""
+
+import gc
+import time
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.runtime.communication.broker import MessageKey
+from megatron.runtime.execution.activation_store import ActivationStore, SavedTensors, size_of
 from megatron.runtime.execution.executor import Executor
-from multimodal.values.action import Place
+from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
 from multimodal.values.parts.cuts import UNCUT, Cuts
+from multimodal.values.timeline import TimelineEvent
 
 SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 
@@ -45,3 +56,187 @@ def check(cuts: Cuts, implementation: str, *, has_inside: bool = False, num_part
 def test_what_layers_cannot_run_is_refused(cuts: Cuts, implementation: str, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
         check(cuts, implementation, **options)
+
+
+HERE, THERE = Place("llm", 0, 1, 0), Place("llm", 0, 0, 0)
+KEY = MessageKey("forward", THERE, HERE)
+
+
+class FakeBroker:
+    """Notes when a message is waited for."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def wait(self, key: MessageKey) -> None:
+        self.log.append("wait")
+
+    def complete(self, key: MessageKey, group: Any) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def running_step(log: list[Any]) -> RunningStep:
+    executor: Any = SimpleNamespace(
+        broker=FakeBroker(log),
+        clock=StepClock(lane=0),
+        groups={"llm": SimpleNamespace(tp=None)},
+        device=torch.device("cpu"),
+        rank=1,
+    )
+    step: Any = SimpleNamespace()
+    running = RunningStep(executor, step)
+    running.store.put(("posted", KEY), 4, size_bytes=0)
+    return running
+
+
+def test_a_message_is_waited_for_where_it_is_collected() -> None:
+    log: list[Any] = []
+    running = running_step(log)
+    running.collect(KEY)
+    assert log == ["wait"]
+
+
+def test_what_is_local_is_taken_at_once() -> None:
+    log: list[Any] = []
+    running = running_step(log)
+    local = MessageKey("backward", HERE, HERE)
+    running.publish(local, torch.full((2,), 3.0))
+    assert running.collect(local).tolist() == [3.0, 3.0]
+    assert log == []
+
+
+def test_a_collective_is_finished_once_where_it_is_needed() -> None:
+    log: list[Any] = []
+    running = running_step(log)
+    gather = Action(ActionKind.GATHER_PARAMETERS, "llm", 0, 1)
+    running.start_collective(gather, lambda stage: lambda: log.append(stage))
+    assert log == []
+    running.finish_collective(gather)
+    running.finish_collective(gather)
+    assert log == [1]
+
+
+def test_the_peak_is_the_most_that_was_stored_at_once() -> None:
+    store = ActivationStore()
+    store.put("a", 1, size_bytes=100)
+    store.put("b", 2, size_bytes=50)
+    assert store.take("a") == 1
+    store.put("c", 3, size_bytes=80)
+    store.grow(10)
+    assert store.peak_bytes == 150
+    store.grow(20)
+    assert store.peak_bytes == 160
+
+
+def test_an_entry_is_taken_once_and_then_freed() -> None:
+    class Value:
+        pass
+
+    store, value = ActivationStore(), Value()
+    reference = weakref.ref(value)
+    store.put("a", value, size_bytes=0)
+    del value
+    assert store.take("a") is reference()
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(KeyError):
+        store.take("a")
+
+
+def test_a_key_is_stored_once_and_named_if_it_is_left_over() -> None:
+    store = ActivationStore()
+    store.check_empty()
+    store.put("forgotten", 1, size_bytes=0)
+    with pytest.raises(AssertionError, match="forgotten is stored already"):
+        store.put("forgotten", 2, size_bytes=0)
+    with pytest.raises(AssertionError, match=r"left over at the end of a step: \['forgotten'\]"):
+        store.check_empty()
+
+
+def test_saved_tensors_count_each_storage_once_and_parameters_never() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    hidden = torch.ones(2, 4)
+    saved = SavedTensors(frozenset({weight.untyped_storage().data_ptr()}))
+    with saved:
+        product = hidden @ weight  # keeps `hidden` and `weight`
+        squares = product * product  # keeps `product`, twice
+    assert saved.size_bytes == size_of(hidden) + size_of(product)
+    squares.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 16.0))
+
+
+def test_saved_tensors_are_freed_with_the_graph() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with SavedTensors(frozenset()):
+        output = (weight * 2).exp()
+    reference = weakref.ref(output)
+    del output
+    assert reference() is None, "the graph is held by a reference cycle"
+
+
+def test_sizes_are_of_elements() -> None:
+    assert (size_of(None), size_of(torch.zeros(3, dtype=torch.bfloat16))) == (0, 6)
+
+
+FORWARD = Action(ActionKind.FORWARD, "llm", 0, 0, 0)
+SECOND = FORWARD._replace(microbatch=1)
+
+
+class Time:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def run(self, clock: StepClock, action: Action, *, seconds: float) -> None:
+        with clock.span(action):
+            self.seconds += seconds
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Time:
+    now = Time()
+    monkeypatch.setattr(time, "perf_counter", now)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return now
+
+
+def test_spans_count_from_the_start_of_the_step(now: Time) -> None:
+    clock = StepClock(lane=3)
+    clock.start_step()
+    now.run(clock, FORWARD, seconds=2.0)
+    now.seconds += 1.0
+    now.run(clock, SECOND, seconds=4.0)
+    assert clock.events() == (TimelineEvent(FORWARD, 3, 0.0, 2.0), TimelineEvent(SECOND, 3, 3.0, 7.0))
+
+
+def test_a_new_step_forgets_the_last_one(now: Time) -> None:
+    clock = StepClock(lane=0)
+    clock.start_step()
+    now.run(clock, FORWARD, seconds=2.0)
+    clock.start_step()
+    assert clock.events() == ()
+    now.run(clock, SECOND, seconds=1.0)
+    assert clock.events() == (TimelineEvent(SECOND, 0, 0.0, 1.0),)
+
+
+def test_every_kind_of_action_counts_as_compute_communication_or_waiting() -> None:
+    expected = {
+        ActionKind.FORWARD: "compute",
+        ActionKind.BACKWARD: "compute",
+        ActionKind.INPUT_GRADIENT: "compute",
+        ActionKind.WEIGHT_GRADIENT: "compute",
+        ActionKind.SEND_FORWARD: "communication",
+        ActionKind.SEND_BACKWARD: "communication",
+        ActionKind.GATHER_PARAMETERS: "communication",
+        ActionKind.REDUCE_GRADIENTS: "communication",
+        ActionKind.RECEIVE_FORWARD: "waiting",
+        ActionKind.RECEIVE_BACKWARD: "waiting",
+    }
+    assert set(expected) == set(ActionKind)
+    for kind, resource in expected.items():
+        split = seconds_by_resource((TimelineEvent(FORWARD._replace(kind=kind), 0, 1.0, 3.5),))
+        assert split == {"compute": 0.0, "communication": 0.0, "waiting": 0.0, resource: 2.5}

@@ -1,17 +1,33 @@
-"""What rules about flags say beyond messages, which are in test_answers.py."""
+"""Flags against each other, schedules against plans, and files with mistakes."""
+
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from megatron.runtime.flags.arguments import choose_trained
+from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import UNIT_RATES
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from multimodal.balance.length_cost import CostForm, LengthCost
+from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.layers.transformer import TransformerLayer
-from multimodal.values.errors import ConfigError, ModelError
+from multimodal.data.length_table import uniform_lengths
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.errors import BraidError, ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.distributed.mutations.mutation import Inputs, Mutation
+from tests.distributed.mutations.table import list_mutations
+from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
+from tests.sanity.repository import ROOT
 from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, UNITS, Parse
+from tests.unit.runtime.flags.test_answers import LONG, MODELS
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
@@ -102,3 +118,72 @@ def test_a_layer_that_nobody_builds_is_refused(parse_on_base: Parse, monkeypatch
     found = r"unit 'language', layers\[2\]: 'counted' can be planned and simulated but not trained yet"
     with pytest.raises(ModelError, match=found):
         parse_on_base(units={"vision": ENCODER, "language": language})
+
+
+LLM, SCHEDULE_UNITS = MODELS["llm of 8 layers"], MODELS["vision, llm of 8 layers"]
+BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
+CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
+
+
+@pytest.mark.deep(when=lambda planner, units: planner == "braid" and units != LONG)
+@pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
+@pytest.mark.parametrize("units", [LLM, SCHEDULE_UNITS, LONG], ids=["LLM", "one encoder", "two encoders"])
+def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
+    graph = ModelGraph.from_dict({"units": units})
+    cluster = Cluster.from_file(CLUSTER)
+    lengths = uniform_lengths(graph, tokens=dict.fromkeys(units, 64), num_samples=1)
+    request = PlanningRequest(
+        graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
+    )
+    run = PLANNERS[planner](request)
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
+    run.plan.to_file(tmp_path / "plan.yaml")
+    flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags(CLUSTER).split()]
+    config = parse_arguments([*BASE.split(), *flags], environ={"WORLD_SIZE": str(run.plan.num_ranks)})
+    assert config.training.schedule == run.schedule
+
+
+def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse_on_base: Parse, tmp_path: Path) -> None:
+    parse, path = partial(parse_on_base, world_size=3, units=SCHEDULE_UNITS), tmp_path / "plan.yaml"
+    config = parse("--llm-pp 2 --llm-vpp 2 --schedule interleaved-1f1b")
+    build_plan(config, ModelGraph.from_file(config.model.model), 3).to_file(path)
+    for schedule in ("1f1b", "interleaved-1f1b"):
+        assert parse(f"--plan {path} --schedule {schedule}").training.schedule == schedule
+    with pytest.raises(
+        ConfigError, match=r"in the shape of a V.*give a unit such 'layers' in .*plan\.yaml, or choose --schedule zb"
+    ):
+        parse(f"--plan {path} --schedule zb-v")
+
+
+MUTATIONS = [mutation for mutation in list_mutations() if mutation.area in ("model", "plan")]
+
+
+def refusal_of(mutation: Mutation, folder: Path) -> str:
+    """What the flags' parser says to the run with this mutation, in a new folder; empty where it takes it."""
+    inputs = Inputs(folder, random.Random(0), working_flags(folder) | {"--data-path": folder.parent / "data" / "manifest.jsonl"})
+    folder.mkdir()
+    shutil.copy(folder.parent / "model.yaml", folder)
+    mutation.apply(inputs)
+    flags = [str(part) for pair in inputs.flags.items() for part in pair]
+    try:
+        parse_arguments(flags, environ={"WORLD_SIZE": str(NUM_RANKS)})
+    except BraidError as problem:
+        return str(problem)
+    return ""
+
+
+@pytest.mark.parametrize("area", ["model", "plan"])
+def test_every_mutation_of_a_file_is_refused_in_one_line_or_taken(area: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Every fourth without --all."""
+    write_working_files(tmp_path)
+    wrong = []
+    mutations = [mutation for mutation in MUTATIONS if mutation.area == area]
+    for number, mutation in enumerate(mutations[:: 1 if pytestconfig.getoption("all") else 4]):
+        message = refusal_of(mutation, tmp_path / str(number))
+        is_of_a_value = "." in mutation.name and " is " not in mutation.name and mutation.names
+        names = (*mutation.names, f"{area}.yaml, line" if is_of_a_value else "")
+        if message and (not all(name in message for name in names) or not message.isprintable() or len(message) > 1000):
+            wrong.append(f"{mutation.name}: {message}")
+        if mutation.must_be_refused and not message:
+            wrong.append(f"{mutation.name}: taken")
+    assert not wrong, "\n".join(wrong)

@@ -1,12 +1,15 @@
-"""When a run is asked to stop, and when it ends at once."""
+"""How runs end early: by signals, time limits, or the rank that failed first."""
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.runtime.launch.failure import Ending, InterruptedRunError
+from megatron.runtime.launch.failure import Ending, InterruptedRunError, report, tell_launcher
 from megatron.runtime.launch.stop_requests import StopReason, StopRequests
+from multimodal.values.errors import ConfigError
 
 
 class RecordedEnding(Ending):
@@ -56,3 +59,19 @@ def test_a_time_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.reason(exit_duration_minutes=2) is StopReason.NONE
     monkeypatch.setattr(time, "monotonic", lambda: now + 121.0)
     assert requests.reason(exit_duration_minutes=2) is StopReason.DURATION
+
+
+def test_torchrun_ends_with_the_message_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        if rank == 1:
+            report(ConfigError("--lr is missing"), rank)
+        else:
+            tell_launcher("ended because another rank failed", seconds_later=1)
+    failures = {rank: ProcessFailure(rank, 7, 2, str(tmp_path / f"{rank}.json")) for rank in (0, 1)}
+    before, _, behind = str(ChildFailedError("pretrain_mllm.py", failures)).partition("Root Cause")
+    assert "traceback : ended because another rank failed" in before
+    assert behind.strip("=\n").endswith("traceback : ConfigError: --lr is missing")
+    assert capsys.readouterr().err == "pretrain_mllm.py: error: --lr is missing [ConfigError, rank 1]\n"

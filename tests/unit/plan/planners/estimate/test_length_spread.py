@@ -1,9 +1,11 @@
-"""What lengths that vary cost pipelines."""
+"""Estimates in closed form: of steps with lengths that vary, and of chains of layer ranges."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
 from multimodal.plan.planners.estimate.step_estimate import heaviest_seconds
 from multimodal.plan.planners.estimate.step_estimate import slowdown as slowdown_of
@@ -61,3 +63,24 @@ def request_load(asked: PlanningRequest, tokens: int):
 def test_a_fixed_microbatch_size_is_kept(size):
     layouts = [layout for kind in best_layouts(request(micro_batch_size=size)) for layout in kind]
     assert {layout.to_run().micro_batch_size for layout in layouts} == {size}
+
+
+def even(num_ranges):
+    return [ChainRange(1.0, 2.0)] * num_ranges
+
+
+def test_gathering_delays_the_first_forwards_and_reducing_follows_the_last_backwards():
+    plain = chain_seconds(even(4), num_lanes=2, num_microbatches=4)
+    first = [ChainRange(1.0, 2.0, gathering_seconds=5.0), *even(3)]
+    assert chain_seconds(first, num_lanes=2, num_microbatches=4) == pytest.approx(plain + 5.0)
+    # The first range's last backward ends the step; the last range's is long past, and hides its reduction.
+    first = [ChainRange(1.0, 2.0, reducing_seconds=5.0), *even(3)]
+    last = [*even(3), ChainRange(1.0, 2.0, reducing_seconds=1.0)]
+    assert chain_seconds(first, num_lanes=2, num_microbatches=4) == pytest.approx(plain + 5.0)
+    assert chain_seconds(last, num_lanes=2, num_microbatches=4) == pytest.approx(plain)
+
+
+def test_lanes_keep_as_many_microbatches_as_the_order_of_interleaved_1f1b_says():
+    states = chunks_in_flight(0, num_lanes=4, chunks=3, num_microbatches=16)
+    assert states.sum(axis=1).max() == 2 * 3 + 2 * 4 + 1
+    assert np.array_equal(states[-1], [0, 0, 0])

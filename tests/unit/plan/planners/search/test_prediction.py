@@ -1,16 +1,37 @@
+"""Predictions of runs: of a share of the replicas, of the shortest of several, of grids, and of sizes that are tuned."""
+
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.baselines import plan_encoders_colocated
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
+from multimodal.plan.planners.estimate.step_estimate import choose_near
+from multimodal.plan.planners.estimate.unit_layout import build_unit, even_layout
+from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes, StageSize
+from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_estimate
 from multimodal.plan.planners.search.prediction import judge_run, predict_run
-from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity
+from multimodal.plan.planners.search.run_variants import with_first_balance
+from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
+from multimodal.plan.planners.search.trials import shortest_run, simulate_run
+from multimodal.plan.planners.search.tune_planner import climb
+from multimodal.values.errors import PlanError
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, request
-from tests.unit.plan.planners.search.test_simulated_part import colocated
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, TWO_ENCODERS, VISION, request, with_memory
+from tests.unit.plan.planners.test_idle_units import without_items
+
+
+def colocated(*, encoder_tensor: int, encoder_data: int, tensor: int, data: int, pipeline: int) -> Candidate:
+    layouts = {"vision": even_layout(VISION, encoder_tensor, encoder_data, 1), "llm": even_layout(LLM, tensor, data, pipeline)}
+    return Candidate(layouts, groups=(("vision", "llm"),))
+
 
 PART = Fidelity("part", 1.0)
 
@@ -70,3 +91,160 @@ def test_the_floor_holds_no_recomputation():
     assert again.floor_seconds == pytest.approx(plain.floor_seconds)
     assert again.ideal_seconds > 1.1 * plain.ideal_seconds
     assert again.above_floor["recomputation"] > 0.1 > 1e-9 > plain.above_floor["recomputation"]
+
+
+def ranks(plan: Plan, unit: str) -> set[int]:
+    return set(plan.units[unit].ranks)
+
+
+def test_units_that_share_ranks_keep_the_same_ones():
+    plan = colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2).build_plan(TWO)
+    share = keep_replicas(plan, 2)
+    assert share is not None
+    assert ranks(share, "vision") == ranks(share, "llm") == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert [share.units[unit].data_parallel_size for unit in ("vision", "llm")] == [8, 2]
+
+
+def test_replicas_that_overlap_in_part_have_no_share():
+    plan = colocated(encoder_tensor=4, encoder_data=4, tensor=1, data=8, pipeline=2).build_plan(TWO)
+    assert keep_replicas(plan, 4) is None
+    assert keep_replicas(plan, 2) is not None
+
+
+def test_units_without_work_keep_no_replica_from_being_left_out():
+    asked = without_items(TWO, "vision", num_gpus=8, global_batch_size=64, micro_batch_size=1)
+    asked = replace(asked, lengths=asked.lengths[:1])
+    candidate = Candidate({"llm": even_layout(LLM, 1, 4, 2)})
+    run = place_idle_units(candidate.to_run(without_idle_units(asked), seconds=0.0), asked)
+    assert run.plan.units["vision"].data_parallel_size == 1
+    kept = kept_plan(run.plan, asked, 4)
+    assert kept is not None and [kept.units[unit].data_parallel_size for unit in ("vision", "llm")] == [1, 1]
+    assert ranks(kept, "vision") <= ranks(kept, "llm")
+    whole, share = (
+        predict_run(run, asked.changed(max_actions=16), fidelity=each) for each in (WHOLE, Fidelity("part", 1.0, kept_replicas=1))
+    )
+    assert (whole.replica_share, share.replica_share) == (1, 4)
+    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.06)
+
+
+def test_a_unit_without_work_that_finds_no_room_keeps_all_replicas():
+    asked = without_items(TWO, "vision")
+    units = {
+        "vision": build_unit(even_layout(VISION, 1, 1, 6), first_rank=0),
+        "llm": build_unit(even_layout(LLM, 1, 4, 2), first_rank=0),
+    }
+    assert kept_plan(Plan(units), asked, 4) is None
+    assert kept_plan(Plan(units), asked, 1) == Plan(units)
+
+
+class Sized:
+    """A candidate of so many GPUs and seconds."""
+
+    def __init__(self, num_gpus: int, seconds: float, is_small: bool = True) -> None:
+        self.num_gpus, self.seconds, self.is_small = num_gpus, seconds, is_small
+
+    def fits(self, asked) -> bool:
+        return self.is_small
+
+
+def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
+    asked = request(num_gpus=8)
+    slow, best, near, equal, huge, unfit = (
+        Sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5, False))
+    )
+    given = {"seconds": lambda _, each: each.seconds}
+    candidates = [slow, best, huge, near, unfit, equal]
+    assert choose_near(asked, candidates, **given, within=1.1) == [(equal, 1.0), (best, 1.0), (near, 1.09)]
+    assert choose_near(asked, candidates, **given)[0] == (equal, 1.0)
+    assert choose_near(asked, candidates, **given, least_seconds=lambda _, each: each.seconds, within=1.1)[-1] == (near, 1.09)
+    with pytest.raises(PlanError):
+        choose_near(asked, [huge, unfit], **given)
+
+
+def simulated_seconds(run: PlannedRun, asked) -> float:
+    found = simulate_run(with_first_balance(run, asked), asked)[0]
+    return found.prediction.iteration_seconds if found else float("inf")
+
+
+def test_the_best_of_each_number_of_replicas_is_simulated(monkeypatch):
+    """With a factor so large that the formula decides nothing."""
+    asked = request(TWO_ENCODERS, num_gpus=8)
+    monkeypatch.setattr("multimodal.plan.planners.baselines.NEAR", 3.0)
+    made: list[PlannedRun] = []
+    make = Candidate.to_run
+    monkeypatch.setattr(Candidate, "to_run", lambda *given, **named: made.append(make(*given, **named)) or made[-1])
+    chosen = plan_encoders_colocated(asked)
+    replicas = [run.plan.units["llm"].data_parallel_size for run in made]
+    assert len(replicas) > 1 and len(set(replicas)) == len(replicas)
+    seconds = {run.key: simulated_seconds(run, asked) for run in made}
+    assert seconds[chosen.key] == min(seconds.values())
+    assert chosen.nominal_seconds > 0
+
+
+def test_one_run_is_not_simulated_and_the_first_is_taken_where_none_fits(monkeypatch):
+    asked = request(TWO_ENCODERS, num_gpus=8)
+    run = plan_encoders_colocated(asked)
+    other = replace(run, micro_batch_size=run.micro_batch_size * 2)
+    without_memory = partial(asked.changed, memory_scale=1e-6)
+    assert shortest_run([other, run], without_memory()).key == other.key
+    monkeypatch.setattr(trials, "simulate_run", lambda *_: pytest.fail("it was simulated"))
+    assert shortest_run([run], asked) is run
+
+
+def found_for(asked):
+    return list(best_grids(asked))
+
+
+def test_moved_cuts_cover_all_layers_and_are_never_estimated_longer():
+    asked = request(TWO, global_batch_size=32)
+    for seconds, grid in found_for(asked)[1]:
+        pieces = chain_pieces(asked, grid.shape.size)
+        assert tuple(piece for pieces in grid.ranges for piece in pieces) == pieces
+        cut = cut_grid(asked, grid.shape, virtual_stages=grid.virtual_stages)
+        assert seconds == grid_estimate(asked, grid) <= grid_estimate(asked, cut)
+
+
+@pytest.mark.parametrize("virtual_stages", [2, 4])
+def test_the_estimate_is_that_of_a_simulation(virtual_stages):
+    asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=16)
+    num_pieces = len(chain_pieces(asked, StageSize(1)))
+    grid = cut_grid(asked, GridShape(StageSize(1), 2, 2, num_pieces), virtual_stages=virtual_stages)
+    seconds = grid_estimate(asked, grid)
+    found = predict_run(grid.to_run(asked, seconds=seconds), asked)
+    assert seconds == pytest.approx(found.iteration_seconds - found.update_seconds, rel=0.1)
+
+
+def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
+    asked = request(TWO, global_batch_size=32)
+    _, grid = found_for(asked)[1][0]
+    assert fits(asked, grid)
+    assert not fits(with_memory(asked, 1e-3), grid)
+
+
+SIZES = (1, 2, 4, 8, 16)
+
+
+def looked_at(seconds, *, below=float("inf"), first=2):
+    """List the sizes that a climb from `first` looks at."""
+    sizes = []
+
+    def look_at(size):
+        sizes.append(size)
+        return seconds[SIZES.index(size)]
+
+    climb(SIZES, look_at, first=first, below=below)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [((5, 4, 3, 2, 1), [4, 8, 16, 2]), ((1, 2, 3, 4, 5), [4, 8, 2, 1]), ((2, 1, 3, 4, 5), [4, 8, 2, 1])]
+)
+def test_sizes_are_looked_at_while_steps_get_shorter(seconds, expected):
+    assert looked_at(seconds) == expected
+
+
+def test_far_behind_a_known_run_only_great_strides_are_followed():
+    assert looked_at((9, 9, 9, 8, 7), below=1.0) == [4, 8, 2]
+    assert looked_at((9, 9, 9, 7, 5), below=1.0) == [4, 8, 16, 2]
+    assert looked_at((9, 9, 9, 8, 7), below=5.0) == [4, 8, 16, 2]
+    assert looked_at((9, 9, float("inf"), 8, 7), below=1.0)[:2] == [4, 8], "what does not fit says nothing"
