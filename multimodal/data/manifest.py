@@ -1,5 +1,6 @@
 """Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -9,7 +10,7 @@ from multimodal.data.conversation import build_sample_lengths, build_sample_text
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
-from multimodal.data.index.sample_index import IndexedSample, SampleIndex, build_index
+from multimodal.data.index.sample_index import SampleIndex, join_indices
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
@@ -40,14 +41,14 @@ class ManifestSource:
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
         indexing: SampleIndexing | None = None,
-        watch: Callable[[Iterator[IndexedSample | str]], Iterator[IndexedSample | str]] = iter,
+        watch: Callable[[Iterator[SampleIndex]], Iterator[SampleIndex]] = iter,
     ) -> None:
         """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
         graph: its encoders take images, videos and sound; its generator, if it has one, makes the assistant's images; samples
         with items that no unit takes are left out. chat: writes conversations by a model's template; None: in Braid's own format.
         cache: keeps indices; None: the index is built, and not kept. decoder: decodes items; None: this process does, on request.
-        indexing: tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees samples pass
+        indexing: tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees blocks pass
         while an index is built.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
@@ -69,7 +70,7 @@ class ManifestSource:
             facts = self._facts(astuple(options))
             self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build)
         else:
-            self._samples = self._build()
+            self._samples = join_indices(self._build())
         self.skipped = self._samples.skipped
         self.num_cut = self._samples.num_cut
 
@@ -114,15 +115,17 @@ class ManifestSource:
         units += [repr(edge) for edge in self._graph.edges if self._graph.backbone.name not in edge]
         return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
 
-    def _build(self) -> SampleIndex:
-        index = build_index(self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)))
-        if not len(index) and not index.skipped:
+    def _build(self) -> Iterator[SampleIndex]:
+        """Yield the index block by block; raises DataError if nothing in it can be used."""
+        num_samples, skipped = 0, Counter[str]()
+        for block in self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)):
+            num_samples += len(block)
+            skipped.update(block.skipped)
+            yield block
+        if not num_samples and not skipped:
             raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
-        if not len(index):
-            reasons = "; ".join(
-                f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in index.skipped.items()
-            )
+        if not num_samples:
+            reasons = "; ".join(f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in skipped.items())
             raise DataError(
                 f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
             )
-        return index

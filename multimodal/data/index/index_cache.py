@@ -2,11 +2,11 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multimodal.data.index.sample_index import FORMAT, SampleIndex, read_index
+from multimodal.data.index.sample_index import FORMAT, SampleIndex, join_indices, read_index, write_index
 from multimodal.values.errors import ConfigError
 
 FOLDER_NAME = ".braid-index"
@@ -25,11 +25,11 @@ class IndexCache:
     report: Callable[[Path | None], None] = lambda place: None
     """Told where a new index was written; None: nowhere."""
 
-    def get(self, folder: Path, *, depends_on: Iterable[str], build: Callable[[], SampleIndex]) -> SampleIndex:
+    def get(self, folder: Path, *, depends_on: Iterable[str], build: Callable[[], Iterator[SampleIndex]]) -> SampleIndex:
         """Return the index of the data in `folder`: read if it has been written, else built and written.
 
-        depends_on: everything it depends on beside `text`. An index that cannot be written anywhere is only returned, unless the
-        folder was chosen: then ConfigError is raised.
+        depends_on: everything it depends on beside `text`; build: makes the index block by block. An index that cannot be
+        written anywhere is only returned, unless the folder was chosen: then ConfigError is raised.
         """
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
         folders = (self.chosen,) if self.chosen else (folder / FOLDER_NAME, self.fallback or user_cache("index"))
@@ -37,10 +37,9 @@ class IndexCache:
         for place in places:
             if (found := read_index(place)) is not None:
                 return found
-        index = build()
         for place in places:
             try:
-                index.write(place)
+                write_index(build(), place)
             except OSError as problem:
                 if self.chosen:
                     raise ConfigError(
@@ -49,9 +48,9 @@ class IndexCache:
                     ) from problem
                 continue
             self.report(place)
-            return read_index(place) or index  # mapped, so that ranks of a node share its memory
+            return read_index(place) or join_indices(build())  # mapped, so that ranks of a node share its memory
         self.report(None)
-        return index
+        return join_indices(build())
 
 
 def user_cache(room: str) -> Path:

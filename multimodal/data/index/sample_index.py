@@ -1,15 +1,19 @@
 """An index of samples: their tokens and the sizes of their items as arrays, in memory or in files that ranks share.
 
-One process writes it, under a hidden name that is renamed when it is complete; then all processes of a node map it into memory.
+One process writes it, block by block, under a hidden name that is renamed when it is complete; then all processes of a node map
+it into memory.
 """
 
+import io
 import json
 import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,24 +120,6 @@ class SampleIndex:
         """Return the origin of a sample (file and line), for messages."""
         return self._text("places", index)
 
-    def write(self, folder: Path) -> None:
-        """Write the index into a new folder, which only appears when complete; raises OSError."""
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-        try:
-            for name, array in self.arrays.items():
-                np.save(hidden / f"{name}.npy", array)
-            (hidden / _SUMMARY).write_text(json.dumps(self.summary))
-            hidden.chmod(0o755)
-            try:
-                os.rename(hidden, folder)
-            except OSError:
-                if read_index(folder) is None:  # else another run has written the same meanwhile
-                    shutil.rmtree(folder)
-                    os.rename(hidden, folder)
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
-
     def _slice(self, name: str, index: int) -> slice:
         first, last = self.arrays[name][index : index + 2].tolist()
         return slice(first, last)
@@ -143,7 +129,7 @@ class SampleIndex:
 
 
 def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
-    """Build the index of these samples; a text stands for one that is left out, and says why."""
+    """Build the index of these samples, in memory; a text stands for one that is left out, and says why."""
     skipped: Counter[str] = Counter()
     conversations: list[Conversation] = []
     places, paths = [], []
@@ -173,6 +159,87 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         arrays[f"{name[:-1]}_starts"] = row_starts([len(text) for text in encoded])
     return SampleIndex(arrays, {"format": FORMAT, "units": list(units), "skipped": dict(skipped)})
+
+
+def join_indices(blocks: Iterable[SampleIndex]) -> SampleIndex:
+    """Return the index of the samples of all blocks, in memory."""
+    joined = _Joined()
+    parts = [joined.first_rows(), *map(joined.next_rows, blocks)]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in _ARRAYS}
+    return SampleIndex(arrays, joined.summary)
+
+
+def write_index(blocks: Iterable[SampleIndex], folder: Path) -> None:
+    """Write the index of the samples of all blocks, none of which is kept, into a new folder, which appears when complete.
+
+    Raises OSError, and what making the blocks raises.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
+    joined = _Joined()
+    num_rows = dict.fromkeys(_ARRAYS, 0)
+    try:
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((hidden / f"{name}.npy").open("wb")) for name in _ARRAYS}
+            for name, file in files.items():
+                file.write(_header(name, num_rows=0))
+            for rows in chain((joined.first_rows(),), map(joined.next_rows, blocks)):
+                for name, file in files.items():
+                    file.write(np.ascontiguousarray(rows[name]).data.cast("B") if rows[name].size else b"")
+                    num_rows[name] += len(rows[name])
+            for name, file in files.items():
+                file.seek(0)
+                file.write(_header(name, num_rows=num_rows[name]))
+        (hidden / _SUMMARY).write_text(json.dumps(joined.summary))
+        hidden.chmod(0o755)
+        try:
+            os.rename(hidden, folder)
+        except OSError:
+            if read_index(folder) is None:  # else another run has written the same meanwhile
+                shutil.rmtree(folder)
+                os.rename(hidden, folder)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+class _Joined:
+    """Counts what was joined so far, for the numbers in the rows that follow."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, int] = {}
+        self._skipped: Counter[str] = Counter()
+        self._ends = {name: 0 for name in _ARRAYS if name.endswith("_starts")}
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The summary of the index."""
+        return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped)}
+
+    def first_rows(self) -> dict[str, npt.NDArray[Any]]:
+        """Return what stands before all blocks: where the first rows start."""
+        empty = build_index(()).arrays
+        return {name: array if name in self._ends else array[:0] for name, array in empty.items()}
+
+    def next_rows(self, block: SampleIndex) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows of the next block, by name."""
+        self._skipped.update(block.skipped)
+        rows = dict(block.arrays)
+        units = [self._units.setdefault(name, len(self._units)) for name in block.summary["units"]]
+        items = rows["items"] = rows["items"].copy()
+        items[:, 0] = np.array([*units, 0])[items[:, 0]]
+        for name, end in self._ends.items():
+            self._ends[name] = end + int(rows[name][-1])
+            rows[name] = rows[name][1:] + end
+        return rows
+
+
+def _header(name: str, *, num_rows: int) -> bytes:
+    """Return the beginning of an array's file, which is equally long for any number of rows."""
+    shape = (num_rows, _ITEM_NUMBERS) if name == "items" else (num_rows,)
+    file = io.BytesIO()
+    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(_ARRAYS[name])), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, described)
+    return file.getvalue()
 
 
 def read_index(folder: Path) -> SampleIndex | None:

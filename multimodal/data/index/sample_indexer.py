@@ -1,9 +1,13 @@
 """Indexes single samples, in any process: their tokens, and the tokens of their items in the LLM."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Protocol
+from itertools import chain, islice
+from typing import Protocol, TypeVar
 
 from multimodal.data.audio.audio_files import read_audio_length
 from multimodal.data.audio.audio_processing import audio_grid
@@ -20,7 +24,7 @@ from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
 from multimodal.data.image_processing import image_grid, num_tiles
-from multimodal.data.index.sample_index import IndexedItem, IndexedSample
+from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.data.video_frames import FramePlace, frame_address, read_video_length
@@ -50,6 +54,11 @@ class IndexOptions:
     """Frames that are taken of a second of video; None: as many as there may be."""
 
 
+BLOCK_SIZE = 4096
+"""Samples whose index is made at a time."""
+MOST_PROCESSES = 32
+Value = TypeVar("Value")
+
 BAD = "that cannot be read: "
 """How the reason begins for which such a sample is left out."""
 
@@ -57,8 +66,8 @@ BAD = "that cannot be read: "
 class SampleIndexing(Protocol):
     """Indexes samples somewhere."""
 
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer") -> Iterator[IndexedSample | str]:
-        """Yield the samples in order, or the reason for leaving one out; local: indexes samples that nothing else can index.
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer") -> Iterator[SampleIndex]:
+        """Yield the index of the samples in order, block by block; local: indexes samples that nothing else can index.
 
         Raises DataError for the first faulty sample.
         """
@@ -74,11 +83,26 @@ class SampleIndexer:
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
         self._paths = ManifestPaths(files.folder, allows_outside=options.allows_outside_paths)
 
-    def index_all(
-        self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None
-    ) -> Iterator[IndexedSample | str]:
-        """Index one sample after another."""
-        yield from map(self.index, samples)
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None) -> Iterator[SampleIndex]:
+        """Index block after block: the first in this process, others on all of its cores."""
+        blocks = gather(samples, weight=lambda sample: 1, most=BLOCK_SIZE)
+        yield from map(self.index_block, islice(blocks, 1))
+        if (second := next(blocks, None)) is None:
+            return
+        num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        # Forked, so that each has the tokenizer and the template as they are.
+        with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _adopt, (self,)) as pool:
+            waiting = deque[Future[SampleIndex]]()
+            for found in _submitted(pool, chain((second,), blocks)):
+                waiting.append(found)
+                if len(waiting) > 2 * num_processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def index_block(self, samples: Iterable[SegmentedSample]) -> SampleIndex:
+        """Return the index of these samples; raises DataError for a faulty one."""
+        return build_index(map(self.index, samples))
 
     def index(self, sample: SegmentedSample) -> IndexedSample | str:
         """Return the sample, or the reason for leaving it out; raises DataError for a faulty one."""
@@ -167,6 +191,48 @@ class SampleIndexer:
             return [[IndexedItem(unit.name, each, size, grid, tile) for tile in tiles] for each in paths]
         except DataError as problem:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
+
+
+_adopted: list[SampleIndexer] = []
+"""In a process of `index_all`: its indexer."""
+
+
+def _adopt(indexer: SampleIndexer) -> None:
+    _adopted.append(indexer)
+
+
+def _index_block(samples: list[SegmentedSample]) -> SampleIndex:
+    return _adopted[0].index_block(samples)
+
+
+def _submitted(pool: ProcessPoolExecutor, blocks: Iterable[list[SegmentedSample]]) -> Iterator[Future[SampleIndex]]:
+    """Yield what will be the index of each block; a reading error comes behind all of them."""
+    try:
+        for block in blocks:
+            yield pool.submit(_index_block, block)
+    except DataError as problem:
+        failed = Future[SampleIndex]()
+        failed.set_exception(problem)
+        yield failed
+
+
+def gather(values: Iterable[Value], *, weight: Callable[[Value], int], most: int) -> Iterator[list[Value]]:
+    """Yield values in lists of about this weight; an error is raised after all values before it."""
+    gathered: list[Value] = []
+    total = 0
+    try:
+        for value in values:
+            gathered.append(value)
+            total += weight(value)
+            if total >= most:
+                yield gathered
+                gathered, total = [], 0
+    except DataError:
+        if gathered:
+            yield gathered
+        raise
+    if gathered:
+        yield gathered
 
 
 def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph) -> Segment:

@@ -11,11 +11,10 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
 
 import zmq
 
@@ -25,8 +24,8 @@ from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.index.item_reader import ItemReader, WantedItem
-from multimodal.data.index.sample_index import IndexedSample
-from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
+from multimodal.data.index.sample_index import SampleIndex, build_index
+from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, gather
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
@@ -41,7 +40,6 @@ _SAMPLE_WEIGHT = _BLOCK_WEIGHT // 64
 _BLOCKS_ASKED = 8
 """Blocks that are expected of a producer at once."""
 logger = logging.getLogger(__name__)
-Value = TypeVar("Value")
 
 
 def describe_data_set(graph: ModelGraph, data_path: str | Path, *, texts: TextSettings, options: IndexOptions) -> str:
@@ -98,17 +96,17 @@ class ProducedItems:
         found = self._take(wanted)
         return found if isinstance(found, ItemPixels) else self._local.read(wanted)
 
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[IndexedSample | str]:
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[SampleIndex]:
         """Let producers index samples; a reading error is raised after all samples before it, as without producers."""
-        gathered = _gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
+        gathered = gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
         blocks = (SampleBlock(number, tuple(each)) for number, each in enumerate(gathered))
         window = len(self._addresses) * _BLOCKS_ASKED * _BLOCK_WEIGHT
         try:
-            for asked in _gather(blocks, weight=lambda block: sum(map(_weight, block.samples)), most=window):
+            for asked in gather(blocks, weight=lambda block: sum(map(_weight, block.samples)), most=window):
                 self.expect(asked)
                 for block in asked:
                     found = self._take(block)
-                    yield from found.found if isinstance(found, IndexedBlock) else local.index_all(block.samples)
+                    yield build_index(found.found) if isinstance(found, IndexedBlock) else local.index_block(block.samples)
         finally:
             self.close()
 
@@ -204,22 +202,3 @@ def _number_of(wanted: Wanted) -> int:
 
 def _weight(sample: SegmentedSample) -> int:
     return _SAMPLE_WEIGHT + sum(len(each.text) for each in sample.segments if isinstance(each, TextSegment))
-
-
-def _gather(values: Iterable[Value], *, weight: Callable[[Value], int], most: int) -> Iterator[list[Value]]:
-    """Yield values in lists of about this weight; an error is raised after all values before it."""
-    gathered: list[Value] = []
-    total = 0
-    try:
-        for value in values:
-            gathered.append(value)
-            total += weight(value)
-            if total >= most:
-                yield gathered
-                gathered, total = [], 0
-    except DataError:
-        if gathered:
-            yield gathered
-        raise
-    if gathered:
-        yield gathered

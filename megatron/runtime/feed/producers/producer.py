@@ -43,7 +43,7 @@ from megatron.runtime.feed.producers.wire import (
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
-from multimodal.data.index.sample_index import SampleIndex, build_index
+from multimodal.data.index.sample_index import SampleIndex
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
@@ -226,7 +226,7 @@ def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
 
 def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
     """Index samples of a data set; runs in a decoding process."""
-    return build_index(_open_indexer(data_set).index_all(block.samples))
+    return _open_indexer(data_set).index_block(block.samples)
 
 
 def _end_with_parent() -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multimodal.data.index import sample_indexer
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
-from multimodal.data.index.sample_index import build_index, read_index
+from multimodal.data.index.sample_index import build_index, read_index, write_index
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.conftest import DataFolder
 
@@ -126,10 +127,44 @@ def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, 
 
 def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
     """Two runs may write the same at once: the first stays, and nothing hidden is left."""
-    index = build_index(["why"])
-    index.write(tmp_path / "index" / "a")
-    build_index([]).write(tmp_path / "index" / "a")
+    write_index([build_index(["why"])], tmp_path / "index" / "a")
+    write_index([], tmp_path / "index" / "a")
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["a"]
     assert json.loads((tmp_path / "index" / "a" / "index.json").read_text())["skipped"] == {"why": 1}
     found = read_index(tmp_path / "index" / "a")
     assert found is not None and len(found) == 0
+
+
+def test_blocks_of_several_processes_are_one_index(
+    data: DataFolder, two_encoder_graph: ModelGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are met in another order in every block, and one block has no items."""
+    data.image("a.png", (24, 16))
+    clip = {"type": "audio", "path": data.audio("a.wav", 1600)}
+    images = [{**IMAGE, "unit": unit} for unit in ("vision", "sketch")]
+    none = {"type": "image", "path": "a.png", "unit": "else"}
+    samples = [
+        [images[1], TEXT],
+        [TEXT],
+        [TEXT],
+        [TEXT],
+        [clip, TEXT],
+        [images[0], TEXT, clip],
+        [none, TEXT],
+        [TEXT],
+        [clip, TEXT],
+    ]
+    whole = data.open(samples, graph=two_encoder_graph)
+    monkeypatch.setattr(sample_indexer, "BLOCK_SIZE", 2)
+    monkeypatch.setattr(sample_indexer.os, "sched_getaffinity", lambda process: {0, 1, 2})
+    for options in ({}, {"cache": CACHE}):
+        found = data.open(samples, graph=two_encoder_graph, **options)
+        assert (len(found), found.skipped) == (len(whole), whole.skipped) and len(whole) == 8
+        for index in range(len(whole)):
+            assert found.lengths(index) == whole.lengths(index)
+            assert found.text(index).token_ids.tolist() == whole.text(index).token_ids.tolist()
+            for item in range(len(whole.lengths(index).items)):
+                assert found.wanted(index, item) == whole.wanted(index, item)
+    assert len([*(tmp_path / FOLDER_NAME).iterdir()]) == 1
+    with pytest.raises(DataError, match="line 8 .*gone.png does not exist"):
+        data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
