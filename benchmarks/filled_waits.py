@@ -143,7 +143,6 @@ def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
         source,
         lengths=[source.lengths(sample) for sample in samples],
         assignment=assignment,
-        source_index={sample: sample for sample in samples},
         options=StepOptions(schedules, rank, costs_of=predictor.costs),
     )
 

@@ -53,16 +53,15 @@ class LanguageMicrobatch:
 
 
 def pack_encoder_microbatch(
-    atoms: Sequence[Atom], *, source: SampleSource, index_of_sample: Mapping[int, int], item_input: ItemInput, with_pixels: bool
+    atoms: Sequence[Atom], *, source: SampleSource, item_input: ItemInput, with_pixels: bool
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need pixels, later ones only positions).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: description of the encoder's items. Raises
-    DataError if an item cannot be decoded.
+    atoms: at least one; source: has samples by their ids; item_input: description of the encoder's items. Raises DataError if an
+    item cannot be decoded.
     """
-    indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
-    positions = [_positions(source.item_grid(*index), item_input) for index in indices]
-    patches = [_with_class(source.item(*index).patches, item_input) for index in indices] if with_pixels else None
+    positions = [_positions(source.item_grid(*atom), item_input) for atom in atoms]
+    patches = [_with_class(source.item(*atom).patches, item_input) for atom in atoms] if with_pixels else None
     starts = row_starts([len(of_item) for of_item in positions]).astype(np.int32)  # as attention kernels expect
     return EncoderMicrobatch(
         patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
@@ -72,30 +71,25 @@ def pack_encoder_microbatch(
 
 
 def pack_language_microbatch(
-    atoms: Sequence[Atom],
-    *,
-    source: SampleSource,
-    index_of_sample: Mapping[int, int],
-    merge_sizes: Mapping[str, int] | None = None,
+    atoms: Sequence[Atom], *, source: SampleSource, merge_sizes: Mapping[str, int] | None = None
 ) -> LanguageMicrobatch:
     """Pack whole samples for the LLM.
 
-    atoms: none for a replica that only computes others' tokens; index_of_sample: sample id -> index in `source`; merge_sizes: of
-    each image encoder, if tokens of images have rows and columns in the LLM; None: a token's position is its index.
+    atoms: none for a replica that only computes others' tokens; source: has samples by their ids; merge_sizes: of each image
+    encoder, if tokens of images have rows and columns in the LLM; None: a token's position is its index.
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
-    texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]
+    texts = list(map(source.text, sample_ids))
     starts = row_starts([len(text.token_ids) for text in texts]).astype(np.int32)
     item_spans = {
         Atom(sample_id, item_index): (int(sample_start) + start, length)
         for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
         for item_index, start, length in text.item_starts
     }
-    indices = [index_of_sample[sample_id] for sample_id in sample_ids]
     if merge_sizes is None:
         positions = _joined((np.arange(len(text.token_ids)) for text in texts), shape=(0,))
     else:
-        positions = _joined((_spatial_positions(source, index, merge_sizes=merge_sizes) for index in indices), shape=(0, 3))
+        positions = _joined((_spatial_positions(source, index, merge_sizes=merge_sizes) for index in sample_ids), shape=(0, 3))
     return LanguageMicrobatch(
         token_ids=torch.from_numpy(_joined(text.token_ids for text in texts)),
         position_ids=torch.from_numpy(positions),

@@ -1,7 +1,7 @@
 """Sources that view the samples of other sources: a subset, several one behind the other, other weights, or no pixels."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,6 +71,21 @@ class SourceSubset(SourceView):
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, int(self._indices[index])
+
+
+class SamplesById(SourceView):
+    """The samples of a global batch, addressed by their ids."""
+
+    def __init__(self, source: SampleSource, index_of_sample: Mapping[int, int]) -> None:
+        """index_of_sample: sample id -> index in `source`."""
+        self._source, self._index_of_sample = source, index_of_sample
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._index_of_sample)
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, self._index_of_sample[index]
 
 
 class JoinedSources(SourceView):

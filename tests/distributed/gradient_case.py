@@ -173,12 +173,11 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
     """The step of a case on this rank; of another assignment of the same samples, if given."""
     assignment = assignment or case.assignment
     source: SampleSource = case.source
-    source_index = {index: index for index in range(len(case.source))}
-    lengths = [case.source.lengths(index) for index in source_index]
+    lengths = [case.source.lengths(index) for index in range(len(case.source))]
     schedules = ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, forward_only)
     if case.exchanges_samples:
         exchange = SampleExchange(rank=dist.get_rank(), world_size=case.plan.num_ranks, timeout=TIMEOUT)
-        share = exchange.decode(source, source_index=source_index)
+        share = exchange.decode(source, range(len(lengths)))
         assert share.lengths == lengths
         source = exchange.exchange(share, schedules.shape(assignment), assignment)
     options = RunOptions(
@@ -193,7 +192,6 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         source,
         lengths=lengths,
         assignment=assignment,
-        source_index=source_index,
         options=StepOptions(
             schedules,
             dist.get_rank(),
@@ -209,11 +207,8 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
 
 def plan_all(source: SampleSource, assignment: Assignment, options: StepOptions) -> Step:
     """A step of all samples of a source, in their order."""
-    indices = range(len(source))
-    lengths = [source.lengths(index) for index in indices]
-    return plan_step(
-        source, lengths=lengths, assignment=assignment, source_index={index: index for index in indices}, options=options
-    )
+    lengths = [source.lengths(index) for index in range(len(source))]
+    return plan_step(source, lengths=lengths, assignment=assignment, options=options)
 
 
 def sharded_layers(session: Session) -> list[ShardedLayer]:
@@ -420,9 +415,7 @@ def _encode(case: GradientCase, stages: Mapping[str, UnitStage], index: int, ite
 def _image_input(case: GradientCase, index: int, item: int, name: str) -> PackedInput:
     unit = case.graph.unit(name)
     assert unit.item_input is not None
-    packed = pack_encoder_microbatch(
-        [Atom(index, item)], source=case.source, index_of_sample={index: index}, item_input=unit.item_input, with_pixels=True
-    )
+    packed = pack_encoder_microbatch([Atom(index, item)], source=case.source, item_input=unit.item_input, with_pixels=True)
     patches = packed.patches
     if unit.image is not None and unit.image.latents is not None:
         patches = latents_of(unit.image, patches, packed.positions)

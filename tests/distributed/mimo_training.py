@@ -248,9 +248,7 @@ def _pack_images(source: RandomSource, samples: Sequence[int]) -> PackedInput:
     atoms = [Atom(index, item) for index in samples for item in range(len(source.shapes[index].items))]
     unit = source.graph.unit(VISION)
     assert unit.item_input is not None
-    packed = pack_encoder_microbatch(
-        atoms, source=source, index_of_sample={i: i for i in samples}, item_input=unit.item_input, with_pixels=True
-    )
+    packed = pack_encoder_microbatch(atoms, source=source, item_input=unit.item_input, with_pixels=True)
     assert packed.patches is not None
     return PackedInput(tuple(packed.cu_seqlens.diff().tolist()), packed.positions, patches=packed.patches.double())
 

@@ -91,7 +91,7 @@ def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Map
             [[frame < count for frame in range(MAX_FRAMES)] for count, _ in frames]
         ).long()
     if source._graph.backbone.transformer.rotary_sections:
-        packed = pack_language_microbatch([Atom(index)], source=source, index_of_sample={index: index}, merge_sizes={"vision": 2})
+        packed = pack_language_microbatch([Atom(index)], source=source, merge_sizes={"vision": 2})
         given["position_ids"] = packed.position_ids.T[:, None]
     return given
 

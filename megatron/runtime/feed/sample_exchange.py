@@ -7,7 +7,7 @@ thread beside training.
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -101,21 +101,21 @@ class SampleExchange:
         self._rank, self._world_size, self._ranks_per_node = rank, world_size, ranks_per_node or world_size
         self._group = create_groups([range(world_size)], backend="gloo", timeout=timeout)[0]
 
-    def decode(self, source: SampleSource, *, source_index: Mapping[int, int]) -> DecodedShare:
+    def decode(self, source: SampleSource, sample_ids: Sequence[int]) -> DecodedShare:
         """Decode every world_size-th sample of the batch here, and send all ranks its lengths.
 
-        source_index: sample id -> index in `source`, in the batch's order. Raises DataError on every rank if one fails.
+        source: has samples by their ids; sample_ids: of the batch, in its order. Raises DataError on every rank if one fails.
         """
         pieces: dict[Piece, SampleText | ItemPixels] = {}
         own: dict[int, Described] = {}
         failure: str | None = None
         try:
-            share = list(source_index.items())[self._rank :: self._world_size]
-            expect_items(source, [(index, item) for _, index in share for item in range(len(source.lengths(index).items))])
-            for sample_id, index in share:
-                lengths = replace(source.lengths(index), sample_id=sample_id)
-                pieces[Piece(sample_id, WHOLE_TEXT)] = source.text(index)
-                items = [source.item(index, item_index) for item_index in range(len(lengths.items))]
+            share = sample_ids[self._rank :: self._world_size]
+            expect_items(source, [(each, item) for each in share for item in range(len(source.lengths(each).items))])
+            for sample_id in share:
+                lengths = source.lengths(sample_id)
+                pieces[Piece(sample_id, WHOLE_TEXT)] = source.text(sample_id)
+                items = [source.item(sample_id, item_index) for item_index in range(len(lengths.items))]
                 pieces |= {Piece(sample_id, item_index): item for item_index, item in enumerate(items)}
                 own[sample_id] = Described(lengths, tuple(item.grid for item in items))
         except BraidError as problem:
@@ -125,7 +125,7 @@ class SampleExchange:
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
-        return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, pieces)
+        return DecodedShare({sample_id: described[sample_id] for sample_id in sample_ids}, pieces)
 
     def exchange(self, share: DecodedShare, shape: StepShape, assignment: Assignment) -> ExchangedSamples:
         """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""

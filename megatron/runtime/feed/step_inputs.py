@@ -1,7 +1,6 @@
 """Loads this rank's part of a global batch: packed inputs for the microbatches of its own stages only."""
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from itertools import accumulate
 
@@ -33,7 +32,6 @@ def load_inputs(
     step: Step,
     *,
     rank: int,
-    source_index: Mapping[int, int],
     options: BuildOptions | None = None,
     seed: int = 0,
 ) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
@@ -42,8 +40,8 @@ def load_inputs(
     Returns `Step.inputs` and `Step.target_samples`, on the CPU. Microbatches that run in sample subsets are packed subset by
     subset. If a unit spreads tokens over ranks (`Step.placement`), all its ranks read the whole, and keep theirs.
 
-    source_index: sample id -> index in `source`; options: of the run's stages, for which masks and other derived values are
-    prepared; None: stages derive them when they run. seed: of the noise from which generators learn.
+    source: has samples by their ids; options: of the run's stages, for which masks and other derived values are prepared; None:
+    stages derive them when they run. seed: of the noise from which generators learn.
     Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
@@ -59,7 +57,7 @@ def load_inputs(
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return _prepare(found, InputContext(step.graph, unit, options, *sizes))
 
-    expect_items(source, _needed_items(step, rank=rank, source_index=source_index))
+    expect_items(source, _needed_items(step, rank=rank))
     inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
     for place in step.places_of(rank):
@@ -70,15 +68,15 @@ def load_inputs(
         elif unit.role is Role.ENCODER:
             subsets = step.subsets(place)
             inputs[place] = tuple(
-                own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
+                own(_encoder_input(source, unit, atoms, with_pixels=has_items), place, part)
                 for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
             )
         elif unit.role is Role.GENERATOR:
-            whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items, seed=seed)
+            whole = _generator_input(source, unit, place, step, with_pixels=has_items, seed=seed)
             inputs[place] = (own(whole, place),)
         else:
-            step.placement.check_starts(place, source=source, source_index=source_index)
-            whole, samples = _language_input(source, place, step, source_index)
+            step.placement.check_starts(place, source=source)
+            whole, samples = _language_input(source, place, step)
             inputs[place] = (held := own(whole, place),)
             target_samples[place] = _held(samples, whole, held)
     return inputs, target_samples
@@ -113,14 +111,14 @@ def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[
     return tuple(dict.fromkeys((*(stages[0].ranks if described.flow is not None else ()), *stages[-1].ranks)))
 
 
-def _needed_items(step: StepDecision, *, rank: int, source_index: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return (index in the source, item) of everything that this rank needs decoded, in the order of its microbatches."""
+def _needed_items(step: StepDecision, *, rank: int) -> list[tuple[int, int]]:
+    """Return (sample, item) of everything that this rank needs decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
     for place in step.places_of(rank):
         if rank in item_ranks(step.graph, step.plan, place.unit, place.replica):
             atoms, is_encoder = step.assignment.atoms(place), step.graph.unit(place.unit).role is Role.ENCODER
             items = atoms if is_encoder else list_items(atoms, unit=place.unit, lengths_by_sample=step.lengths)
-            found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
+            found += items
     return found
 
 
@@ -132,13 +130,9 @@ def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tup
     return tuple(sample for sample, held in zip(samples, is_held, strict=True) if held)
 
 
-def _encoder_input(
-    source: SampleSource, unit: Unit, atoms: Microbatch, source_index: Mapping[int, int], *, with_pixels: bool
-) -> PackedInput:
+def _encoder_input(source: SampleSource, unit: Unit, atoms: Microbatch, *, with_pixels: bool) -> PackedInput:
     assert unit.item_input is not None
-    packed = pack_encoder_microbatch(
-        atoms, source=source, index_of_sample=source_index, item_input=unit.item_input, with_pixels=with_pixels
-    )
+    packed = pack_encoder_microbatch(atoms, source=source, item_input=unit.item_input, with_pixels=with_pixels)
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 
 
@@ -158,24 +152,17 @@ def _joined_input(unit: Unit, place: MicrobatchPlace, step: StepDecision) -> Pac
 
 
 def _generator_input(
-    source: SampleSource,
-    unit: Unit,
-    place: MicrobatchPlace,
-    step: StepDecision,
-    source_index: Mapping[int, int],
-    *,
-    with_pixels: bool,
-    seed: int,
+    source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepDecision, *, with_pixels: bool, seed: int
 ) -> PackedInput:
     """Make every image of the microbatch's samples a sequence; the LLM hands over rows for each, by route."""
     items_of = partial(list_items, unit=unit.name, lengths_by_sample=step.lengths)
     items = items_of(step.assignment.atoms(place))
-    packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
+    packed = _encoder_input(source, unit, items, with_pixels=with_pixels)
     assert unit.image is not None
     num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
     is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
     if packed.patches is not None and (is_encoded or unit.module is not None):
-        grids = tuple(source.item_grid(source_index[item.sample_id], item.item_index) for item in items)
+        grids = tuple(source.item_grid(*item) for item in items)
         made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)), is_encoded)
         packed = dataclasses.replace(packed, items_made=made)
     if step.graph.takes_tokens(unit.name):
@@ -233,9 +220,7 @@ def _rows_handed_over(place: MicrobatchPlace, step: StepDecision) -> tuple[dict[
     return first_row, torch.tensor(sources, dtype=torch.int64)
 
 
-def _language_input(
-    source: SampleSource, place: MicrobatchPlace, step: StepDecision, source_index: Mapping[int, int]
-) -> tuple[PackedInput, tuple[int, ...]]:
+def _language_input(source: SampleSource, place: MicrobatchPlace, step: StepDecision) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)
     merge_sizes = {
         unit.name: unit.image.merge_size
@@ -244,13 +229,13 @@ def _language_input(
         if not unit.image.has_row_ends
     }  # results of queries, and of other encoders' joins, have no rows and columns, and row ends none that are known
     packed = pack_language_microbatch(
-        step.assignment.atoms(place), source=source, index_of_sample=source_index, merge_sizes=merge_sizes if has_places else None
+        step.assignment.atoms(place), source=source, merge_sizes=merge_sizes if has_places else None
     )
     lengths = _lengths(packed.cu_seqlens)
     routes = step.routes.to_target.get(place, ())
     items = tuple(ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)
     ends = [
-        _row_ends(source.item_grid(source_index[atom.sample_id], atom.item_index)[1], packed.item_spans[atom][1])
+        _row_ends(source.item_grid(*atom)[1], packed.item_spans[atom][1])
         if (image := step.graph.unit(route.source.unit).image) is not None and image.has_row_ends
         else torch.zeros(packed.item_spans[atom][1], dtype=torch.bool)
         for route in routes

@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,7 +37,7 @@ from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import ReadableItems
+from multimodal.data.source_views import ReadableItems, SamplesById
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
@@ -98,33 +98,30 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
-        drawn = self._batches.batch(step)
+        drawn = {sample.sample_id: sample.source_index for sample in self._batches.batch(step)}
         graph, plan = self._schedules.graph, self._schedules.plan
         readable = ReadableItems(self._source, graph=graph) if self._options.skips_bad else None
-        source: SampleSource = readable or self._source
-        source_index = drawn_index = {sample.sample_id: sample.source_index for sample in drawn}
-        share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
-        known = share.lengths if share else (replace(source.lengths(at), sample_id=key) for key, at in source_index.items())
-        lengths = LengthBatch(known)
+        source: SampleSource = SamplesById(readable or self._source, drawn)
+        share = self._exchange.decode(source, list(drawn)) if self._exchange else None
+        lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
         start = time.perf_counter()
         balancer = BALANCERS[UNBALANCED] if step in self._in_order else self._balancer
         balance = partial(balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
         assignment = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         if self._arrangement is not None:
-            assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
+            assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         balance_seconds = time.perf_counter() - start
         before = balance_in_order(work, plan=plan)
         report = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
         if self._exchange and share:
             source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
             report = replace(report, exchanged_node_bytes=source.bytes_between_nodes)
-            source_index = {sample_id: sample_id for sample_id in source_index}
-        planned = plan_step(source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options)
+        planned = plan_step(source, lengths=lengths, assignment=assignment, options=self._options)
         vocab_size = self._balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
         found = readable.problems if readable else {}
-        problems = {sample_id: found[index] for sample_id, index in drawn_index.items() if index in found}
+        problems = {sample_id: found[index] for sample_id, index in drawn.items() if index in found}
         return planned.changed(balance=report, flops=flops, problems=problems)
 
     def close(self) -> None:
@@ -138,12 +135,11 @@ def plan_step(
     *,
     lengths: Sequence[SampleLengths],
     assignment: Assignment,
-    source_index: Mapping[int, int],
     options: StepOptions,
 ) -> Step:
     """Return the step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
-    source_index: sample id -> index in `source`.
+    source: has samples by their ids.
     """
     schedules, rank, costs_of = options.schedules, options.rank, options.costs_of
     graph, plan = schedules.graph, schedules.plan
@@ -166,9 +162,7 @@ def plan_step(
     step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
     if options.is_emulated:
         return with_emulated_inputs(step, rank=rank)
-    inputs, target_samples = load_inputs(
-        source, step, rank=rank, source_index=source_index, options=options.build, seed=options.seed
-    )
+    inputs, target_samples = load_inputs(source, step, rank=rank, options=options.build, seed=options.seed)
     return step.changed(inputs=inputs, target_samples=target_samples)
 
 

@@ -127,13 +127,13 @@ class TokenPlacement:
         """Drop the rows of routes, since they travel in another form."""
         self._row_shares.clear()
 
-    def check_starts(self, place: MicrobatchPlace, *, source: SampleSource, source_index: Mapping[int, int]) -> None:
+    def check_starts(self, place: MicrobatchPlace, *, source: SampleSource) -> None:
         """Raise DataError if tokens are spread and the samples' lengths do not say where their items begin."""
         if all(size == 1 for size in self._sizes.values()):
             return
         for sample_id, _ in self._subset(place, WHOLE):
             expected = self._step.lengths[sample_id].starts
-            found = tuple(start for _, start, _ in source.text(source_index[sample_id]).item_starts)
+            found = tuple(start for _, start, _ in source.text(sample_id).item_starts)
             if found != expected:
                 raise DataError(
                     f"sample {sample_id}: its lengths have its items begin at tokens {list(expected)}, its text at {list(found)};"

@@ -29,7 +29,6 @@ def plan_on(rank: int, *, knows_starts: bool = True, plan: Plan = CASE.plan) -> 
         CASE.source,
         lengths=lengths,
         assignment=CASE.assignment,
-        source_index={index: index for index in range(len(CASE.source))},
         options=StepOptions(ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)),
     )
 
