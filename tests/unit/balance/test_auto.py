@@ -13,6 +13,7 @@ from multimodal.balance.better_pair import CLEARLY, find_better_pair
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
@@ -57,6 +58,27 @@ def test_auto_is_the_best_of_all_and_never_worse_than_none(graph, build_plan, bu
         assignment = BALANCERS["auto"](lengths, graph=graph, plan=plan, options=careful)
         kept = predict.predict(assignment, lengths).seconds
         assert kept == (seconds["none"] if 0 < gained < margin else seconds["auto"])
+
+
+def test_images_that_move_tie_shared_ranks_together_and_auto_sees_it():
+    """Under 1F1B each microbatch of a rank waits for the other rank's encoder; in DIP's phases it does not."""
+    shape = {"num_layers": 6, "num_attention_heads": 4, "ffn_hidden_size": 768}
+    vision = {"role": "encoder", "hidden_size": 192, **shape}
+    graph = ModelGraph.from_dict({"units": {"vision": vision, "llm": {"role": "backbone", "hidden_size": 256, **shape}}})
+    sizes = (80, 140, 72, 432, 24, 60, 32, 16, 36, 240, 192, 72, 180, 16, 60, 32)
+    lengths = [SampleLengths(at, (ItemLengths("vision", size, size // 4),), 192 - size // 4, 90) for at, size in enumerate(sizes)]
+    plan = plan_colocated(graph, sizes={name: UnitSizes(data_parallel_size=2) for name in graph.unit_names}, world_size=2)
+    slow = replace(CLUSTER, peak_tflops=0.1)
+    seconds = {}
+    for builder in ("1f1b", "dip"):
+        predict = StepPredictor(ScheduleCache(graph, plan, BUILDERS[builder]), slow, 128)
+        options = BalanceOptions(micro_batch_size=2, predictor=predict, vocab_size=128)
+        for name in ("none", "orchmllm", "auto"):
+            assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
+            seconds[builder, name] = predict.predict(assignment, lengths).seconds
+    assert seconds["1f1b", "orchmllm"] > 1.2 * seconds["1f1b", "none"]
+    assert seconds["dip", "orchmllm"] < seconds["1f1b", "none"]
+    assert seconds["1f1b", "auto"] < 0.99 * seconds["1f1b", "none"]
 
 
 @pytest.mark.deep(when=lambda seed: seed > 1)
