@@ -48,6 +48,7 @@ def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch
     assert 0 < usual < count(asked)
 
 
+@pytest.mark.deep(when=lambda longest: longest == 64)
 @pytest.mark.parametrize(("longest", "seconds"), [(64, "0.5 s"), (4096, "1 s")])
 def test_a_search_with_very_heavy_samples_has_twice_the_budget(longest, seconds):
     said = []

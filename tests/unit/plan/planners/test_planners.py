@@ -19,9 +19,7 @@ FAST = tuple(name for name in PLANNERS if name != "braid")
 
 
 def is_deep(name, graph, context):
-    return name != "disttrain" and (
-        graph not in ("three", "fed") or (context is not None and (graph == "fed" or name == "braid"))
-    )
+    return name != "disttrain" and (graph not in ("three", "fed") or context is not None)
 
 
 @pytest.mark.deep(when=is_deep)
