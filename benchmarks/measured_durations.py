@@ -1,7 +1,7 @@
 """Claim: once a run has measured its own layers, its steps take as long as predicted, within a few per cent.
 
 Five small models train on four CPU processes, balanced by `auto`. After the first 20 steps each run goes by the layers that it
-has measured so far (--measure-interval 20), and by those of every next 20 steps if they differ. Every later step is simulated
+has measured so far (--measure-interval 20), and again after 40, 80, ... steps, if they differ. Every later step is simulated
 twice, as it ran: on the assumed machine, by which runs go before they have measured anything, and by the layers that the run goes
 by now. Shown are medians of the measured seconds and of predicted over measured ones.
 

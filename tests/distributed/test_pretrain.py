@@ -12,6 +12,7 @@ from PIL import Image
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import open_model
+from megatron.runtime.training.plan_steps import measured_after
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from tests.distributed.conftest import Once
@@ -63,6 +64,11 @@ def test_any_sizes_log_the_same_losses(
     assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
     norms = [[entry["grad_norm"] for entry in found] for found in (entries, one_process)]
     assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
+
+
+def test_layers_are_measured_ever_more_rarely() -> None:
+    due = {measured_after(number, first=100, interval=20) for number in range(101, 500)}
+    assert due == {120, 140, 180, 260, 420, 740}
 
 
 def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:

@@ -228,8 +228,8 @@ class TrainingConfig:
     """The layers' seconds as tools/profile_layers.py measured them, in place of those that follow from the machine's description,
     or that the run measures; with --plan auto, in place of measuring them."""
     measure_interval: int = field(default=20, metadata={"minimum": 0, "maximum": 10**9})
-    """Every so many steps, measure the layers' seconds from the last timelines, and go by them wherever a run goes by durations;
-    0: never."""
+    """After so many steps, and then after twice, four times, ... as many, measure the layers' seconds from the last timelines,
+    and go by them wherever a run goes by durations; 0: never."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False

@@ -17,7 +17,7 @@ from megatron.runtime import platform
 from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.plan_steps import MOST_MEASURED, predictor_by, step_predictor, steps_in_order
+from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, step_predictor, steps_in_order
 from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
 from multimodal.cost.measured_layers import MeasuredLayers
@@ -55,18 +55,20 @@ class Measuring:
     _steps: list[_Measured] = field(default_factory=list)
 
     def add(self, number: int, step: Step, report: StepReport, events: Sequence[TimelineEvent]) -> str | None:
-        """Add a step that was run; collective every --measure-interval steps.
+        """Add a step that was run; collective behind the steps of `measured_after`.
 
         Returns a line, on every rank, if the run goes by other durations from the next step on; they are in `run.measured`.
         """
         interval = measuring_interval(self.run.config)
         if not interval:
             return None
-        if -number % interval < MOST_MEASURED and number - self.run.done_steps > min(_WARM_UP, interval - 1):
+        done = self.run.done_steps
+        due = measured_after(number, first=done, interval=interval)
+        if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())
             is_in_order = number - 1 in steps_in_order(self.run)
             self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds, is_in_order))
-        if number % interval or not self._steps:
+        if number < due or not self._steps:
             return None
         measured, self._steps = self._steps, []
         return self._conclude(number, measured)

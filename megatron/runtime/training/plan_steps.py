@@ -101,12 +101,23 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
     )
 
 
+def measured_after(number: int, *, first: int, interval: int) -> int:
+    """Return the earliest step, from `number` on, behind which layers are measured.
+
+    It is `interval` steps behind `first`, then twice as many, four times, and so on, since each new table has steps decided anew.
+    """
+    steps = interval
+    while first + steps < number:
+        steps *= 2
+    return first + steps
+
+
 def steps_in_order(run: Run) -> range:
     """Return the steps, from 0, that --balance auto leaves in the data's order, beside which its others are measured."""
     interval = measuring_interval(run.config)
     if run.measured or not interval or not BALANCERS[run.config.training.balance].needs_costs:
         return range(0)
-    due = (run.done_steps // interval + 1) * interval
+    due = measured_after(run.done_steps + 1, first=run.done_steps, interval=interval)
     return range(max(0, due - min(interval, MOST_MEASURED)), due, 2)
 
 
