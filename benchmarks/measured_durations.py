@@ -41,7 +41,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Mapping[str, int]], tuple[str, ...]]
     "encoder and LLM on all ranks": ("digits", {"vision": WIDE}, ("--colocate-units", "--llm-pp", "1")),
     "a generator behind the LLM": ("digits_generator", {}, ()),
 }
-"""What is trained: an example, changes of its units, and flags."""
+"""The trained models: an example, changes of its units, and flags."""
 
 
 def flags_of(case: str, folder: Path, *, num_steps: int) -> list[str]:

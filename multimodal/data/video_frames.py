@@ -30,7 +30,7 @@ class FramePlace(NamedTuple):
 
 
 class VideoLength(NamedTuple):
-    """What the header of a video says."""
+    """Size and length of a video, by its header."""
 
     size: tuple[int, int]
     """(width, height) of its frames."""

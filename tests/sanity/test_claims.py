@@ -104,6 +104,7 @@ PROOFS = {
             "unit/data/forms/test_tar_files.py::test_a_split_of_energon_by_its_field_map",
         ),
         "left out by all ranks alike": ("distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan",),
+        "videos as frames": ("unit/data/test_video_frames.py::test_a_sample_with_a_video_is_one_with_its_frames",),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",

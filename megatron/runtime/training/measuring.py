@@ -36,7 +36,7 @@ CLEARLY = 1.1
 
 
 class _Measured(NamedTuple):
-    """What is kept of a step, without its inputs."""
+    """A step that was measured, without its inputs."""
 
     schedule: Schedule
     assignment: Assignment

@@ -9,9 +9,11 @@ from multimodal.data.audio.audio_processing import audio_to_patches
 from multimodal.data.forms.segments import EMBEDDED
 from multimodal.data.image_files import read_image
 from multimodal.data.image_processing import image_to_patches
+from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.index.sample_index import IndexedItem
 from multimodal.data.sample_source import ItemPixels, SampleSource
 from multimodal.data.video_frames import parse_frame_address, read_frame
+from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
 
 
@@ -50,13 +52,18 @@ class ItemReader:
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path
         content = self._embedded(path) if path.startswith(EMBEDDED) else None
+        kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
+        name = path if content is None else f"its {kind}"
         if isinstance(found, AudioInput):
-            name = path if content is None else "its sound"
             return audio_to_patches(read_audio(name, content=content, num_samples=item.size[0], where=where), audio=found)
         if frame is not None:
-            image = read_frame(frame if content is None else frame._replace(path="its video"), content=content, where=where)
+            image = read_frame(frame._replace(path=name), content=content, where=where)
+            if image.size != item.size:
+                raise DataError(
+                    f"{where}: {name} has frames of {image.size[0]}x{image.size[1]} pixels, but {item.size[0]}x{item.size[1]} "
+                    f"when the data was indexed; restore the file, or remove {FOLDER_NAME} if it is right"
+                )
             return image_to_patches(image, image_input=found, tile=item.tile)
-        name = path if content is None else "its image"
         return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
 
     def is_shaped(self, wanted: WantedItem, pixels: ItemPixels) -> bool:

@@ -1,4 +1,4 @@
-"""What passes that move actions share: the clock and the order of lanes, and a decorator that keeps what earlier passes did.
+"""Shared by passes that move actions: the clock and the order of lanes, and a decorator that keeps what earlier passes did.
 
 Earlier passes made fillers and reductions by layer.
 """

@@ -12,14 +12,14 @@ from tests.unit.data.conftest import DataFolder
 from tests.unit.data.forms.test_tar_files import write_tar
 
 
-def write_video(path: Path, *, num_frames: int) -> Path:
+def write_video(path: Path, *, num_frames: int, height: int = 32) -> Path:
     """Write a video of ten frames a second; frame i has the grey 10 * i."""
     av = pytest.importorskip("av", reason="PyAV is not installed (pip install 'braid[video]')")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = 48, height, "yuv420p"
         for index in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 10 * index, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(np.full((height, 48, 3), 10 * index, np.uint8), format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
@@ -78,3 +78,12 @@ def test_a_sample_with_a_video_is_one_with_its_frames(options: dict[str, float],
         assert source.text(0).token_ids.tolist() == expected.text(0).token_ids.tolist()
         for index in range(shown):
             np.testing.assert_array_equal(source.item(0, index).patches, expected.item(0, index).patches)
+
+
+def test_a_video_of_another_size_than_indexed_is_named(data: DataFolder) -> None:
+    write_video(data.path / "clip.mp4", num_frames=3)
+    turns = [{"role": "user", "content": "<video>what?"}, {"role": "assistant", "content": "grey"}]
+    source = data.open(data.entries([{"messages": turns, "videos": ["clip.mp4"]}]))
+    write_video(data.path / "clip.mp4", num_frames=3, height=64)
+    with pytest.raises(DataError, match=r"clip.mp4 has frames of 48x64 pixels, but 48x32 when the data was indexed"):
+        source.item(0, 0)
