@@ -52,7 +52,7 @@ make_venv() {
 
 install_braid() {
     "$venv/bin/python" -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >"$venv/constraints.txt"
-    "$venv/bin/python" -m pip install --quiet --constraint "$venv/constraints.txt" --editable ".[$extras]"
+    "$venv/bin/python" -m pip install --quiet --no-compile --constraint "$venv/constraints.txt" --editable ".[$extras]"
 }
 
 # What the installed environment depends on, and its extras.
@@ -82,7 +82,7 @@ prepare_environment() {
     fi
     echo "$PWD" >"$venv/braid.root"
     # shellcheck disable=SC2086  # BRAID_TORCH may carry options
-    step "Installing ${BRAID_TORCH%% *}" "$venv/bin/python" -m pip install --quiet $BRAID_TORCH
+    step "Installing ${BRAID_TORCH%% *}" "$venv/bin/python" -m pip install --quiet --no-compile $BRAID_TORCH
     step "Installing Braid, building its C++ kernels" install_braid
     "$venv/bin/python" -c 'import multimodal._kernels' 2>/dev/null ||
         echo "note: the C++ kernels did not build (is there a C++ compiler?); their slower Python references run instead"

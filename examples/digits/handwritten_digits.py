@@ -35,14 +35,12 @@ from multimodal.data.conversation import (
     build_sample_text,
 )
 from multimodal.data.image_processing import cut_patches
-from multimodal.data.sample_program import SampleRequest
-from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.data.sample_source import ItemPixels, SampleRequest, SampleSource, SampleText
 from multimodal.data.source_views import JoinedSources, SourceSubset
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput, Role, Unit
-from multimodal.values.parts.item_passes import count_llm_tokens
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import SampleLengths, count_llm_tokens
 
 MAX_DIGITS = 12
 """Most digits in the pictures of one sample."""
@@ -60,6 +58,10 @@ _CELL_GRIDS = ((1, 4), (2, 2), (1, 5), (1, 6), (2, 3), (1, 8), (2, 4), (2, 5), (
 """(rows, columns) of cells."""
 _CELL_TOKENS = (1, 1, 2)
 """LLM tokens along a cell's side; a size that is listed twice is twice as frequent."""
+_FIRST_SKEW = 5.0
+"""Training begins with few digits a picture: their number goes by a uniform number to this power, which then falls to 1."""
+_EVEN_FROM = 12000
+"""The first training sample for which all numbers of digits are equally frequent."""
 _SMALLEST_GLYPH = 0.92
 """Side of the smallest glyph in a cell of several tokens, relative to the cell's."""
 
@@ -126,24 +128,28 @@ def draw_digits_sample(
     layouts: Sequence[Layout],
     pool: npt.NDArray[np.int64],
     digits: npt.NDArray[np.int64],
+    skew: float = 1.0,
 ) -> DigitsSample:
     """Draw one sample.
 
-    layouts: equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], the digit that each shows.
+    layouts: equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], the digit that each shows; skew:
+    above 1 pictures with few digits are more frequent than those with many.
     """
     kind = _KINDS[int(np.searchsorted(_KINDS_UP_TO, random.random()))]
     num_pictures = MAX_PICTURES if random.random() < _TWO_PICTURES_SHARE else 1
     max_digits = (SUM_MAX_DIGITS if kind == "sum" else MAX_DIGITS) // num_pictures
-    pictures = tuple(_draw_picture(random, layouts=layouts, pool=pool, max_digits=max_digits) for _ in range(num_pictures))
+    pictures = tuple(
+        _draw_picture(random, layouts=layouts, pool=pool, max_digits=max_digits, skew=skew) for _ in range(num_pictures)
+    )
     shown = [int(digits[placed.glyph]) for picture in pictures for placed in picture.glyphs]
     return DigitsSample(pictures, kind, _answer(kind, shown))
 
 
 def _draw_picture(
-    random: np.random.Generator, *, layouts: Sequence[Layout], pool: npt.NDArray[np.int64], max_digits: int
+    random: np.random.Generator, *, layouts: Sequence[Layout], pool: npt.NDArray[np.int64], max_digits: int, skew: float
 ) -> DigitsPicture:
     layout = layouts[int(random.integers(len(layouts)))]
-    num_digits = int(random.integers(1, min(max_digits, layout.rows * layout.columns) + 1))
+    num_digits = 1 + int(random.random() ** skew * min(max_digits, layout.rows * layout.columns))
     is_smallest_cell = layout.cell_pixels == layouts[0].cell_pixels
     smallest = layout.cell_pixels if is_smallest_cell else round(_SMALLEST_GLYPH * layout.cell_pixels)
     glyphs = pool[random.integers(len(pool), size=num_digits)]
@@ -203,7 +209,7 @@ class RandomPictures(ABC):
         self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
         self._seq_length = seq_length
         self._count_outputs = count_outputs or image.num_output_tokens
-        self._entropy = (seed, self._STREAMS[split])
+        self._entropy, self._split = (seed, self._STREAMS[split]), split
         self._glyphs, self._pool = load_handwritten_digits(), glyph_pool(split)
         self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
         self._prepare()
@@ -213,8 +219,8 @@ class RandomPictures(ABC):
         """Compute values that drawing needs; raises ModelError or ConfigError if the arguments admit no sample."""
 
     @abstractmethod
-    def _draw(self, random: np.random.Generator) -> DigitsSample:
-        """Draw a sample."""
+    def _draw(self, random: np.random.Generator, index: int) -> DigitsSample:
+        """Draw sample `index`."""
 
     @abstractmethod
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
@@ -262,7 +268,8 @@ class RandomPictures(ABC):
         if index not in self._cached:
             if len(self._cached) >= _CACHED_SAMPLES:
                 self._cached.clear()
-            sample = self._draw(np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index)))))
+            random = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index))))
+            sample = self._draw(random, index)
             segments = self._segments(sample)
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
             self._cached[index] = sample, conversation
@@ -278,8 +285,9 @@ class DigitsSource(RandomPictures):
         self._layouts = possible_layouts(self._image)
         self._check_seq_length()
 
-    def _draw(self, random: np.random.Generator) -> DigitsSample:
-        return draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits)
+    def _draw(self, random: np.random.Generator, index: int) -> DigitsSample:
+        skew = max(1.0, _FIRST_SKEW - (_FIRST_SKEW - 1) * index / _EVEN_FROM) if self._split == "train" else 1.0
+        return draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits, skew=skew)
 
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
         return [
@@ -363,7 +371,7 @@ class DigitsToDrawSource(RandomPictures):
         """Return the digits in the question of sample `index`; raises IndexError beyond the end."""
         return tuple(map(int, self.sample(index).answer))
 
-    def _draw(self, random: np.random.Generator) -> DigitsSample:
+    def _draw(self, random: np.random.Generator, index: int) -> DigitsSample:
         digits = random.integers(10, size=self._counts[int(random.integers(len(self._counts)))])
         glyphs = tuple(PlacedGlyph(int(random.choice(self._pools[digit])), self._cell_pixels, 0, 0) for digit in digits)
         picture = DigitsPicture(Layout(1, len(glyphs), self._cell_pixels), glyphs)
