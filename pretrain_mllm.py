@@ -11,8 +11,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 from megatron.runtime.flags.arguments import parse_arguments  # noqa: E402
-from megatron.runtime.launch.failure import Ending  # noqa: E402
-from megatron.runtime.launch.stop_requests import StopRequests  # noqa: E402
+from megatron.runtime.launch.failure import Ending, StopRequests  # noqa: E402
 
 
 def main(argv: list[str]) -> None:

@@ -31,8 +31,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from multimodal.attention.attention_backend import AttentionBackend, load_backend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionBackend, AttentionMask, load_backend
 from multimodal.attention.bitfield import MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
 

@@ -39,8 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
-from multimodal.balance.algorithms.post_balance import post_balance
+from multimodal.balance.algorithms.post_balance import partition_longest_first, post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.data.length_table import read_length_table

@@ -29,8 +29,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.data.length_table import read_length_table
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named

@@ -29,13 +29,13 @@ from benchmarks.published_setups.optimus import BALANCED_SECONDS, BATCH_SIZE, se
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.search.filling_report import Filling, measure_filling
 from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.planners.search.prediction import prepare_step
 from multimodal.plan.planners.search.simulated_part import keep_replicas
-from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.compile_schedule import component_of_lane
-from multimodal.schedule.measure_filling import Filling, measure_filling
-from multimodal.schedule.unit_cost import unit_costs
+from multimodal.schedule.execute_lanes import unit_costs
+from multimodal.schedule.simulate import BUBBLE_KINDS
 from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.work.step_work import step_work
 

@@ -1,7 +1,8 @@
 """Claim: on one core, a step of 3,072 LLM ranks is decided in 250 ms by every balancer for every schedule (`auto`: 500 ms).
 
-Schedules by durations, which are ordered anew for every step, take up to 2 s. With the others, a step of 12,288 ranks is decided
-in 1 s. Every rank decides every step by itself, ahead of training: from the lengths of the global batch to its own part of
+Schedules of several stages a rank miss it since messages are placed by each step's durations (docs/balance.md). Schedules by
+durations, which are ordered anew for every step, take up to 2 s. With the others, a step of 12,288 ranks is decided in 1 s. Every
+rank decides every step by itself, ahead of training: from the lengths of the global batch to its own part of
 assignment and schedule. The parts, in the order in which `StepPlanner` calls them:
 
 - lengths: collecting the lengths of the global batch from those of the samples;
@@ -53,9 +54,7 @@ from multimodal.balance.placement import drop_idle_samples
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.step_costs import StepCosts
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_grid import fold_stages
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, fold_stages, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
@@ -67,7 +66,7 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_assignment
 
 try:
-    from multimodal.values.length_arrays import LengthBatch
+    from multimodal.values.sample_lengths import LengthBatch
 except ImportError:  # an older checkout without such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
 
@@ -137,7 +136,7 @@ def decide(
         assignment = clock.time("balance", lambda lengths=lengths: BALANCERS[balancer](lengths, **balance))
         clock.time("report", partial(_report, assignment, lengths, **balance))
         assignment, digest = clock.time("assignment", partial(_check, assignment, lengths, graph=graph, plan=plan))
-        costs = partial(predictor.costs, lengths=lengths) if schedule in BY_DURATIONS else None
+        costs = partial(predictor.costs, lengths=lengths)
         if number == 0:
             first.time("first", lambda given=assignment, costs=costs: _schedule(schedules, given, costs))
             continue
@@ -172,8 +171,9 @@ def _check(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: M
     return assignment, assignment_digest(assignment)
 
 
-def _schedule(schedules: ScheduleCache, assignment: Assignment, costs: Callable[[Assignment], StepCosts] | None) -> Schedule:
-    return schedules.find(schedules.shape(assignment), None if costs is None else costs(assignment)).schedule
+def _schedule(schedules: ScheduleCache, assignment: Assignment, costs_of: Callable[[Assignment], StepCosts]) -> Schedule:
+    costs = costs_of(assignment)
+    return schedules.find(schedules.shape(assignment), costs).to_run(costs)
 
 
 def _own_part(schedule: Any, assignment: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:

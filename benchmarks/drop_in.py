@@ -38,8 +38,7 @@ from megatron.runtime import patches
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from megatron.runtime.platform import CpuTorch
 from multimodal.balance.exchange.module_exchange import DrawnItems, ModuleExchange, PendingRows, plan_exchange
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.values.model_graph import ModelGraph
 
 NUM_RANKS, NUM_MICROBATCHES, SECONDS_PER_PATCH = 4, 3, 2e-3

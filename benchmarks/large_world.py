@@ -43,19 +43,17 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.runtime.communication import units as unit_groups
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest, check_agreement
-from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.launch.failure import StopReason
 from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, LengthBatch, SampleLengths
 
 MODEL = Path(__file__).parents[1] / "examples" / "models" / "vit-22b-gpt-175b.yaml"
 SIZES = {

@@ -23,11 +23,9 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.planners.estimate.layer_times import layer_times
+from multimodal.plan.planners.estimate.unit_layout import layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.unit_grid import EVEN, LayerSeconds
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import EVEN, LayerSeconds, UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule

@@ -43,7 +43,7 @@ from rich.table import Table
 
 from multimodal.balance.algorithms import entrain_assignment
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
+from multimodal.balance.algorithms.post_balance import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds, pipeline_steps, reorder_microbatches
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit

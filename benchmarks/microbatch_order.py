@@ -34,8 +34,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Prediction
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment

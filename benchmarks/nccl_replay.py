@@ -39,6 +39,9 @@ class Kernel:
     """The kernel before it in its stream."""
     runs: bool = False
     ended: bool = False
+    started_at: float = math.nan
+    met_at: float = math.nan
+    """When all peers run; until then it spins."""
 
     def __repr__(self) -> str:
         return self.label
@@ -99,11 +102,13 @@ def run_kernels(hosts: Mapping[int, Sequence[HostStep]], *, num_queues: int, num
                 while queue and free[rank] >= queue[0].num_blocks and queue[0].may_start():
                     kernel = queue.popleft()
                     kernel.runs = moved = True
+                    kernel.started_at = now
                     free[rank] -= kernel.num_blocks
                     started.append((rank, kernel))
             waiting = []
             for rank, kernel in started:
                 if all(peer.runs for peer in kernel.peers):
+                    kernel.met_at = now
                     heapq.heappush(ends, (now + kernel.seconds, next(numbers), rank, kernel))
                 else:
                     waiting.append((rank, kernel))

@@ -26,8 +26,7 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph

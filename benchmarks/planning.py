@@ -31,8 +31,13 @@ from scipy.optimize import linprog
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.disttrain import build_problem, plan_disttrain
-from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, least_bottleneck, rank_allocations
+from multimodal.plan.planners.disttrain import (
+    AllocationProblem,
+    build_problem,
+    least_bottleneck,
+    plan_disttrain,
+    rank_allocations,
+)
 from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ModelGraph

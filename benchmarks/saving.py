@@ -24,8 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from megatron.runtime.checkpoint.background_save import BackgroundSave
-from megatron.runtime.checkpoint.checkpoint import save_checkpoint
+from megatron.runtime.checkpoint.checkpoint import BackgroundSave, save_checkpoint
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.emulation.emulated_run import TIMEOUT, run_on_ranks
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config

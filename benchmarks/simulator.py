@@ -28,13 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.cost.communication import TransferCost
+from multimodal.cost.cluster import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.references.simulate_events import simulate_events as simulate_events_reference
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
-from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import simulate_events
 from multimodal.values.action import Action, ActionKind, Place

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the pool of ranks is that 
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.checkpoint.background_save import BackgroundSave
+from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.communication import create_groups
 from megatron.runtime.communication.units import GroupBook
 from megatron.runtime.feed.sample_exchange import SampleExchange

@@ -34,8 +34,7 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.templates.chain import Chain, StageMapping, map_stages
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.plan.planners.templates.one_f_one_b import step_ticks
-from tests.unit.plan.planners.templates.test_map_stages import random_tables, shortest_step
+from tests.unit.plan.planners.templates.test_plan_templates import random_tables, shortest_step, step_ticks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PUBLISHED_SECONDS = 3298

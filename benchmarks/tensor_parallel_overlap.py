@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.seconds.layer_curves import Quadratic
-from multimodal.model import collectives, deferrable_linear, overlapped_product
+from multimodal.model import collectives, deferrable_linear
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 
 NUM_RANKS, NUM_ROWS, SIZE, NUM_REPETITIONS = 2, 960, 16, 7
@@ -123,15 +123,15 @@ def median_seconds(layers: list[Module]) -> tuple[float, float]:
 def measure(*, rank: int) -> list[dict[str, float]]:
     """One row for each collective's seconds and number of parts; collective."""
     gather, gather_whole, scatter = dist.all_gather, collectives.all_gather_single, collectives.reduce_scatter_single
-    multiply, weight_gradients = overlapped_product._multiply, deferrable_linear.weight_gradients
+    multiply, weight_gradients = deferrable_linear._multiply, deferrable_linear.weight_gradients
     rows = []
     for seconds in COLLECTIVE_SECONDS:
         device = Device(seconds)
         dist.all_gather = device.hold(gather, lambda blocks, share: share)
         collectives.all_gather_single = device.hold(gather_whole, lambda rows, share: share)
         scattering = device.hold(scatter, lambda share, product: share)
-        collectives.reduce_scatter_single = overlapped_product.reduce_scatter_single = scattering
-        overlapped_product._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
+        collectives.reduce_scatter_single = deferrable_linear.reduce_scatter_single = scattering
+        deferrable_linear._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
         deferrable_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
         predicted = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
         for num_parts in NUM_PARTS:

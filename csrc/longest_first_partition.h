@@ -1,4 +1,4 @@
-// Greedy longest-first partition of items into bins (LPT; Graham 1969). Reference: multimodal/balance/algorithms/longest_first_partition.py
+// Greedy longest-first partition of items into bins (LPT; Graham 1969). Reference: multimodal/balance/algorithms/post_balance.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The encoder microbatch of each sample (Entrain 4.5.1). Reference: multimodal/balance/algorithms/greedy_assignment.py
+// The encoder microbatch of each sample (Entrain 4.5.1). Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

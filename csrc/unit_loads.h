@@ -1,4 +1,4 @@
-// The loads of samples in each unit, as the assignment kernels read it. Reference: multimodal/balance/algorithms/greedy_assignment.py
+// The loads of samples in each unit, as the assignment kernels read it. Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

@@ -8,7 +8,7 @@ _FUNCTIONS = {
     "generate": "megatron.runtime.generation.answering",
     "open_model": "megatron.runtime.generation.whole_model",
 }
-"""What a program calls by this package's name, and the module, which is read when it is asked for."""
+"""Public name of this package -> the module that has it, which is read when it is asked for."""
 
 
 def __getattr__(name: str) -> Any:

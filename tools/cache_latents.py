@@ -23,10 +23,9 @@ from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_s
 from megatron.runtime.flags.arguments import choose_trained
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
-from multimodal.data.latent_cache import DIGEST, latent_key
-from multimodal.hugging_face.autoencoders import autoencoder_digest
-from multimodal.model.inputs.latents import encode_image, join_patches
-from multimodal.model.inputs.pixels import normalised_patches
+from multimodal.data.index.item_reader import DIGEST, latent_key
+from multimodal.hugging_face.architecture import autoencoder_digest
+from multimodal.model.latents import encode_image, join_patches, normalised_patches
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
 

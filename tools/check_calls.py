@@ -39,13 +39,13 @@ class Call(NamedTuple):
 _ENGINE = "transformer_engine.pytorch.module"
 _COLLECTIVES = ("gather_along_first_dim", "reduce_scatter_along_first_dim", "allreduce")
 OTHER_CALLS = (
-    *(Call(f"{_ENGINE}.linear.{name}", 3, (), "multimodal/model/tensor_parallel_waits.py") for name in _COLLECTIVES),
-    *(Call(f"{_ENGINE}.layernorm_linear.{name}", 3, (), "multimodal/model/tensor_parallel_waits.py") for name in _COLLECTIVES),
-    Call(f"{_ENGINE}.base.gather_along_first_dim", 3, (), "multimodal/model/tensor_parallel_waits.py"),
+    *(Call(f"{_ENGINE}.linear.{name}", 3, (), "multimodal/model/collectives.py") for name in _COLLECTIVES),
+    *(Call(f"{_ENGINE}.layernorm_linear.{name}", 3, (), "multimodal/model/collectives.py") for name in _COLLECTIVES),
+    Call(f"{_ENGINE}.base.gather_along_first_dim", 3, (), "multimodal/model/collectives.py"),
     Call(f"{_ENGINE}._common.WeightGradStore.pop", 1, (), "multimodal/model/weight_gradient_queue.py"),
     Call(f"{_ENGINE}._common.WeightGradStore.delay_wgrad_compute", 1, (), "multimodal/model/weight_gradient_queue.py"),
-    Call("transformer_engine.pytorch.GroupedLinear", 3, ("delay_wgrad_compute",), "multimodal/model/experts/grouped_linear.py"),
-    Call("transformer_engine.pytorch.GroupedLinear.forward", 3, (), "multimodal/model/experts/expert_mlp.py"),
+    Call("transformer_engine.pytorch.GroupedLinear", 3, ("delay_wgrad_compute",), "multimodal/model/grouped_linear.py"),
+    Call("transformer_engine.pytorch.GroupedLinear.forward", 3, (), "multimodal/model/expert_mlp.py"),
 )
 """Names that are replaced or looked up by text, and methods of objects, the object counted as an argument."""
 

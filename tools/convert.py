@@ -29,8 +29,12 @@ from megatron.runtime.checkpoint.megatron_weights import load_megatron, save_meg
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face, find_megatron
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
-from megatron.runtime.hugging_face.save_adapter import check_adapter_target, save_adapter
-from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, save_hugging_face
+from megatron.runtime.hugging_face.save_weights import (
+    check_adapter_target,
+    check_hugging_face_target,
+    save_adapter,
+    save_hugging_face,
+)
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter

@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.cost.memoize import memoized
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.instantiate import share_batch
 from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.reconfigure import Reconfigurer
+from multimodal.plan.planners.templates.reconfigure import Reconfigurer, share_batch
 from multimodal.plan.planners.templates.simulate_trace import (
     Pauses,
     Simulated,
@@ -33,8 +32,7 @@ from multimodal.plan.planners.templates.simulate_trace import (
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
 from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
-from tools.plan import DEFAULT_FAULT_TOLERANCE
-from tools.request_flags import add_request_flags, build_request
+from tools.plan import DEFAULT_FAULT_TOLERANCE, add_request_flags, build_request
 from tools.show_plans import describe_templates
 
 COLORS = {"ideal": "#b0b0b0", "fresh plan": "#e8a33d", "templates": "#4878a8", "restarts": "#d96b4c"}

@@ -57,7 +57,12 @@ def run(argv: Sequence[str]) -> None:
     timelines = emulate(emulated)
     summary = summarize(simulation, timelines)
     if given.report_dir is not None:
-        _write_report(given.report_dir, simulation, timelines, title=f"{given.schedule}, measured")
+        title = f"{given.schedule}, measured"
+        given.report_dir.mkdir(parents=True, exist_ok=True)
+        middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
+        write_chrome_trace(middle, given.report_dir / "measured.json")
+        write_chrome_trace(simulation.timeline, given.report_dir / "simulated.json")
+        draw_timeline(middle, given.report_dir / "measured.png", title=title)
     if given.json:
         print(json.dumps(summary))
     else:
@@ -84,14 +89,6 @@ def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str
         "num_microbatches": simulation.num_microbatches,
         "num_iterations": len(timelines),
     }
-
-
-def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Timeline], *, title: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
-    write_chrome_trace(middle, folder / "measured.json")
-    write_chrome_trace(simulation.timeline, folder / "simulated.json")
-    draw_timeline(middle, folder / "measured.png", title=title)
 
 
 main = partial(run_tool, "emulate.py", run)

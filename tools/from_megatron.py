@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
 from megatron.runtime.flags.megatron_flags import FREEZES, KNOWN_ELSEWHERE
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Unit

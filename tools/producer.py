@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.feed.producers.wire import parse_address
-from megatron.runtime.launch.shared_token import read_token
+from megatron.runtime.launch.rank_place import read_token
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, at_least_zero, count, run_tool
 

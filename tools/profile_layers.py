@@ -88,7 +88,16 @@ def run(argv: Sequence[str]) -> None:
     graph = read_model(given.model)
     _check(given, graph)
     platform.install()
-    options = _options(graph, given)
+    dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
+    options = ProfileOptions(
+        build=BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl),
+        sizes=given.sizes,
+        sequences=given.sequences,
+        vocab_size=padded_vocab_size(given, graph),
+        num_repetitions=given.repetitions,
+        seconds_per_size=SECONDS_PER_SIZE,
+        is_interpolated=given.fit == "interpolate",
+    )
     layers: list[ProfiledLayer] = []
     console = Console(stderr=True)
     for unit in _units(graph, given):
@@ -100,19 +109,6 @@ def run(argv: Sequence[str]) -> None:
     if given.picture is not None:
         draw_curves(layers, given.picture)
     _report(layers, profile, given)
-
-
-def _options(graph: ModelGraph, given: argparse.Namespace) -> ProfileOptions:
-    dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
-    return ProfileOptions(
-        build=BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl),
-        sizes=given.sizes,
-        sequences=given.sequences,
-        vocab_size=padded_vocab_size(given, graph),
-        num_repetitions=given.repetitions,
-        seconds_per_size=SECONDS_PER_SIZE,
-        is_interpolated=given.fit == "interpolate",
-    )
 
 
 def _check(given: argparse.Namespace, graph: ModelGraph) -> None:

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_memory import default_zero_stage
-from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
+from multimodal.cost.step_memory import CheckpointSize, checkpoint_size, default_zero_stage
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest

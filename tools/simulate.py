@@ -29,18 +29,15 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
-from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
+from multimodal.cost.step_memory import ZERO_STAGES, CheckpointSize, checkpoint_size, default_zero_stage
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
-from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, schedule_name
-from multimodal.schedule.chrome_trace import write_chrome_trace
+from multimodal.schedule.chrome_trace import write_chrome_trace, write_picture
 from multimodal.schedule.passes import PASSES, Pass, passes_named
-from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulation_report import report_simulations
-from multimodal.schedule.timeline_page import write_picture
+from multimodal.schedule.simulate import report_simulations, simulate_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph

@@ -16,8 +16,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.schedule.chrome_trace import read_timeline
-from multimodal.schedule.timeline_page import write_picture
+from multimodal.schedule.chrome_trace import read_timeline, write_picture
 from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline

@@ -36,8 +36,7 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.session import Session, SessionOptions
 from multimodal.hugging_face.registry import read_graph
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 
 VOCAB_SIZE, HIDDEN_SIZE = 32_000, 1024
 

@@ -18,11 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.beside.turns import show, take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.braid_training import BraidTraining, Weights, initial_weights
-from tests.distributed.compared_case import MICRO_BATCH_SIZE, ComparedCase
+from tests.distributed.braid_training import MICRO_BATCH_SIZE, BraidTraining, ComparedCase, Weights, initial_weights
 from tests.distributed.megatron_training import MegatronTraining, megatron_without_cuda, one_pipeline
 from tests.distributed.random_source import SampleShape
 

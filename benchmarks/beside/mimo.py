@@ -24,13 +24,10 @@ import numpy as np
 
 from benchmarks.beside.turns import show, take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from tests.distributed.braid_training import BraidTraining, Weights, initial_weights
-from tests.distributed.compared_case import ComparedCase
+from tests.distributed.braid_training import BraidTraining, ComparedCase, Weights, initial_weights
 from tests.distributed.mimo_training import MimoLayout, MimoTraining, mimo_without_cuda
 from tests.distributed.random_source import SampleShape
 

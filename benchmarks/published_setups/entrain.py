@@ -18,12 +18,11 @@ from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.planners.entrain import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import assign
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
-from multimodal.cost.seconds.layer_seconds import LayerSeconds
 from multimodal.cost.unit_load import CutLoad, UnitLoad
 
 

@@ -20,8 +20,7 @@ from dataclasses import replace
 
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
-from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import collective_seconds
+from multimodal.cost.cluster import Cluster, collective_seconds
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import item_load

@@ -24,7 +24,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.plans_of_sizes import plan_colocated
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph

@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
 from multimodal.attention.share_tokens import TokenDistribution, share_tokens

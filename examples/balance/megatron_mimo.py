@@ -69,7 +69,7 @@ def build_model(dtype: torch.dtype, encoder: type[Encoder] = BalancedEncoder) ->
 
 
 class Batch:
-    """What a rank draws for a step: sequences of one length; a rank's images are all small or large."""
+    """A rank's share of a step: sequences of one length; a rank's images are all small or large."""
 
     def __init__(self, step: int, rank: int, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1000 * step + rank)

@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
 
 
 class Batch:
-    """What a rank draws for a step: samples of very unequal images, some without any."""
+    """A rank's share of a step: samples of very unequal images, some without any."""
 
     def __init__(self, step: int, rank: int, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1000 * step + rank)

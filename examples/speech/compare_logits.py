@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.session import Session
-from multimodal.data.audio.audio_processing import audio_positions, audio_to_patches
+from multimodal.data.audio import audio_positions, audio_to_patches
 from multimodal.model.stage_input import PackedInput
 
 LARGEST_DIFFERENCE = 1e-2

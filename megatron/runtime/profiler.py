@@ -34,7 +34,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
-from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.plans_of_sizes import plan_colocated
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 

@@ -25,7 +25,7 @@ from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
 from megatron.runtime.step.step import Step, StepResult
-from multimodal.model.experts.expert_mlp import ExpertMLP
+from multimodal.model.expert_mlp import ExpertMLP
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
@@ -64,6 +64,8 @@ class SessionOptions:
     """True if schedules (`reduce-by-layer`) reduce gradients layer by layer."""
     shards_weights: bool = False
     """True if weights and gradients are sharded, too, over the ranks that hold the same ones (ZeRO-3)."""
+    reduces_once: bool = False
+    """True if sharded gradients are added up on each rank until the step's last backward reduces them."""
     num_state_copies: int | None = None
     """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`); None: one copy
     (ZeRO-1), Megatron's if replicas are alike; in float64 one on every replica."""
@@ -268,7 +270,7 @@ class Session:
             assert shares is not None
             return UnlikeGradients(own, membership=member, unit=unit, book=self._groups, shares=shares)
         if self.options.shards_weights and member.groups.dp_cp.size() > 1:
-            return ShardedUnit(own, graph=self.graph, membership=member)
+            return ShardedUnit(own, graph=self.graph, membership=member, reduces_once=self.options.reduces_once)
         return UnitGradients(
             own,
             membership=member,

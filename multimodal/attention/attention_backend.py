@@ -1,16 +1,144 @@
-"""The backends of attention, by name; all take the same mask and compute the same result."""
+"""The backends of attention, by name, and the mask that all take: computed once, shared by all layers of a stage."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
+from multimodal.attention.block_summary import BlockLists, list_blocks
+from multimodal.attention.device_values import DerivedValues, map_tensors
 from multimodal.values.errors import ConfigError
+
+Built = TypeVar("Built")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskTensors:
+    """A mask on a device: the kinds of tokens that each token attends to (`bits`), its own kind (`key_bits`), and its position.
+
+    All [num_tokens]; the first two int64, the others int32.
+    """
+
+    bits: Tensor
+    key_bits: Tensor
+    sample_ids: Tensor
+    item_ids: Tensor
+    positions: Tensor
+    """Positions in the whole packed sequence."""
+    window: int | None = None
+    """See BitfieldMask."""
+
+    def rows(self, start: int, stop: int) -> "MaskTensors":
+        """Return the tokens start .. stop - 1."""
+        return self.map_tensors(lambda tensor: tensor[start:stop])
+
+    def select(self, indices: Tensor) -> "MaskTensors":
+        """Return some tokens, in the given order and shape; indices: int64 or int32."""
+        return self.map_tensors(lambda tensor: tensor[indices])
+
+    def sees(self, keys: "MaskTensors") -> Tensor:
+        """Evaluate the rule of `bitfield.py` between every token here and every one of `keys`.
+
+        Returns [num_tokens, num_keys], bool.
+        """
+        return elementwise_sees(self.map_tensors(lambda tensor: tensor[:, None]), keys)
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":
+        """Return the same mask with every tensor changed."""
+        tensors = {name: change(getattr(self, name)) for name in ("bits", "key_bits", "sample_ids", "item_ids", "positions")}
+        return replace(self, **tensors)
+
+
+def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
+    """Evaluate the rule of `bitfield.py` for pairs of tokens; the tensors of both sides must broadcast."""
+    seen = (queries.sample_ids == keys.sample_ids) & ((queries.bits & keys.key_bits) != 0)
+    same_item = (queries.item_ids == keys.item_ids) | ((queries.bits & ACROSS_ITEMS_BIT) != 0)
+    is_before = keys.positions <= queries.positions
+    if queries.window is not None:
+        is_before = is_before & (keys.positions > queries.positions - queries.window)
+    return seen & torch.where(queries.bits < 0, is_before, same_item)
+
+
+@dataclass(eq=False)
+class AttentionMask:
+    """The keys that each query attends to. Keys are all tokens; queries are all tokens or, with context parallelism, some blocks.
+
+    tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
+    the blocks whose tokens are queries, None for all; softcap: see MaskRule.
+    """
+
+    tokens: BitfieldMask
+    block_size: int = 128
+    query_blocks: tuple[int, ...] | None = None
+    softcap: float | None = None
+    derived: DerivedValues = field(default_factory=DerivedValues, repr=False)
+    """Forms that backends derive from it."""
+    _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_keys(self) -> int:
+        """Number of tokens of the whole sequence."""
+        return self.tokens.num_tokens
+
+    @property
+    def num_queries(self) -> int:
+        """Number of tokens that attend."""
+        return len(self.query_positions)
+
+    @cached_property
+    def query_positions(self) -> NDArray[np.int64]:
+        """[num_queries]: positions of the queries in the sequence."""
+        if self.query_blocks is None:
+            return np.arange(self.num_keys)
+        starts = np.array(self.query_blocks, dtype=np.int64) * self.block_size
+        positions: NDArray[np.int64] = (starts[:, None] + np.arange(self.block_size)).reshape(-1)
+        return positions[positions < self.num_keys]
+
+    @cached_property
+    def by_query(self) -> BlockLists:
+        """For each block of queries, the blocks of keys that it attends to."""
+        lists = list_blocks(self.tokens, block_size=self.block_size)
+        return lists if self.query_blocks is None else lists.select(np.array(self.query_blocks, dtype=np.int64))
+
+    @cached_property
+    def by_key(self) -> BlockLists:
+        """For each block of keys, the blocks of queries (numbered among the queries' own) that attend to it."""
+        return self.by_query.transposed(num_columns=-(-self.num_keys // self.block_size))
+
+    def keys_on(self, device: torch.device) -> MaskTensors:
+        """Return all tokens, as keys."""
+        return self.derived.on(device, "keys", lambda: _to_tensors(self.tokens, np.arange(self.num_keys)))
+
+    def queries_on(self, device: torch.device) -> MaskTensors:
+        """Return the tokens that attend."""
+        if self.query_blocks is None:
+            return self.keys_on(device)
+        return self.derived.on(device, "queries", lambda: _to_tensors(self.tokens, self.query_positions))
+
+    def keep(self, key: Hashable, build: Callable[[], Built]) -> Built:
+        """Return the value that was built under this key, or build it now: for forms that depend on where they are used."""
+        if key not in self._built:
+            self._built[key] = build()
+        return self._built[key]
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> "AttentionMask":
+        """Return the same mask with the tensors of its derived forms changed."""
+        return replace(self, derived=map_tensors(self.derived, change), _built={})
+
+
+def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors:
+    columns = (column[positions] for column in (mask.bits, mask.key_bits, mask.sample_ids, mask.item_ids))
+    bits, key_bits, sample_ids, item_ids = map(torch.from_numpy, columns)
+    return MaskTensors(bits, key_bits, sample_ids, item_ids, torch.from_numpy(positions.astype(np.int32)), mask.window)
+
 
 AUTO = "auto"
 """Whole sequences if the mask has no items and no window and ranks share no sequence, else blocks; the fastest that runs here."""

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionMask, AttentionShape
 from multimodal.attention.device_values import CPU
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from multimodal.attention.attention_backend import AttentionBackend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionBackend, AttentionMask
 from multimodal.cost.layers.collectives import count_groups_at_once
 from multimodal.cost.token_shares import BlockShares
 from multimodal.values.errors import ConfigError

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_mask import AttentionMask, elementwise_sees
+from multimodal.attention.attention_backend import AttentionMask, AttentionShape, elementwise_sees
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.device_values import CPU
 from multimodal.values.errors import ConfigError

@@ -15,7 +15,7 @@ from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
-from multimodal.balance.unlike_replicas import balance_unlike, has_unequal_shares
+from multimodal.balance.placement import balance_unlike, has_unequal_shares
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph

@@ -11,9 +11,8 @@ import numpy as np
 from multimodal.balance.length_cost import LengthCost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 
 
 class Prediction(Protocol):

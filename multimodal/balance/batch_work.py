@@ -16,9 +16,8 @@ from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import AtomLoads, UnitLoad, atom_loads, atom_numbers
 from multimodal.values.arrays.rows import Floats, Integers, group_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
-from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthArrays, LengthBatch, SampleLengths
 
 _AMOUNT_PER_TOKEN = 1024
 """Work is counted in integers, so that sums are exact and all ranks decide alike."""

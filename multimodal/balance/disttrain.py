@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
+from multimodal.balance.algorithms.post_balance import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatches
 from multimodal.balance.balance_options import choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by

@@ -7,8 +7,8 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.placement import deal, follow_llm
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import LengthBatch
 
 
 def balance_in_order(work: BatchWork, *, plan: Plan) -> Assignment:

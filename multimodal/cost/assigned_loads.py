@@ -12,9 +12,8 @@ from multimodal.cost.token_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Assignment, Atom, Microbatch, Routes
-from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import Role
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths, index_by_sample
 from multimodal.values.shape import StepShape
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimodal.cost.communication import TransferCost
+from multimodal.cost.cluster import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange, action_to_text
 from multimodal.values.assignment import Assignment, Atom

@@ -17,6 +17,8 @@ class RunOptions:
     recompute: Recompute | None = None
     zero_stage: int = 1
     """Shared by replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
+    reduces_once: bool = False
+    """ZeRO-3: gradients are reduced in the last backward of a step, not in each."""
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
     num_overlapped_parts: int = 1

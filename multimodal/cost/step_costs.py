@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from multimodal.cost.communication import TransferCost
+from multimodal.cost.cluster import TransferCost
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, Place, Resource
 from multimodal.values.arrays.rows import Floats, Integers, row_starts

@@ -1,11 +1,12 @@
-"""Bytes of a step on each rank: weights and optimizer state at all times, activations until their backward."""
+"""Bytes of a step on each rank (weights and optimizer state always, activations until their backward), and of a checkpoint."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from multimodal.cost.assigned_loads import AssignedLoads
-from multimodal.cost.layers.collectives import held_key_bytes
+from multimodal.cost.layers.collectives import LAYERS_AHEAD, held_key_bytes
 from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
@@ -129,7 +130,8 @@ class StepMemory:
     def static_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
         held = self.layers.of_rank[rank]
-        return round(sum(map(self.weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
+        kept = sum(self.weight_bytes(stage) + self.unreduced_bytes(stage) for stage in held)
+        return round(kept + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
 
     def broker_bytes(self, rank: int) -> int:
         """Return the bytes of messages that are received (or awaited) and not used yet, or computed and not sent yet."""
@@ -139,19 +141,30 @@ class StepMemory:
         """Return the bytes of a stage's weights and gradients beyond a rank's own part; 0 if replicas do not share weights.
 
         The peak is at the end of a layer's backward: its weights and the next ones, its gradients, and those of the layer after
-        it on their way to the ranks that keep them.
+        it on their way to the ranks that keep them, or those of all layers until they are reduced once.
         """
-        sizes = self.layers.plan.units[stage[0]]
-        if self.options.zero_stage < 3 or sizes.data_parallel_size * sizes.context_parallel_size == 1:
+        if not self._shares_weights(stage):
             return 0.0
         weights = [self.layers.layer_weights(stage[0], layer) for layer, _ in self.layers.in_order(stage)]
         gradients = [self.layers.trained_layer_weights(stage[0], layer, need) for layer, need in self.layers.in_order(stage)]
         bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)
         peak = max(
-            self.bytes_per_element * (here + next_one + gradient) + bytes_per_gradient * gone
-            for here, next_one, gradient, gone in zip(weights, [0, *weights], gradients, [*gradients[1:], 0], strict=False)
+            self.bytes_per_element * (sum(weights[max(0, index - LAYERS_AHEAD) : index + 1]) + gradient)
+            + (0 if self.options.reduces_once else bytes_per_gradient * gone)
+            for index, (gradient, gone) in enumerate(zip(gradients, [*gradients[1:], 0], strict=True))
         )
         return peak / self.layers.tensor_size(stage)
+
+    def unreduced_bytes(self, stage: StageKey) -> float:
+        """Return the bytes of a stage's gradients that a rank adds up until they are reduced once."""
+        if not (self.options.reduces_once and self._shares_weights(stage)):
+            return 0.0
+        num_weights = self.layers.num_weights(stage, trained_only=True)
+        return max(GRADIENT_BYTES, self.bytes_per_element) * num_weights / self.layers.tensor_size(stage)
+
+    def _shares_weights(self, stage: StageKey) -> bool:
+        sizes = self.layers.plan.units[stage[0]]
+        return self.options.zero_stage >= 3 and sizes.data_parallel_size * sizes.context_parallel_size > 1
 
     def _rank_bytes(self, stage: StageKey, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None) -> float:
         """Return the bytes that a layer keeps for a load; for a load whose numbers are arrays, as an array."""
@@ -224,7 +237,7 @@ class StepMemory:
     def _working_bytes(self, stage: StageKey) -> float:
         """Return the bytes in use while one layer runs: recomputed activations and gathered tensors.
 
-        If replicas share weights, gathered tensors are the weights of two layers (the current and the next one), the gradients of
+        If replicas share weights, gathered tensors are the weights of the current layer and of the next ones, the gradients of
         one layer, and those of another one on their way to their keeper. Context parallel ranks also gather the keys and values
         of two steps' heads (the current and the next step) for all tokens that they share.
         """
@@ -241,3 +254,70 @@ class StepMemory:
             bytes_per_group = 2 * shape.head_channels * self.loads.num_gathered(unit, stage[1]) * self.bytes_per_element
             working += held_key_bytes(shape.query_groups // self.layers.tensor_size(stage), bytes_per_group=bytes_per_group)
         return working
+
+
+_FILES_OF_RANK_0 = 2
+"""braid.json and tensors.json; in addition, each rank with any tensors writes one file."""
+
+
+class CheckpointSize(NamedTuple):
+    """The size of a checkpoint without its two index files and the step counts of optimizers (4 bytes a tensor)."""
+
+    num_bytes: int
+    num_files: int
+    most_written_bytes: int
+    """Most bytes that a rank writes if all holders of the same write equal shares; tensors written whole come close to that."""
+    most_copied_bytes: int
+    """Most bytes that a rank copies if it saves in the background: its weights, and its share of optimizer state."""
+
+    def describe(self) -> str:
+        """Return one line."""
+        return (
+            f"a checkpoint has {self.num_bytes / 1e9:.4g} GB in {self.num_files} files; a rank writes at most "
+            f"{self.most_written_bytes / 1e9:.3g} GB, with --async-save from a copy of {self.most_copied_bytes / 1e9:.3g} GB"
+        )
+
+
+def checkpoint_size(layers: StageLayers, *, bytes_per_element: int, zero_stage: int) -> CheckpointSize:
+    """Return the size of a checkpoint of a run that has stepped. O(ranks x stages of a rank).
+
+    bytes_per_element: of a weight; zero_stage: see `step_memory.ZERO_STAGES`. Expert parallelism makes the experts that a rank
+    holds, and copies, smaller, but not the shares of ZeRO: fewer ranks hold the same experts.
+    """
+    state_bytes = optimizer_bytes(bytes_per_element)
+    known: dict[tuple[str | int, ...], tuple[float, float]] = {}
+
+    def written_and_copied(stage: StageKey) -> tuple[float, float]:
+        """Return the bytes that a rank of a stage writes and, before it saves in the background, copies."""
+        unit, sizes = stage[0], layers.plan.units[stage[0]]
+        key = unit, *layers.plan.virtual_stage(*stage).layers
+        if key not in known:
+            weights, trained, experts, trained_experts = _count_weights(layers, stage)
+            tensor_ranks, holders = sizes.tensor_parallel_size, sizes.data_parallel_size * sizes.context_parallel_size
+            whole, optimizer = weights * bytes_per_element, trained * state_bytes
+            elsewhere = 1 - 1 / sizes.expert_parallel_size
+            held = whole - elsewhere * experts * bytes_per_element if zero_stage < 3 else whole / holders
+            state = optimizer - elsewhere * trained_experts * state_bytes if zero_stage == 0 else optimizer / holders
+            known[key] = (whole + optimizer) / (tensor_ranks * holders), (held + state) / tensor_ranks
+        return known[key]
+
+    of_ranks = [[written_and_copied(stage) for stage in stages] for stages in layers.of_rank.values()]
+    written, copied = ([sum(stage[which] for stage in stages) for stages in of_ranks] for which in (0, 1))
+    return CheckpointSize(round(sum(written)), len(written) + _FILES_OF_RANK_0, round(max(written)), round(max(copied)))
+
+
+def _count_weights(layers: StageLayers, stage: StageKey) -> tuple[int, int, int, int]:
+    """Return a stage's weights, and the trained ones of these, then those of its experts, which have no adapters."""
+    unit, indices = stage[0], layers.plan.virtual_stage(*stage).layers
+    last = len(layers.graph.unit(unit).layers) - 1
+    held = trained = experts = trained_experts = 0
+    for index, (kind, need) in zip(indices, layers.in_order(stage), strict=True):
+        layer = layers.describe(unit, kind)
+        is_copy = index == last and layers.graph.unit(unit).ties_embeddings
+        own = layer.num_parameters - (layer.num_weights if is_copy else 0)
+        held += own
+        experts += layer.num_expert_weights
+        if need.trains_weights:
+            trained += layer.num_adapter_weights or own
+            trained_experts += 0 if layer.adapted else layer.num_expert_weights
+    return held, trained, experts, trained_experts

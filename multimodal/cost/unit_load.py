@@ -6,9 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from multimodal.values.arrays.rows import Floats, Integers, row_starts, row_sums
-from multimodal.values.length_arrays import LengthArrays
 from multimodal.values.model_graph import Role, Unit
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, LengthArrays, SampleLengths
 
 
 class UnitLoad(NamedTuple):

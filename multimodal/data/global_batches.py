@@ -1,6 +1,7 @@
-"""The samples that each global batch consumes: a pure function of the step, so that resuming is exact."""
+"""The samples of each global batch, a pure function of the step, and the notations of data sets, weights and splits."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,6 +12,83 @@ import numpy.typing as npt
 from multimodal.balance.placement import turns_of
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.errors import ConfigError, DataError
+
+
+class NamedData(NamedTuple):
+    """One data set of a mixture."""
+
+    path: str
+    weight: float | None = None
+    """Its share of every global batch, in any unit; None: in proportion to its number of training samples."""
+
+
+def read_mixture(words: Sequence[str]) -> tuple[NamedData, ...]:
+    """Return the data sets of a mixture; raises ConfigError if numbers and paths do not alternate, or a path is repeated."""
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        found = tuple(map(NamedData, words))
+    else:
+        weights, paths = numbers[::2], words[1::2]
+        if len(words) % 2 or None in weights or any(number is not None for number in numbers[1::2]):
+            raise ConfigError(
+                f"--data-path {' '.join(words)}: expected a weight before every path (0.7 a.jsonl 0.3 b.jsonl) or before none"
+            )
+        found = tuple(NamedData(path, weight) for path, weight in zip(paths, weights, strict=True))
+    for data in found:
+        if data.weight is not None and not 0 < data.weight < math.inf:
+            raise ConfigError(f"--data-path {data.weight:g} {data.path}: the weight must be above 0; correct it or leave it out")
+        if [other.path for other in found].count(data.path) > 1:
+            raise ConfigError(f"--data-path: {data.path} is there twice; give it once, with a larger weight")
+    return found
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+class Splits(NamedTuple):
+    """Ascending source indices of each part, [num_samples of the part]."""
+
+    train: npt.NDArray[np.int64]
+    valid: npt.NDArray[np.int64]
+    test: npt.NDArray[np.int64]
+
+
+def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
+    """Cut samples at random into parts of the sizes in `split` ("969,30,1": train, valid, test).
+
+    Training and validation get at least one sample each if their share is above 0; a missing share is 0. Deterministic in the
+    arguments. Raises DataError if a part with a share is empty.
+    """
+    shares = (*parse_split(split), 0.0, 0.0)[:3]
+    bounds = np.rint(np.cumsum((0.0, *shares)) / sum(shares) * num_samples).astype(np.int64)
+    sizes = np.diff(bounds)
+    for part in (0, 1):
+        if shares[part] > 0 and sizes[part] == 0:
+            largest = 2 - int(np.argmax(sizes[::-1]))  # of equal ones the last: test before valid before train
+            sizes[largest] -= 1
+            sizes[part] += 1
+    for name, share, size in zip(Splits._fields[:2], shares[:2], sizes[:2], strict=True):
+        if share > 0 and size < 1:
+            raise DataError(
+                f"--split {split} of {num_samples} samples leaves none for '{name}'; use more data or set its share to 0"
+            )
+    order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(num_samples)
+    train, valid, test = np.split(order, np.cumsum(sizes)[:2])
+    return Splits(np.sort(train), np.sort(valid), np.sort(test))
+
+
+def parse_split(split: str) -> list[float]:
+    """Return the proportions of a split; none if it is invalid."""
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        return []
+    return shares if len(shares) <= 3 and all(0 <= share < float("inf") for share in shares) and sum(shares) > 0 else []
+
 
 _TURNS = 10_000
 """Resolution of the weights of a mixture, as the inverse of a fraction."""

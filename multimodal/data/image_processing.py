@@ -65,20 +65,16 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
     if image_input.image_size is not None:
         return image_input.grid_size, image_input.grid_size
     if image_input.longest_side is not None:
-        return _grid_within(height, width, longest_side=image_input.longest_side, patch_size=image_input.patch_size)
+        # Pixtral's rule: scaled down to a longest side, then rounded up
+        if min(height, width) < 1 or max(height, width) > MAX_SIDE:
+            raise DataError(f"an image of {width}x{height} pixels does not exist; correct its size")
+        ratio = max(height / image_input.longest_side, width / image_input.longest_side)
+        if ratio > 1:
+            height, width = math.floor(height / ratio), math.floor(width / ratio)
+        return max(1, -(-height // image_input.patch_size)), max(1, -(-width // image_input.patch_size))
     factor, bounds = image_input.patch_size * image_input.merge_size, (image_input.min_pixels, image_input.max_pixels)
     new_height, new_width = smart_resize(height, width, factor=factor, min_pixels=bounds[0], max_pixels=bounds[1])
     return new_height // image_input.patch_size, new_width // image_input.patch_size
-
-
-def _grid_within(height: int, width: int, *, longest_side: int, patch_size: int) -> tuple[int, int]:
-    """Return the (rows, columns) of patches by Pixtral's rule: scaled down to a longest side, then rounded up."""
-    if min(height, width) < 1 or max(height, width) > MAX_SIDE:
-        raise DataError(f"an image of {width}x{height} pixels does not exist; correct its size")
-    ratio = max(height / longest_side, width / longest_side)
-    if ratio > 1:
-        height, width = math.floor(height / ratio), math.floor(width / ratio)
-    return max(1, -(-height // patch_size)), max(1, -(-width // patch_size))
 
 
 @lru_cache(maxsize=2**16)
@@ -115,10 +111,21 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
     rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     full = size if image_input.image_size is None else (image_input.image_size, image_input.image_size)
-    image = _convert(image, in_channels=image_input.in_channels)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    elif image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image = image.convert("L" if image_input.in_channels == 1 else "RGB")
     if image_input.image_size is not None and image_input.fit == "crop":
         shorter_side = image_input.shorter_side or image_input.image_size
-        image = _crop_to_square(image, size=image_input.image_size, shorter_side=shorter_side)
+        # as CLIP's image processor does: the shorter side is scaled, and a square cut out of the middle
+        shorter = min(image.size)
+        width, height = (int(shorter_side * side / shorter) for side in image.size)
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        left, top = (width - image_input.image_size) // 2, (height - image_input.image_size) // 2
+        image = image.crop((left, top, left + image_input.image_size, top + image_input.image_size))
     if tile < math.prod(tiles):
         image = _cut_tile(image, tiles=tiles, tile=tile, size=full)
     if image.size != full:
@@ -142,16 +149,6 @@ def _cut_tile(image: Image.Image, *, tiles: tuple[int, int], tile: int, size: tu
     return scaled.crop((left, top, left + size[0], top + size[1]))
 
 
-def _crop_to_square(image: Image.Image, *, size: int, shorter_side: int) -> Image.Image:
-    """Scale the shorter side to `shorter_side` and cut a square out of the middle, as CLIP's image processor does."""
-    shorter = min(image.size)
-    width, height = (int(shorter_side * side / shorter) for side in image.size)
-    if image.size != (width, height):
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
-
-
 def cut_patches(pixels: npt.NDArray[Pixel], *, patch_size: int, merge_size: int) -> npt.NDArray[Pixel]:
     """Cut [height, width, channels] into [num_patches, channels * patch_size * patch_size], in merge-window order.
 
@@ -170,12 +167,3 @@ def patch_positions(grid: tuple[int, int], *, merge_size: int) -> npt.NDArray[np
     rows, columns = np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij")
     windows = np.stack((rows, columns), axis=-1).reshape(grid[0] // merge_size, merge_size, grid[1] // merge_size, merge_size, 2)
     return windows.transpose(0, 2, 1, 3, 4).reshape(-1, 2).astype(np.int64, copy=False)
-
-
-def _convert(image: Image.Image, *, in_channels: int) -> Image.Image:
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    elif image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image.convert("L" if in_channels == 1 else "RGB")

@@ -9,12 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from multimodal.data.audio.audio_files import SAMPLING_RATE
+from multimodal.data.audio import SAMPLING_RATE
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.parts.item_passes import pass_items
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 
 AUDIO_TOKENS_PER_SECOND = 50
 """Whisper's encoder: 100 frames a second, halved by its convolutions."""

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from multimodal.data.audio.audio_processing import audio_positions
+from multimodal.data.audio import audio_positions
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.arrays.rows import row_starts

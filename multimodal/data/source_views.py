@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.audio.audio_processing import silence_of
+from multimodal.data.audio import silence_of
 from multimodal.data.index.item_reader import expect_items, item_inputs
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
-from multimodal.values.parts.item_passes import pass_items
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import SampleLengths, pass_items
 
 
 class SourceView(ABC):

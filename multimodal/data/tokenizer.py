@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, require_package
 
 if TYPE_CHECKING:
     import tokenizers
@@ -170,12 +170,9 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = No
 
 
 def _load(path: Path) -> "tuple[Path, tokenizers.Tokenizer]":
-    try:
-        import tokenizers
-    except ImportError as problem:
-        raise ConfigError(
-            "HuggingFaceTokenizer needs the package 'tokenizers'; install it with: pip install braid[tokenizers]"
-        ) from problem
+    require_package("tokenizers", extra="tokenizers", needed_by="HuggingFaceTokenizer", error=ConfigError)
+    import tokenizers
+
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(

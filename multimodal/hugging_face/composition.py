@@ -105,7 +105,13 @@ def compose(
         for name, folder in encoders.items()
     }
     for name, functions in given.items():
-        units[name]["module"] |= _checked_callbacks(name, functions)
+        for place, function in functions.items():
+            if place not in CALLBACKS:
+                raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
+            parts = function.replace(":", ".").split(".") if isinstance(function, str) and function.count(":") == 1 else [""]
+            if not all(map(str.isidentifier, parts)):
+                raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
+        units[name]["module"] |= dict(functions)
     units[_LLM] = backbone
     _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in freeze], units)
     for entry in freeze:
@@ -164,7 +170,14 @@ def _encoder(
             kind = "audio" if "audio" in unit else "image"
             unit[kind] |= {"merge": "joined", "merge_factor": merge_size} if kind == "audio" else {"merge_size": merge_size}
         if layer != -1:
-            unit = _of_layer(unit, layer)
+            # the encoder ends with one of its layers, whose output passes no norm
+            num_layers = unit["num_layers"] + 1 + layer
+            if "image" not in unit or "module" in unit or not 1 <= num_layers < unit["num_layers"]:
+                raise ModelError(
+                    f"feature_layer is {layer}, expected -1, or one from -2 on down to the first where the layers of an encoder "
+                    "of images become Braid's; correct it"
+                )
+            unit = {**unit, "num_layers": num_layers, "projector_norm": "none"}
         if unit["projector_norm"] == "none" and norm != "none":
             unit["projector_norm"] = "merged"  # where it is the encoder's own it is of patches
         described = {**unit, "weights": str(folder.absolute()), **width}
@@ -172,17 +185,6 @@ def _encoder(
     except BraidError as problem:
         hint = "" if is_module else f"; or take it as it is: as_modules=['{name}']"
         raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}{hint}") from None
-
-
-def _of_layer(unit: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """Return an encoder that ends with one of its layers, whose output passes no norm."""
-    num_layers = unit["num_layers"] + 1 + layer
-    if "image" not in unit or "module" in unit or not 1 <= num_layers < unit["num_layers"]:
-        raise ModelError(
-            f"feature_layer is {layer}, expected -1, or one from -2 on down to the first where the layers of an encoder of "
-            "images become Braid's; correct it"
-        )
-    return {**unit, "num_layers": num_layers, "projector_norm": "none"}
 
 
 def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:
@@ -241,13 +243,3 @@ def _whole_numbers(config: Mapping[str, Any], key: str) -> list[int]:
     """Return a list of integers; an empty one if config.json has another value."""
     value = config.get(key)
     return value if isinstance(value, list) and all(isinstance(each, int) for each in value) else []
-
-
-def _checked_callbacks(name: str, functions: Mapping[str, str]) -> dict[str, str]:
-    for place, function in functions.items():
-        if place not in CALLBACKS:
-            raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
-        parts = function.replace(":", ".").split(".") if isinstance(function, str) and function.count(":") == 1 else [""]
-        if not all(map(str.isidentifier, parts)):
-            raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
-    return dict(functions)

@@ -96,7 +96,7 @@ def share_adapter(linear: Module, owner: Module) -> None:
 
 
 def is_engine_linear(linear: Module) -> bool:
-    """Return True for a linear layer of Transformer Engine, whose adapter is computed apart (`engine_adapter.py`)."""
+    """Return True for a linear layer of Transformer Engine, whose adapter is computed apart (`deferrable_linear.py`)."""
     return hasattr(linear, "parallel_mode")
 
 

@@ -4,19 +4,110 @@ megatron-core's layers compute both gradients in one autograd function and wait 
 These layers do the same, except that they report every wait to the stage (`TensorParallelWaits`), that with an active
 WeightGradientQueue the backward computes only the input gradient and leaves the rest to the queue, and that they may have an
 adapter. They are subclasses rather than a replaced function, so nothing global changes, with CUDA or without.
+
+A collective may overlap with the products beside it (DistTrain, section 6, StepCCL): both are cut into the same parts, so ranks
+wait for one part of the collective only. Gathered rows are put into their places as they arrive, so nothing is left to be
+remapped after the products (Figure 14). These pairs overlap (SP: sequence parallelism):
+
+    layer          forward                        backward
+    column, SP     all-gather | product           reduce-scatter | product, then weight gradient
+    column         (product)                      all-reduce     | product, then weight gradient
+    row, SP        reduce-scatter | product       all-gather | product, (weight gradient)
+    row            all-reduce     | product       (product, weight gradient)
+
+Adapters of Transformer Engine's layers are computed beside the layers' own product, and their collectives are apart:
+
+                          rows                      A          between A and B              B
+    split by outputs      after the fused norm      whole      rows of all ranks            split
+    split by inputs       the layer's input         split      sum, this rank's rows        whole
+
+What is sent then has the adapter's rank for its width, where local layers add the product before the sum of theirs
+(`adapter.py`). The gradient of a whole matrix comes from the rows that a rank has, so it is summed under sequence parallelism
+only.
 """
 
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
+from torch.nn import Module
 
-from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of
-from multimodal.model.collectives import Arriving, RankLink, sum_rows
-from multimodal.model.overlapped_product import Added, add_product, gather_then_multiply, multiply_then_sum
-from multimodal.model.tensor_parallel_waits import TensorParallelWaits
+from multimodal.attention.context_parallel import reduce_scatter_single
+from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of, is_engine_linear, splits_inputs
+from multimodal.model.collectives import Arriving, RankLink, TensorParallelWaits, sequence_parts, sum_rows
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
+
+
+def gather_then_multiply(share: Tensor, matrix: Tensor, link: RankLink | None) -> tuple[Tensor, Tensor]:
+    """Gather rows and multiply each part as soon as it has arrived, while later parts are on their way.
+
+    share: [num_rows, batch, size]; matrix: [size, output_size]; link: None for a product of this rank alone.
+    Returns [num_ranks * num_rows, batch, output_size] and the gathered rows.
+    """
+    if link is None or link.num_parts == 1 or not link.is_sequence_parallel:
+        rows = share if link is None else link.complete(link.start_gathering(share))
+        return _multiply(rows, matrix), rows
+    rows, works = link.start_gathering(share)
+    product = rows.new_empty((*rows.shape[:-1], matrix.shape[1]))
+    parts = sequence_parts(len(share), num_parts=link.num_parts)
+    for part, work in zip(parts, works, strict=True):
+        work.wait()
+        blocks, made = (each.unflatten(0, (link.group.size(), -1)) for each in (rows, product))  # by the rank that owns them
+        _multiply(blocks[:, part], matrix, into=made[:, part])
+    return product, rows
+
+
+Added = tuple[Tensor, Tensor] | None
+"""[num_rows, batch, rank] and [rank, output_size], whose product is added to another with as many rows."""
+
+
+def add_product(product: Tensor, added: Added) -> Tensor:
+    """Add the product of two matrices in place, if there are any."""
+    if added is not None:
+        product.flatten(0, -2).addmm_(added[0].flatten(0, -2), added[1])
+    return product
+
+
+def multiply_then_sum(rows: Tensor, matrix: Tensor, link: RankLink, *, added: Added) -> Arriving:
+    """Multiply part by part, and sum each part over the ranks while later parts are multiplied.
+
+    rows: [num_rows, batch, size]. The result is [num_rows, batch, output_size] on all ranks, or under sequence parallelism this
+    rank's share of them, [num_rows / num_ranks, batch, output_size].
+    """
+    if link.num_parts == 1:
+        return link.start_summing(add_product(_multiply(rows, matrix), added))
+    num_blocks = link.group.size() if link.is_sequence_parallel else 1
+    blocks = rows.contiguous().unflatten(0, (num_blocks, -1))
+    inner = None if added is None else added[0].contiguous().unflatten(0, (num_blocks, -1))
+    _, num_rows, batch, _ = blocks.shape
+    result = rows.new_empty((num_rows, batch, matrix.shape[1]))
+    works = []
+    for part in sequence_parts(num_rows, num_parts=link.num_parts):
+        product = rows.new_empty((num_blocks, *result[part].shape)) if link.is_sequence_parallel else result[None, part]
+        _multiply(blocks[:, part], matrix, into=product)
+        if inner is not None and added is not None:
+            product.flatten(1, 2).baddbmm_(inner[:, part].flatten(1, 2), added[1].expand(num_blocks, *added[1].shape))
+        if link.is_sequence_parallel:
+            works.append(reduce_scatter_single(result[part], product.flatten(0, 1), group=link.group, async_op=True))
+        else:
+            works.append(dist.all_reduce(result[part], group=link.group, async_op=True))
+    return Arriving(result, tuple(works))
+
+
+def _multiply(rows: Tensor, matrix: Tensor, *, into: Tensor | None = None) -> Tensor:
+    """rows: [num_rows, batch, size], or a slice of each rank's, [num_ranks, num_rows, batch, size], whose products go `into`."""
+    if into is None:
+        return rows.matmul(matrix)
+    torch.bmm(rows.flatten(1, 2), matrix.expand(len(rows), *matrix.shape), out=into.flatten(1, 2))
+    return into
 
 
 def queue_of(weight: Tensor, adapter: Adapter | None) -> WeightGradientQueue | None:
@@ -178,3 +269,32 @@ def weight_gradients(
         return WeightGradients()
     found: dict[str, Tensor | None] = {name: each.of_weight() for name, each in pending.items()}
     return WeightGradients(**found, bias=pending["weight"].of_bias() if "weight" in pending else None)
+
+
+def adapt_engine_linears(layer: Module) -> None:
+    """Let Transformer Engine's linear layers inside add the products of their adapters, where they have some."""
+    linear: Any
+    for linear in layer.modules():
+        if is_engine_linear(linear) and adapter_of(linear) is not None:
+            if hasattr(linear, "return_layernorm_output"):
+                linear.return_layernorm_output = True
+            linear.register_forward_hook(_add_adapter)
+
+
+def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return product and bias as megatron-core's callers expect them; output: also has the normalised rows of a fused norm."""
+    product, *rest = output
+    rows = inputs[0]
+    if hasattr(linear, "return_layernorm_output"):
+        product, rows = product if isinstance(product, tuple) else (product, rest.pop())
+    adapter = adapter_of(linear)
+    assert adapter is not None
+    inner = deferrable_linear(rows, adapter.down, None) * adapter.scale
+    group, is_cut = linear.tp_group, linear.sequence_parallel
+    if linear.tp_size > 1 and splits_inputs(linear):
+        inner = (reduce_scatter_to_sequence_parallel_region if is_cut else reduce_from_tensor_model_parallel_region)(
+            inner, group=group
+        )
+    elif linear.tp_size > 1:
+        inner = (gather_from_sequence_parallel_region if is_cut else copy_to_tensor_model_parallel_region)(inner, group=group)
+    return product + deferrable_linear(inner, adapter.up, None), rest[0] if rest else None

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from multimodal.attention.device_values import map_tensors
-from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
-from multimodal.attention.windows import Windows, order_by_window
+from multimodal.attention.packed_lengths import ItemSpan, PackedLengths, Windows, order_by_window
 from multimodal.cost.token_shares import RankShare, WholeItemShares
-from multimodal.model.inputs.latents import ItemsMade
-from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.latents import ItemsMade, NoisePath
 from multimodal.values.model_graph import Unit
 
 

@@ -55,7 +55,7 @@ class BuildOptions:
     transformer_impl: str = "local"
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
     fuses_kernels: bool = False
-    """SwiGLU and rotation each as one kernel, if the implementation has such kernels."""
+    """SwiGLU, approximated GELU with its bias, and rotation each as one kernel, if the implementation has such kernels."""
     accumulates_in_products: bool = False
     """Products add their weight gradients to float32 buffers themselves."""
     delays_weight_gradients: bool = False
@@ -93,6 +93,9 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
     """
     shape = unit.transformer
     dtype = options.precision.params_dtype
+    # megatron-core's one kernel for bias and `F.gelu` computes the approximation by tanh, to float32's precision
+    is_approximated = shape.activation == "geglu_tanh" or (shape.activation == "gelu_tanh" and shape.add_bias_linear)
+    fuses_gelu = options.fuses_kernels and is_approximated and dtype != torch.float64 and shape.experts is None
     return TransformerConfig(
         num_layers=max(1, shape.num_layers),  # megatron-core divides by it
         hidden_size=shape.hidden_size,
@@ -105,7 +108,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         layernorm_zero_centered_gamma=shape.layernorm_zero_centered_gamma,
         softmax_scale=shape.softmax_scale,
         gated_linear_unit=shape.is_gated,
-        activation_func=ACTIVATIONS[shape.activation],
+        activation_func=torch.nn.functional.gelu if fuses_gelu else ACTIVATIONS[shape.activation],
         add_bias_linear=shape.add_bias_linear,
         add_qkv_bias=shape.add_qkv_bias,
         qk_layernorm=shape.qk_layernorm,
@@ -119,7 +122,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=options.fuses_kernels and shape.activation == "swiglu",
+        bias_activation_fusion=fuses_gelu or (options.fuses_kernels and shape.activation == "swiglu"),
         apply_rope_fusion=options.fuses_kernels and shape.has_rotary_positions and fused_apply_rotary_pos_emb is not None,
         fp8=options.fp8_format,
         fp8_recipe=options.fp8_recipe,

@@ -15,17 +15,30 @@ from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
-from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
-from multimodal.model.collectives import RankLink, share_rows
-from multimodal.model.engine_adapter import adapt_engine_linears
-from multimodal.model.inputs.latents import encode_images
-from multimodal.model.layers.carried_states import CarriedStates, join
-from multimodal.model.layers.layer_kind import Exchange, HeadOutput, LayerContext, LayerPart, StagePass, State
+from multimodal.model.adapter import (
+    adapter_of,
+    attach_adapters,
+    attach_new_rows,
+    is_engine_linear,
+    share_adapter,
+)
+from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
+from multimodal.model.deferrable_linear import adapt_engine_linears
+from multimodal.model.latents import encode_images
+from multimodal.model.layers.layer_kind import (
+    CarriedStates,
+    Exchange,
+    HeadOutput,
+    LayerContext,
+    LayerPart,
+    StagePass,
+    State,
+    join,
+)
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import frequency_divisors, rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
-from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import (
     DeferWeightGradients,

@@ -6,12 +6,18 @@ contributes its shares of the weights and gradients of zero, and computes nothin
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+import numpy as np
+
+from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.values.action import ACTION_TABLE, BACKWARDS, Action, ActionKind, Resource
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 
 class Join(NamedTuple):
@@ -40,9 +46,17 @@ def align_replicas(schedule: Schedule, units: Collection[str] | None = None) -> 
     schedule: lowered and valid; fillers count as work in line. units: those whose replicas compute together (except in weight
     gradients), because they share experts; None: all units. Deterministic; O(actions + dependencies + joins x lanes).
     """
-    alignment = _Alignment(schedule, units)
+    alignment = Alignment(schedule, units)
     alignment.run()
-    return tuple({position: tuple(found) for position, found in lane.items()} for lane in alignment.joins)
+    return tuple(by_position(lane) for lane in alignment.joins)
+
+
+def by_position(joins: Sequence[tuple[int, int, Join]]) -> Mapping[int, tuple[Join, ...]]:
+    """Return the joins of a lane by position; joins: as in `Alignment.joins`."""
+    found: dict[int, tuple[Join, ...]] = {}
+    for position, _, join in joins:
+        found[position] = (*found.get(position, ()), join)
+    return found
 
 
 def exchanges_tokens(action: Action) -> bool:
@@ -55,14 +69,18 @@ def kind_of_exchange(action: Action) -> ActionKind:
     return ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENT else action.kind
 
 
-class _Alignment:
+class Alignment:
     """The state of the run: positions of lanes, actions done, and lanes that wait for them."""
 
     def __init__(self, schedule: Schedule, units: Collection[str] | None) -> None:
         self.units = units
         self.lanes = [lane.actions for lane in schedule.lanes]
         self.shape, self.plan, self.work = schedule.shape, schedule.shape.plan, schedule.work
-        self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
+        self.joins: list[list[tuple[int, int, Join]]] = [[] for _ in self.lanes]
+        """Per lane, in order: position, number of the computation that is joined, and what it is."""
+        self.order: dict[Action, int] = {}
+        """Computation or collective -> the number of the computation that runs with it or, for a collective, ran last."""
+        self.num_fired = 0
         self.positions = [0] * len(self.lanes)
         self.num_passed: dict[Action, int] = {}
         self.done: set[Action] = set()
@@ -74,6 +92,7 @@ class _Alignment:
         self._lanes_of = cache(self.plan.lanes_of_stage)
 
     def run(self) -> None:
+        """Run all lanes to their ends."""
         while self.queue or self.arrived:
             if self.queue:
                 self._advance(self.queue.popleft())
@@ -90,6 +109,8 @@ class _Alignment:
             if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE and self._must_wait(action, lane):
                 return
             self.positions[lane] += 1
+            if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE:
+                self.order[action] = self.num_fired
             self.num_passed[action] = self.num_passed.get(action, 0) + 1
             if self.num_passed[action] == len(self._lanes_of(*action[1:4])):
                 self._complete(action)
@@ -116,13 +137,15 @@ class _Alignment:
     def _fire(self, join: Join) -> None:
         """Run a computation in all replicas that have reached it; the others join."""
         arrived = self.arrived.pop(join)
+        self.num_fired += 1
+        self.order |= dict.fromkeys(arrived.values(), self.num_fired)
         for replica in range(self.plan.units[join.unit].data_parallel_size):
             lanes = self._lanes_of(join.unit, replica, join.stage)
             for lane in lanes:
                 if replica in arrived:
                     self.positions[lane] += 1
                 else:
-                    self.joins[lane].setdefault(self.positions[lane], []).append(join)
+                    self.joins[lane].append((self.positions[lane], self.num_fired, join))
             if replica in arrived:
                 self._complete(arrived[replica])
                 self.queue.extend(lanes)
@@ -157,4 +180,67 @@ class _Alignment:
         return actions[self.positions[lane]] if self.positions[lane] < len(actions) else None
 
 
-_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+_KINDS = (ActionKind.FORWARD, *BACKWARDS)
+
+
+_BACKWARD, _INPUT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
+_EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]
+
+
+def check_expert_groups(schedule: Schedule) -> None:
+    """Raise ScheduleError if replicas that share experts would wait for each other forever.
+
+    In every layer with experts they exchange tokens, so the i-th computation of a stage must be of one kind and microbatch in all
+    replicas, and some order of the whole step must bring all of them there together. O(actions + dependencies).
+    """
+    units = schedule.shape.plan.units_with_shared_experts
+    for unit in units:
+        plan = schedule.shape.plan.units[unit]
+        for stage in range(plan.num_virtual_stages):
+            orders = [
+                [
+                    (kind_of_exchange(action), action[4:])
+                    for action in schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
+                    if action[1:4] == (unit, replica, stage) and exchanges_tokens(action)
+                ]
+                for replica in range(plan.data_parallel_size)
+            ]
+            for replica, order in enumerate(orders):
+                if order != orders[0]:
+                    raise ScheduleError(_problem(unit, f"stage {stage} of replicas 0 and {replica} computes in different orders"))
+    if units and any(align_replicas(schedule, units)):
+        raise ScheduleError(_problem(units[0], "other units keep its replicas from computing together"))
+
+
+def computed_together(work: StepWork) -> Integers | None:
+    """Return, for every piece, the first replica's piece that it is computed together with; None if no experts are shared.
+
+    Pieces are computed together if they are forwards or backwards of the same number in stages with shared experts. O(pieces
+    log).
+    """
+    if not work.plan.units_with_shared_experts:
+        return None
+    joined = np.arange(work.num_pieces(lowered=True))
+    stages, pieces = work.computed_stages, work.pieces
+    has_experts = []
+    for unit, replica, index in work.stages:
+        layers = work.plan.virtual_stage(unit, replica, index).layers
+        names = work.graph.unit(unit).layers[layers.start : layers.stop]
+        has_experts.append(any(name in LAYER_KINDS and LAYER_KINDS[name].exchanges_tokens for name in names))
+    sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
+    chosen = np.flatnonzero(np.array(has_experts)[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
+    kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
+    groups = work.replicas // sizes
+    first_stages = stages - work.replicas  # the numbers of a stage's replicas are consecutive
+    columns = (first_stages, groups, kinds, work.microbatches, pieces.parts)
+    keys = np.stack([np.asarray(column, np.int64)[chosen] for column in columns])
+    _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    joined[chosen] = chosen[first[group.ravel()]]
+    return joined
+
+
+def _problem(unit: str, found: str) -> str:
+    return (
+        f"unit '{unit}': {found}, and replicas that share experts exchange tokens in every layer; use --schedule 1f1b, or "
+        "--expert-model-parallel-size 1"
+    )

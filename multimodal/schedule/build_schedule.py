@@ -1,23 +1,29 @@
-"""Makes a runnable schedule of a step (build, rewrite, lower, validate), and caches schedules by the assignment's shape."""
+"""Makes a runnable schedule of a step (build, rewrite, lower, validate, settle fillers), and caches schedules by their shape."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.align_replicas import Joins, align_replicas
+from multimodal.schedule.align_replicas import Alignment, Joins, by_position, check_expert_groups
 from multimodal.schedule.builders import Builder, ScheduleRow
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
-from multimodal.schedule.expert_groups import check_expert_groups
+from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
 from multimodal.schedule.passes import Pass
-from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.settle_fillers import settle_fillers
+from multimodal.schedule.passes.insert_communication import insert_communication, with_messages
+from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import Resource
+from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import RESOURCE_NUMBERS
 
 
 def build_schedule(
@@ -29,27 +35,70 @@ def build_schedule(
     is_checked: validate the result; costs: those that the builder used, if any; they know the options of the run.
     Raises ScheduleError.
     """
+    return _lower(_build_computations(builder, shape, passes), costs, is_checked=is_checked)
+
+
+def _build_computations(builder: Builder, shape: StepShape, passes: Sequence[Pass]) -> Schedule:
     schedule = builder(shape)
     for rewrite in () if shape.forward_only else passes:
         schedule = rewrite(schedule)
-    lowered = insert_communication(schedule)
+    return schedule
+
+
+def _lower(computed: Schedule, costs: StepCosts | None, *, is_checked: bool = True) -> Schedule:
+    lowered = insert_communication(computed, costs)
     if is_checked:
-        validate_schedule(lowered, before=schedule, options=None if costs is None else costs.options)
+        validate_schedule(lowered, before=computed, options=None if costs is None else costs.options)
     return lowered
+
+
+def _place_together(computed: Schedule, lowered: Schedule) -> tuple[Schedule, Joins]:
+    """Return a schedule, of either dialect as given, with its messages in the order of `align_replicas`, and its joins.
+
+    The two ends of a message, and what replicas compute together, then have one order for all lanes, in which each could be
+    finished before the next begins: on GPUs a message holds up the gathering behind it, whose peers may be behind others.
+    """
+    alignment, work = Alignment(lowered, None), computed.work
+    alignment.run()
+    numbers, starts = work.numbers(lowered=False), np.full(work.num_computed, -1, np.int64)
+    for action, number in alignment.order.items():
+        starts[numbers[action]] = number
+    producers, consumers = work.message_ends
+    messages = np.flatnonzero(starts[consumers] >= 0)
+    placed, moments = with_messages(computed, messages, starts=starts, at=1 + 2 * starts[producers])
+    bounds = list(pairwise(placed.lane_starts.tolist()))
+    joins = (
+        [(int(np.searchsorted(moments[slice(*bounds[lane])], 2 * number)), number, join) for _, number, join in found]
+        for lane, found in enumerate(alignment.joins)
+    )
+    return placed, tuple(map(by_position, joins))
 
 
 @dataclass(frozen=True)
 class BuiltSchedule:
     """The schedule of one shape, and values that are derived from it on demand."""
 
-    schedule: Schedule
-    _settled: list[Schedule] = field(default_factory=list)
+    computed: Schedule
+    """In the compute dialect."""
+    costs: StepCosts | None = None
+    """Those of the step that it was built for; None: it is for any step of the shape."""
+    _checked: list[bool] = field(default_factory=list)
 
-    def to_run(self, costs: Callable[[], StepCosts]) -> Schedule:
-        """Return the schedule with every filler in its final place, by the costs of the first step that asks for it."""
-        if not self._settled:
-            self._settled.append(settle_fillers(self.schedule, costs()) if self.schedule.has_fillers else self.schedule)
-        return self._settled[0]
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The lowered schedule, by `costs` or unit costs; raises ScheduleError."""
+        return _lower(self.computed, self.costs)
+
+    def to_run(self, costs: StepCosts) -> Schedule:
+        """Return the schedule for a step of these costs: with its messages and every filler in their final places.
+
+        All ranks must do this for the same steps, whatever they have built before: it depends on nothing else.
+        """
+        if self.costs is not None:
+            return settle_fillers(self.schedule, costs)
+        placed = _lower(self.computed, costs, is_checked=not self._checked)
+        self._checked.append(True)
+        return settle_fillers(placed, costs)
 
     @cached_property
     def compiled(self) -> CompiledSchedule:
@@ -57,15 +106,17 @@ class BuiltSchedule:
         return compile_schedule(self.schedule)
 
     @cached_property
-    def joins(self) -> Joins:
-        """The computations that lanes join if replicas share their weights (`align_replicas`)."""
-        return align_replicas(self.schedule)
+    def together(self) -> tuple[Schedule, Joins]:
+        """The schedule of replicas that share their weights, and the computations that lanes join."""
+        return _place_together(self.computed, self.schedule)
 
     @cached_property
     def computes_together(self) -> bool:
         """True if replicas share experts, and compute in one order; raises ScheduleError if their orders differ."""
+        if not self.computed.shape.plan.units_with_shared_experts:
+            return False
         check_expert_groups(self.schedule)
-        return bool(self.schedule.shape.plan.units_with_shared_experts)
+        return True
 
 
 @dataclass
@@ -100,13 +151,69 @@ class ScheduleCache:
         """
         if costs is not None and self.needs_costs:
             builder = self.builder.with_costs(costs)
-            return BuiltSchedule(build_schedule(builder, shape, passes=self.passes, costs=costs))
+            return BuiltSchedule(_build_computations(builder, shape, self.passes), costs)
         if shape not in self._built:
             if len(self._built) >= self.capacity:
                 self._built.pop(next(iter(self._built)))
-            self._built[shape] = BuiltSchedule(build_schedule(self.builder, shape, passes=self.passes))
+            self._built[shape] = BuiltSchedule(_build_computations(self.builder, shape, self.passes))
         return self._built[shape]
 
     def schedule(self, assignment: Assignment) -> Schedule:
         """Return the schedule that `find` finds for an assignment's shape, without costs; raises ScheduleError."""
         return self.find(self.shape(assignment)).schedule
+
+
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
+
+
+def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
+    """Return a valid lowered schedule with every filler in line, at its place in a simulation with these costs.
+
+    That place is before its carrier, while the carrier would wait, or right behind the carrier. Both orders are valid, and only
+    weight gradients fill, for which no lane waits; so lanes that use other costs still fit together.
+    O(actions + dependencies).
+    """
+    if not (schedule.modes == SlotMode.FILLS_WAIT).any():
+        return schedule
+    compiled = compile_schedule(schedule).with_costs(costs)
+    is_late, places = _late_fillers(compiled, simulate_events(compiled.arrays))
+    lanes = (list(_in_line(schedule, is_late, places, lane)) for lane in range(schedule.num_lanes))
+    order = np.array(list(chain.from_iterable(lanes)), np.int64)
+    modes = np.where(schedule.modes == SlotMode.FILLS_WAIT, SlotMode.IN_LINE, schedule.modes).astype(np.uint8)
+    return Schedule(
+        schedule.shape, schedule.lane_starts, schedule.pieces[order], modes[order], schedule.waits[order], schedule.lowered
+    )
+
+
+def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple[Bools, Integers]:
+    """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in place of each slot.
+
+    Fillers of one carrier run in the order of their starts: fillers with unmet needs are passed over.
+    """
+    schedule = compiled.schedule
+    starts, ends = (np.full(len(schedule.pieces), np.nan) for _ in range(2))
+    starts[compiled.slots] = times.start_seconds[compiled.arrays.lane_nodes]
+    ends[compiled.slots] = times.end_seconds[compiled.arrays.lane_nodes]
+    fillers = np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT)
+    carriers = carrier_slots(schedule, fillers)
+    fillers, carriers = fillers[carriers != NO_CARRIER], carriers[carriers != NO_CARRIER]
+    late, places = np.zeros(len(schedule.pieces), np.bool_), np.arange(len(schedule.pieces))
+    late[fillers] = starts[fillers] >= ends[carriers]
+    places[fillers[np.argsort(carriers, kind="stable")]] = fillers[np.lexsort((starts[fillers], carriers))]
+    return late, places
+
+
+def _in_line(schedule: Schedule, is_late: Bools, places: Integers, lane: int) -> Iterator[int]:
+    """Yield the slots of a lane in their new order."""
+    resources, late = schedule.work.resources[schedule.pieces], []
+    has_run = False
+    for slot in places[schedule.lane_starts[lane] : schedule.lane_starts[lane + 1]].tolist():
+        if is_late[slot]:
+            late.append(slot)
+            continue
+        if has_run:
+            yield from late
+            late, has_run = [], False
+        yield slot
+        has_run |= bool(late) and resources[slot] == _COMPUTE and schedule.modes[slot] == SlotMode.IN_LINE
+    yield from late

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.cost.step_costs import PieceCosts, StepCosts
-from multimodal.schedule.expert_groups import computed_together
+from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text

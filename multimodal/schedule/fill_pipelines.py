@@ -11,12 +11,10 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
-from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
+from multimodal.schedule.encoder_ranges import Parts, PlacedParts, Waits, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
-from multimodal.schedule.inside_slots import NO_CARRIER
+from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, PieceCollectives, shared_encoders
 from multimodal.schedule.list_schedule import place_reductions
-from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, shared_encoders
-from multimodal.schedule.split_in_line import Waits
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from multimodal.kernels import kernels
 from multimodal.references.list_schedule import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
 from multimodal.references.list_schedule import list_schedule as reference
-from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.execute_lanes import execute_lanes, unit_costs
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers
 from multimodal.values.parts.cuts import StageKey, StageSplit

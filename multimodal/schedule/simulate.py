@@ -1,25 +1,25 @@
-"""Simulates a step: the duration of a lowered schedule at given costs, and the distribution of its time."""
+"""Simulates a step: the duration of a lowered schedule at given costs, the kinds of its idle time, and their report."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.bubbles import bubble_fractions
+from multimodal.schedule.align_replicas import check_expert_groups
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
-from multimodal.schedule.expert_groups import check_expert_groups
+from multimodal.schedule.execute_lanes import UnitCosts
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, NodeKind, simulate_events
-from multimodal.schedule.unit_cost import UnitCosts
-from multimodal.values.action import Place
-from multimodal.values.arrays.rows import Integers, row_numbers
+from multimodal.values.action import ActionKind, Place
+from multimodal.values.arrays.rows import Floats, Integers, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.timeline import Timeline, TimelineEvent
-from multimodal.values.work.step_work import StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 
 @dataclass(frozen=True)
@@ -229,3 +229,121 @@ def peak_activation_bytes(
     peaks = np.zeros(compiled.arrays.num_lanes, np.int64)
     np.maximum.at(peaks, lanes[order], kept)
     return tuple(peaks.tolist())
+
+
+BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
+
+
+def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration_seconds: float) -> Mapping[str, float]:
+    """Return kind -> fraction of lane time (lanes x iteration); every moment of every lane belongs to at most one kind.
+
+    A lane's idle time before its first computation is warm-up, and between two computations `pp_other`; in both, the time until
+    the parameters of the next computation are gathered is `dp_all_gather` instead. After its last computation a lane cools down
+    until the last computation in its pipeline (its component), then waits for the reduction of gradients, its own or slower
+    replicas'; without reductions, all of it is cool-down. A lane without computations is idle for `pp_other`. `tp` is the part of
+    computations in which a lane waits for a collective inside a layer and runs nothing else.
+    """
+    arrays = compiled.arrays
+    num_lanes = arrays.num_lanes
+    is_computed = arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE
+    nodes, lanes = arrays.lane_nodes[is_computed], compiled.lane_of_entry[is_computed]
+    order = np.lexsort((times.end_seconds[nodes], times.start_seconds[nodes], lanes))
+    nodes, lanes = nodes[order], lanes[order]
+    start, end = times.start_seconds[nodes], times.end_seconds[nodes]
+    is_first = np.diff(lanes, prepend=-1) != 0
+    is_last = np.diff(lanes, append=num_lanes) != 0
+    free_at = np.where(is_first, 0.0, np.concatenate(([0.0], end[:-1]))) if len(nodes) else end
+    gathering = np.clip(np.minimum(_gathered_at(compiled, times)[nodes], start) - free_at, 0.0, None)
+    waiting = start - free_at - gathering
+    computed_at = np.zeros(int(compiled.component_of_lane.max(initial=-1)) + 1)
+    np.maximum.at(computed_at, compiled.component_of_lane[lanes], end)
+    pipeline_end = computed_at[compiled.component_of_lane[lanes[is_last]]]
+    after = float(np.sum(iteration_seconds - pipeline_end))
+    collectives = compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]
+    reduces = bool((compiled.schedule.work.kinds[collectives] == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]).any())
+    num_idle_lanes = num_lanes - int(is_last.sum())
+    seconds = {
+        "dp_all_gather": float(gathering.sum()),
+        "dp_reduce_scatter": after if reduces else 0.0,
+        "pp_warmup": float(waiting[is_first].sum()),
+        "pp_cooldown": float(np.sum(pipeline_end - end[is_last])) + (0.0 if reduces else after),
+        "pp_other": float(waiting[~is_first].sum()) + num_idle_lanes * iteration_seconds,
+        "tp": float(compiled.unfilled_seconds[is_computed].sum()),
+    }
+    lane_time = num_lanes * iteration_seconds
+    return {kind: seconds[kind] / lane_time if lane_time else 0.0 for kind in BUBBLE_KINDS}
+
+
+def _gathered_at(compiled: CompiledSchedule, times: EventTimes) -> Floats:
+    """Return the time at which the parameters that each node needs are gathered; 0 if it needs none."""
+    arrays = compiled.arrays
+    gathered_at = np.zeros(arrays.num_nodes)
+    owners = np.repeat(np.arange(arrays.num_nodes), np.diff(arrays.need_starts))
+    is_collective = arrays.kinds[arrays.needs] == NodeKind.COLLECTIVE
+    np.maximum.at(gathered_at, owners[is_collective], times.end_seconds[arrays.needs[is_collective]])
+    return gathered_at
+
+
+def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:
+    """Summarise simulations of consecutive steps of one plan, in seconds, bytes and, for bubbles, fractions of lane time.
+
+    Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
+    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds:
+    time of every step after the simulated work; it counts as step time, but neither as busy nor as a bubble.
+    """
+    whole = sum(each.iteration_seconds + update_seconds for each in simulations)
+
+    def over_time(value: Callable[[Simulation], float]) -> float:
+        return sum(value(each) * each.iteration_seconds for each in simulations) / whole if whole else 0.0
+
+    first = simulations[0]
+    return {
+        "iteration_seconds": whole / len(simulations),
+        "update_seconds": update_seconds,
+        "ideal_seconds": sum(each.ideal_seconds for each in simulations) / len(simulations),
+        "mfu": over_time(lambda each: each.mfu),
+        "bubble": {kind: over_time(lambda each, kind=kind: each.bubble[kind]) for kind in first.bubble},  # type: ignore[misc]
+        "busy_fraction": over_time(lambda each: each.busy_fraction),
+        "peak_memory_bytes": max(each.peak_memory_bytes for each in simulations),
+        "num_lanes": first.num_lanes,
+        "num_microbatches": max(each.num_microbatches for each in simulations),
+        "iterations": [_step(each, update_seconds) for each in simulations],
+        "lanes": _lanes(first),
+        "stages": _stages(first),
+    }
+
+
+def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:
+    whole = simulation.iteration_seconds + update_seconds
+    return {
+        "iteration_seconds": whole,
+        "ideal_seconds": simulation.ideal_seconds,
+        "mfu": simulation.mfu * simulation.iteration_seconds / whole if whole else 0.0,
+        "peak_memory_bytes": simulation.peak_memory_bytes,
+        "num_microbatches": simulation.num_microbatches,
+    }
+
+
+def _lanes(simulation: Simulation) -> list[Mapping[str, Any]]:
+    lanes = simulation.compiled.schedule.lanes
+    held = [sorted({action.place[:3] for action in lane.actions}) for lane in lanes]
+    return [
+        {
+            "ranks": list(lane.ranks),
+            "stages": [f"{unit} {replica} stage {stage}" for unit, replica, stage in held[index]],
+            "busy_seconds": simulation.busy_seconds[index],
+            "peak_activation_bytes": simulation.peak_activation_bytes[index],
+            "peak_memory_bytes": simulation.peak_total_bytes[index],
+        }
+        for index, lane in enumerate(lanes)
+    ]
+
+
+def _stages(simulation: Simulation) -> list[Mapping[str, Any]]:
+    rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for place, seconds in simulation.stage_seconds.items():
+        rows.setdefault((place.unit, place.replica, place.stage), []).append((place.microbatch, seconds))
+    return [
+        {"unit": unit, "replica": replica, "stage": stage, "microbatch_seconds": [seconds for _, seconds in sorted(found)]}
+        for (unit, replica, stage), found in sorted(rows.items())
+    ]

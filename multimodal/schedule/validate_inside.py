@@ -9,8 +9,7 @@ import numpy as np
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.schedule.inside_slots import NO_CARRIER, InsideSlots
-from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, own_waits
+from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, InsideSlots, PieceCollectives, own_waits
 from multimodal.values.action import Resource, action_to_text
 from multimodal.values.arrays.rows import Bools, row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error

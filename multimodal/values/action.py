@@ -31,6 +31,10 @@ class ActionKind(StrEnum):
     REDUCE_GRADIENTS = "RG"
 
 
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+"""Kinds of actions that compute gradients."""
+
+
 class Resource(StrEnum):
     """The resource of a lane that an action occupies."""
 

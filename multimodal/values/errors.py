@@ -1,5 +1,7 @@
 """The errors a user can meet; each message says what was found, what was expected, where, and what to change."""
 
+from importlib.util import find_spec
+
 
 class BraidError(ValueError):
     """Base of every error that Braid raises about its input.
@@ -10,6 +12,12 @@ class BraidError(ValueError):
     def __init__(self, message: str, *, place: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
         self.place = place
+
+
+def require_package(name: str, *, extra: str, needed_by: str, error: type[BraidError]) -> None:
+    """Raise the error of something that needs a package which is not installed; extra: of Braid's, which brings it."""
+    if find_spec(name) is None:
+        raise error(f"{needed_by}: needs the package '{name}'; install it with: pip install 'braid[{extra}]'")
 
 
 class ConfigError(BraidError):

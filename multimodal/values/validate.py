@@ -12,10 +12,9 @@ from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError, PlanError
 from multimodal.values.file_form import at_line
-from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import Experts, ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthArrays, LengthBatch, SampleLengths
 from multimodal.values.typed_reader import Plain
 
 

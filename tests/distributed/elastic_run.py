@@ -16,7 +16,7 @@ from typing import Any
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from tests.distributed.launch import REPOSITORY, Forked
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked
 from tests.distributed.small_run import working_flags, write_working_files
 from tools.launch import free_port
 
@@ -208,11 +208,11 @@ class ElasticRun:
                 self._recoveries.append(event)
         return list(self._recoveries)
 
-    def wait_for_step(self, step: int, *, seconds: float = 300.0) -> None:
+    def wait_for_step(self, step: int, *, seconds: float = HANG_SECONDS) -> None:
         """Wait until a step is in the log; fails where none is added for so many seconds."""
         self.wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}", seconds=seconds)
 
-    def wait_until(self, has_happened: Callable[[], bool], what: str, *, seconds: float = 300.0) -> None:
+    def wait_until(self, has_happened: Callable[[], bool], what: str, *, seconds: float = HANG_SECONDS) -> None:
         """Wait for something; fails where no step is added to the log for so many seconds."""
         since = time.monotonic()
         while not has_happened():
@@ -222,9 +222,14 @@ class ElasticRun:
             assert silence < seconds, f"no {what}, and no step in {seconds:.0f} s:\n{self.output}"
             time.sleep(0.02)
 
-    def wait(self, *, seconds: float = 120.0) -> int:
-        """Wait for the end; returns the exit code."""
-        return self._process.wait(seconds)
+    def wait(self, *, seconds: float = HANG_SECONDS) -> int:
+        """Wait for the end; returns the exit code. Raises TimeoutExpired when no step is added to the log for so many seconds."""
+        since = time.monotonic()
+        while (silence := time.monotonic() - max(since, self._last_sign)) < seconds:
+            self.step_times()
+            with suppress(subprocess.TimeoutExpired):
+                return self._process.wait(0.05)
+        raise subprocess.TimeoutExpired("an elastic run", silence)
 
     def close(self) -> None:
         self._process.kill()

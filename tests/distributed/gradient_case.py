@@ -27,7 +27,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP, is_new_rows
-from multimodal.model.inputs.noise_paths import draw_path
+from multimodal.model.latents import draw_path
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -72,6 +72,8 @@ class GradientCase:
     """Tokens that stay together there."""
     shards_weights: bool = False
     """Whether replicas share weights and gradients, too; the reference never does."""
+    reduces_once: bool = False
+    """Whether these gradients are reduced in a step's last backward alone."""
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
     transformer_impl: str = "local"
@@ -86,7 +88,7 @@ class GradientCase:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
-            f"shards_weights={self.shards_weights}, num_overlapped_parts={self.num_overlapped_parts}",
+            f"shards_weights={self.shards_weights}, once {self.reduces_once}, num_overlapped_parts={self.num_overlapped_parts}",
             f"attention: {self.attention_mask}, by {self.attention_backend}; {self.distribution}, blocks of {self.block_size}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
@@ -137,6 +139,7 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
         passes=case.passes,
         reduces_by_layer=reduce_by_layer in case.passes,
         shards_weights=case.shards_weights,
+        reduces_once=case.reduces_once,
     )
     session = Session(options, plan=case.plan)
     with whole_weights(session):

@@ -10,7 +10,7 @@ import torch
 from multimodal.model.parameter_sharding import WHOLE
 from tests.distributed.gradient_case import GradientCase, RankGradients, reference_of, run_on_rank, run_reference
 from tests.distributed.rank_pool import RankPool
-from tests.unit.model.join_shards import join_shards
+from tests.unit.model.rank_groups import join_shards
 
 TOLERANCE = 1e-9
 SMALLEST_SCALE = 1e-3

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.runtime.platform import CpuTorch
-from tests.distributed.compared_case import (
+from tests.distributed.braid_training import (
     BETAS,
     CLIP_GRAD,
     EPSILON,

@@ -34,8 +34,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
-from tests.distributed.braid_training import Weights
-from tests.distributed.compared_case import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase
+from tests.distributed.braid_training import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase, Weights
 from tests.distributed.megatron_training import (
     build_optimizer,
     language_arguments,

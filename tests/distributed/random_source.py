@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.audio.audio_processing import frames_to_patches, samples_to_patches
+from multimodal.data.audio import frames_to_patches, samples_to_patches
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
-from multimodal.values.parts.item_passes import pass_item, pass_items
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_item, pass_items
 
 
 @dataclass(frozen=True)

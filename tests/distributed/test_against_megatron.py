@@ -2,10 +2,8 @@
 
 import pytest
 
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
-from tests.distributed.braid_training import braid_losses, initial_weights
-from tests.distributed.compared_case import NUM_STEPS, TEXT_ONLY
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
+from tests.distributed.braid_training import NUM_STEPS, TEXT_ONLY, braid_losses, initial_weights
 from tests.distributed.megatron_training import megatron_losses
 from tests.distributed.rank_pool import RankPool
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.runtime.checkpoint import checkpoint as saving
 from megatron.runtime.checkpoint import folder as checkpoint_folder
-from megatron.runtime.checkpoint.background_save import BackgroundSave
+from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
 from multimodal.values.errors import CheckpointError

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from safetensors.torch import load_file
 
 import multimodal
-from megatron.runtime.hugging_face.save_adapter import save_adapter
+from megatron.runtime.hugging_face.save_weights import save_adapter
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model

@@ -1,6 +1,6 @@
 """Attention over 1 to 4 ranks equals attention of one process: outputs and all gradients, whoever holds which tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import megatron.core.tensor_parallel  # noqa: F401  # before ranks are forked: each would import it by itself
 import numpy as np
@@ -9,12 +9,30 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from multimodal.attention.attention_backend import load_backend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionMask, load_backend
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.share_tokens import TokenDistribution, share_tokens
+from multimodal.cost.token_shares import CUT, ItemDealer
+from multimodal.data.sample_source import ItemPixels
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
+from tests.distributed.spread_case import (
+    BLOCK_SIZE,
+    GRAPH,
+    MIXED,
+    MIXED_SAMPLES,
+    ONE,
+    SAMPLES,
+    SHORT,
+    TINY,
+    build_case,
+    unit_plan,
+    whole_items_case,
+)
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, output_and_gradients
 
 HEADS, GROUPS = 8, 4
@@ -76,3 +94,102 @@ def test_equals_one_process(ranks: RankPool, case: Case, num_ranks: int) -> None
 def test_heads_that_cannot_be_cut_are_refused(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="4 key heads cannot be gathered 3 at a time; choose a divisor of them"):
         ranks.run(attend_on_rank, Case("causal", groups_at_once=3), world_size=1)
+
+
+SEED = 0
+UNITS = {
+    "encoder": {"vision": unit_plan(0, cp=2), "llm": unit_plan(2)},
+    "encoder with tp, apart": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, cp=2, tp=2)},
+    "encoder and LLM cross": {"vision": unit_plan(0, cp=1, tp=2), "llm": unit_plan(0, cp=2)},
+    "LLM and encoder cross": {"vision": unit_plan(0, cp=2), "llm": unit_plan(0, tp=2)},
+    "encoder in stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(1, cp=3)},
+    "LLM in stages": {"llm": unit_plan(0, cp=2, tp=2, pp=2)},
+    "generator": {"llm": unit_plan(0), "painter": unit_plan(1, cp=2)},
+    "generator and LLM": {"llm": unit_plan(0, cp=2, tp=2), "painter": unit_plan(2, cp=3)},
+    "generator with tp": {"llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=2, tp=2)},
+    "all": {"vision": unit_plan(0, cp=4), "llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=4)},
+}
+BY_ITEM = {
+    "cp 2": {"vision": unit_plan(0, cp=2), "llm": unit_plan(2)},
+    "cp 3 before an LLM that shares its ranks": {"vision": unit_plan(0, cp=3), "llm": unit_plan(0, cp=3)},
+    "cp 4, stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(2, cp=2), "painter": unit_plan(0, cp=4)},
+    "cp 2 beside tp 2": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, tp=2), "painter": unit_plan(0, cp=2, tp=2)},
+}
+
+
+class BytesSource(RandomSource):
+    """Images as files have them: bytes, which are normalised where they are embedded."""
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        found = super().item(index, item_index)
+        return replace(found, patches=(found.patches * 40 + 128).clip(0, 255).astype(np.uint8))
+
+
+def with_frozen_encoder(case: GradientCase, *, trains_projector: bool) -> GradientCase:
+    vision = replace(case.graph.unit("vision"), freeze_module=True, freeze_projector=not trains_projector)
+    return replace(case, graph=replace(case.graph, units=(vision, *case.graph.units[1:])))
+
+
+SHARED = whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0))
+CASES = {
+    **{
+        f"tokens: {name}": replace(
+            build_case(**units), sequence_parallel=any(unit.tensor_parallel_size > 1 for unit in units.values())
+        )
+        for name, units in UNITS.items()
+    },
+    **{
+        f"tokens: {distribution}": replace(build_case(llm=unit_plan(0, cp=3)), distribution=distribution)
+        for distribution in TokenDistribution
+    },
+    "tokens: blocks of 16": replace(build_case(**UNITS["all"]), block_size=16),
+    "tokens: zb-h1": replace(build_case(**UNITS["LLM in stages"]), builder="zb-h1"),
+    "tokens: of samples that are decoded first": replace(build_case(**UNITS["generator and LLM"]), exchanges_samples=True),
+    **{
+        f"items: {name}": replace(
+            whole_items_case(**units), sequence_parallel="tp" in name, attention_backend="blocks" if "stages" in name else "auto"
+        )
+        for name, units in BY_ITEM.items()
+    },
+    "items: of bytes, without patches on a rank": replace(SHARED, source=BytesSource(GRAPH, MIXED_SAMPLES, 12)),
+    "items: recompute full, split": replace(
+        whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2)),
+        recompute="full",
+        passes=(SplitStages(1), CutMicrobatches(1)),
+    ),
+    "items: frozen encoder": with_frozen_encoder(SHARED, trains_projector=True),
+    "items: frozen encoder and projector": with_frozen_encoder(SHARED, trains_projector=False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_distribution(ranks: RankPool, name: str) -> None:
+    """Of tokens one by one, also with ranks that hold none, and of whole items and parts of long ones."""
+    assert_matches(CASES[name], ranks)
+
+
+def test_microbatches_of_items_are_of_each_kind() -> None:
+    source = RandomSource(GRAPH, MIXED_SAMPLES, 12)
+    dealer = ItemDealer(GRAPH, "vision", 2, BLOCK_SIZE)
+    kinds = ([source.lengths(sample).items[item] for sample, item in kind] for kind in (SHORT, MIXED, ONE, TINY))
+    owners = [dealer.deal(dealer.loads_of(items)).owners.tolist() for items in kinds]
+    assert owners == [[0, 1], [1, CUT, 1], [CUT], [0]]
+
+
+def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:
+    """What this rank says of a forward in which greedy decoding is compared with the targets."""
+    step = plan_case(case, forward_only=True)
+    result = build_session(case).executor.execute(step)
+    return result.num_correct_tokens, dict(result.correct_samples)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_answer_is_right_if_all_ranks_that_share_it_say_so(ranks: RankPool, tp: int) -> None:
+    two_words = RandomSource(GRAPH, SAMPLES, vocab_size=2, seed=SEED)
+    alone, spread = (replace(build_case(llm=llm), source=two_words) for llm in (unit_plan(0), unit_plan(0, cp=4, tp=tp)))
+    ((num_correct, right_answers),) = ranks.run(evaluate_on_rank, alone, world_size=1)
+    assert set(right_answers.values()) == {True, False}, "choose another seed"
+    found = ranks.run(evaluate_on_rank, spread, world_size=4 * tp)
+    assert sum(count for count, _ in found) == num_correct
+    said = [item for _, samples in found for item in samples.items()]
+    assert len(said) == len(dict(said)) and dict(said) == right_answers

@@ -1,6 +1,10 @@
 """Groups whose connecting fails on one rank are made once more, by all ranks; a rank that is gone ends all."""
 
+import os
+import re
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.communication import create_groups
+from megatron.runtime.feed.agreement import Agreed, assignment_digest, check_agreement
+from megatron.runtime.launch.failure import StopReason
+from multimodal.values.assignment import Assignment
+from multimodal.values.errors import AssignmentError
+from tests.distributed.gradient_case import GradientCase, plan_case
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, as_arguments
 from tests.distributed.rank_pool import TIMEOUT, RankPool
+from tests.distributed.small_run import working_flags, write_working_files
+from tests.distributed.test_every_builder import MODELS, build_case
+from tests.distributed.test_stopped_ranks import wait_for_steps
+from tools.launch import free_port
 
 WORLD_SIZE = 4
 RANK_SETS = ((0, 1, 2, 3), (0, 2), (1, 3), (3,))
@@ -121,3 +135,82 @@ def test_groups_of_nccl_are_told_what_is_urgent_and_what_they_may_hold(monkeypat
     assert [(ranks, each.is_urgent, each.config.max_ctas) for ranks, each in made] == [
         *(([0, 1], False, 32), ([2, 3], True, 32), ([0, 1, 2, 3], False, 8))
     ]
+
+
+CASE = build_case("1f1b", MODELS["two encoders and LLM"])
+
+
+def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | Agreed:
+    """Check a step that one rank plans otherwise and rank 1 wants to stop at; returns the message, or what was agreed."""
+    rank = dist.get_rank()
+    step = plan_case(case)
+    if other is not None and rank == odd_rank:
+        step = replace(step, assignment=other, digest=assignment_digest(other))
+    try:
+        stop = StopReason.SIGTERM if rank == 1 else StopReason.DURATION
+        return check_agreement(step, number=3, wait_seconds=0.25 * rank, stop=stop, device=torch.device("cpu"))
+    except AssignmentError as problem:
+        return str(problem)
+
+
+def swapped(assignment: Assignment) -> Assignment:
+    """The LLM's two replicas exchanged."""
+    return Assignment({**assignment.units, "llm": tuple(reversed(assignment.units["llm"]))})
+
+
+def reversed_inside(assignment: Assignment) -> Assignment:
+    """The same places, but the first microbatch's samples in another order."""
+    first, *rest = assignment.units["llm"][0]
+    return Assignment({**assignment.units, "llm": ((tuple(reversed(first)), *rest), *assignment.units["llm"][1:])})
+
+
+def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(ranks: RankPool) -> None:
+    world_size = CASE.plan.num_ranks
+    assert (
+        ranks.run(agree, CASE, None, 0, world_size=world_size)
+        == [Agreed(0.25 * (world_size - 1), StopReason.SIGTERM)] * world_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (
+            swapped,
+            "unit 'llm', sample 0 is in replica 1, microbatch 0, at 0 there and in replica 0, microbatch 0, at 0 on rank 0",
+        ),
+        (reversed_inside, "unit 'llm', sample 0 is in replica 0, microbatch 0, at 1 there"),
+    ],
+)
+def test_every_rank_names_the_first_difference(ranks: RankPool, change, difference) -> None:
+    messages = ranks.run(agree, CASE, change(CASE.assignment), 2, world_size=CASE.plan.num_ranks)
+    assert len(set(messages)) == 1
+    assert re.match(rf"step 3: rank 2 decided otherwise than rank 0: {difference}", messages[0])
+
+
+@pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])
+def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path, more: tuple[object, ...]) -> None:
+    place = ("--nproc-per-node", 2, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")
+    launcher = Forked("tools/launch.py", [*map(str, place), "--lr", "high"], folder=tmp_path, output=tmp_path / "output")
+    assert launcher.wait(HANG_SECONDS) == 2
+    assert launcher.said == "pretrain_mllm.py: error: argument --lr: expected a number, found 'high' [ConfigError, rank 0]\n"
+
+
+@pytest.mark.parametrize(("victim", "number", "exit_code"), [("launcher", signal.SIGTERM, 0), ("rank", signal.SIGKILL, 137)])
+def test_signals_reach_ranks_and_a_killed_rank_ends_the_run(
+    tmp_path: Path, victim: str, number: signal.Signals, exit_code: int
+) -> None:
+    write_working_files(tmp_path)
+    flags = {**working_flags(tmp_path), "--train-iters": 10**6, "--log-json": tmp_path / "log.jsonl"}
+    place = ("--nproc-per-node", 2, "--master-port", free_port(), REPOSITORY / "pretrain_mllm.py")
+    launcher = Forked("tools/launch.py", [*map(str, (*place, *as_arguments(flags)))], output=tmp_path / "output")
+    try:
+        wait_for_steps(tmp_path, 1)
+        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(ranks) == 2
+        os.kill(launcher.pid if victim == "launcher" else int(ranks[1]), number)
+        assert launcher.wait(HANG_SECONDS) == exit_code, launcher.said
+    finally:
+        launcher.kill()
+    said = "stopped by SIGTERM after step" if victim == "launcher" else "rank 0 lost its connection to rank 1"
+    assert said in launcher.said, launcher.said

@@ -17,8 +17,7 @@ from megatron.runtime.generation.drawing import _follow
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.cost.layers.registry import read_model
-from multimodal.model.inputs.latents import ItemsMade, cut_image, join_patches
-from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.latents import ItemsMade, NoisePath, cut_image, join_patches
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ModelError

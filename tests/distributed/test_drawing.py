@@ -13,7 +13,7 @@ from megatron.runtime.generation.whole_model import OpenedModel, StoredModel, em
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.image_processing import cut_patches
 from multimodal.model.initialization import initialize_parameters
-from multimodal.model.inputs.pixels import normalised_patches
+from multimodal.model.latents import normalised_patches
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.units.unit import Flow

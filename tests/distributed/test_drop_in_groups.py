@@ -1,23 +1,38 @@
 """Megatron's own process groups from a plan: in every unit those of its grid, given back afterwards, and one plan at a time."""
 
+import inspect
 import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, pipeline_parallel
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.runtime import patches
-from multimodal.plan.colocated import plan_colocated
+from megatron.runtime import patches, platform
+from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options
+from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, step_of_pipeline
 from multimodal.plan.communicators import data_parallel_ranks, holders_of_parameters
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.breadth_first import build_gpipe
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.values.action import ACTION_TABLE
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.schedule import Schedule, lane_of
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import step_work
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import MODEL
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 GRAPH = ModelGraph.from_dict(MODEL)
 OWN_RANKS = plan_disaggregated(
@@ -140,3 +155,144 @@ def llm_plan(*replicas: tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]
 def test_plans_that_megatron_cannot_express_are_refused(ranks: RankPool, plan: Plan | None, message: str) -> None:
     for found in ranks.run(refusal, plan, world_size=2 if plan is None else max(2, plan.num_ranks)):
         assert re.search(message, found), found
+
+
+ORIGINAL = schedules.get_forward_backward_func
+SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module that imported Megatron's function before anything was replaced."""
+    module = ModuleType("some_training_loop")
+    module.get_forward_backward_func = ORIGINAL  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(platform, "install", lambda: None)
+    yield module
+    patches.undo()
+
+
+def test_the_name_is_replaced_everywhere_and_given_back(loop: ModuleType) -> None:
+    patches.apply(schedule="gpipe")
+    patches.apply(schedule="1f1b")
+    replaced = schedules.get_forward_backward_func
+    assert replaced is not ORIGINAL
+    assert pipeline_parallel.get_forward_backward_func is replaced and loop.get_forward_backward_func is replaced
+    patches.undo()
+    assert {schedules.get_forward_backward_func, pipeline_parallel.get_forward_backward_func} == {ORIGINAL}
+    assert loop.get_forward_backward_func is ORIGINAL
+
+
+def test_the_functions_take_what_megatrons_take(loop: ModuleType) -> None:
+    patches.apply()
+    assert _parameters(schedules.get_forward_backward_func) == _parameters(ORIGINAL)
+    function = schedules.get_forward_backward_func(pp_size=2, vp_size=None)
+    assert _parameters(function) == _parameters(schedules.forward_backward_pipelining_without_interleaving)
+
+
+def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="apply.schedule=....: there is no schedule '2f2b'; choose one of gpipe, "):
+        patches.apply(schedule="2f2b")
+    assert schedules.get_forward_backward_func is ORIGINAL
+
+
+def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
+    assert {action.kind for action in step_work(step_of_pipeline(SHAPE)).actions} == RUNNABLE
+    assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
+
+
+def test_one_forward_one_backward_is_the_textbooks() -> None:
+    schedule = build_pipeline_schedule("1f1b", shape=replace(SHAPE, num_chunks=1, num_microbatches=3))
+    assert [[f"{a.kind}{a.microbatch}" for a in lane.actions if a.kind in ("F", "B")] for lane in schedule.lanes] == [
+        ["F0", "F1", "B0", "F2", "B1", "B2"],
+        ["F0", "B0", "F1", "B1", "F2", "B2"],
+    ]
+
+
+def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
+    (replica,) = step_of_pipeline(SHAPE).plan.units["model"].replicas
+    assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
+
+
+def _split_backwards(step: StepShape) -> Schedule:
+    text = schedule_to_text(build_gpipe(step))
+    return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"), step)
+
+
+def _last_microbatch_first(step: StepShape) -> Schedule:
+    schedule = build_one_f_one_b(step)
+    reordered = (
+        (a._replace(microbatch=3 - a.microbatch) if a.microbatch >= 0 else a for a in lane.actions) for lane in schedule.lanes
+    )
+    return schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, reordered, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("builder", "message"),
+    [
+        (_split_backwards, r"'odd' has actions of kind INPUT_GRADIENT \(I\), but .* runs .* whole; give patches.apply"),
+        (
+            _last_microbatch_first,
+            r"'odd' runs the microbatches of virtual stage 0 in the order \[3, 2, 1, 0\], but the loop's data",
+        ),
+    ],
+)
+def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, builder: Any, message: str) -> None:
+    monkeypatch.setitem(BUILDERS, "odd", replace(BUILDERS["1f1b"], build=builder))
+    with pytest.raises(ConfigError, match=message):
+        build_pipeline_schedule("odd", shape=SHAPE)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
+def test_options_that_would_be_ignored_are_refused(refusal: Any) -> None:
+    check_options(_config(), num_stages=2, num_chunks=1)
+    with pytest.raises(ConfigError, match=f"^{refusal.option}=.*; .* or call patches.undo"):
+        check_options(
+            _config(**{refusal.option: "local" if refusal.option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1
+        )
+
+
+def test_megatrons_own_sharding_is_refused() -> None:
+    sharded: Any = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    sizes = {"num_microbatches": 1, "seq_length": 1, "micro_batch_size": 1}
+    with pytest.raises(ConfigError, match="use_megatron_fsdp=True cannot be used .*; leave it out"):
+        ForwardBackward(schedule="1f1b").forward_backward(forward_step_func=max, data_iterator=None, model=sharded, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_stages", "num_chunks", "message"),
+    [
+        ({}, 2, 2, "the model has 2 chunks, .* virtual_pipeline_model_parallel_size None"),
+        ({"virtual_pipeline_model_parallel_size": 2}, 1, 2, "leave it out where there is one pipeline stage"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3},
+            2,
+            2,
+            "microbatch_group_size_per_vp_stage=3 would be ignored",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+            2,
+            2,
+            "variable_seq_lengths=True works with one model chunk per rank",
+        ),
+        ({"pipeline_dtype": None}, 2, 1, "pipeline_dtype is None"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], num_stages: int, num_chunks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(_config(**options), num_stages=num_stages, num_chunks=num_chunks)
+
+
+def test_every_refused_option_is_one_of_megatrons() -> None:
+    later = {"moe_paged_stash"}
+    assert {refusal.option for refusal in REFUSALS} <= {*TransformerConfig.__dataclass_fields__, *later}
+
+
+def _config(**options: Any) -> Any:
+    defaults = {"virtual_pipeline_model_parallel_size": None, "pipeline_dtype": "float64", "cuda_graph_impl": "none"}
+    return SimpleNamespace(**{**defaults, **options})
+
+
+def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(name, one.kind, one.default) for name, one in inspect.signature(function).parameters.items()]

@@ -20,8 +20,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.launch import as_arguments

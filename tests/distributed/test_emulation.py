@@ -9,8 +9,8 @@ from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
-from multimodal.plan.unit_grid import build_unit_plan as grid_of
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import build_unit_plan as grid_of
 from multimodal.schedule.align_replicas import exchanges_tokens
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -25,9 +25,9 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
+from tests.unit.schedule.built_schedules import UniformCosts
 from tests.unit.schedule.schedule_cases import SHAPE, build_unit_plan
 from tests.unit.schedule.schedule_text import schedule_from_text
-from tests.unit.schedule.uniform_costs import UniformCosts
 
 TABLE = {
     "num_microbatches": 4,

@@ -18,8 +18,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from PIL import Image
 
 import multimodal
-from megatron.runtime.generation.answering import Answering, open_answering, user_message
-from megatron.runtime.generation.key_value_cache import KeyValueCache
+from megatron.runtime.generation.answering import Answering, KeyValueCache, open_answering, user_message
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, open_model
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.data.chat.text_settings import TextSettings
@@ -28,7 +27,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.hugging_face_models import MODELS_WITH_EXPERTS, TEXT_MODELS, llama
 from tests.distributed.test_hugging_face_runs import small_qwen2
-from tests.distributed.test_opaque_sound import composed, hubert
+from tests.distributed.test_opaque import composed, hubert
 from tests.distributed.wide_transformers import build_wide_model
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
 from tools import generate

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
+from multimodal.attention.packed_lengths import order_by_window
 from multimodal.attention.share_tokens import TokenDistribution
-from multimodal.attention.windows import order_by_window
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
 from tests.distributed import hugging_face_models as models

@@ -18,8 +18,7 @@ from torch.nn.utils import parametrize
 
 from megatron.runtime.checkpoint.checkpoint import save_checkpoint
 from megatron.runtime.hugging_face.load_adapter import load_adapter
-from megatron.runtime.hugging_face.save_adapter import save_adapter
-from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.hugging_face.save_weights import save_adapter, save_hugging_face
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.hugging_face.adapter_files import read_peft_adapter

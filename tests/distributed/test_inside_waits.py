@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -9,10 +10,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from megatron.runtime.execution.lane_run import LaneRun
+from multimodal.cost.layers.layer import Exchange
+from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import TimelineEvent
@@ -22,6 +26,7 @@ from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import Rewritten, RunInsideWaits
+from tests.distributed.segment_ranges import RangeCase, collectives_waited_for
 from tests.distributed.strategies.inside_cases import inside_cases
 
 SHAPE = {"num_attention_heads": 4, "ffn_hidden_size": 16}
@@ -144,3 +149,33 @@ def run_forgetful(case: GradientCase) -> str:
 def test_work_that_did_not_run_inside_ends_the_step_on_every_rank(ranks: RankPool) -> None:
     messages = ranks.run(run_forgetful, build_case(4, QUARTET), world_size=4)
     assert all("was to run in wait" in message for message in messages)
+
+
+GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups": 2}
+NAMES = {Exchange.GATHER: "gathering", Exchange.GATHER_AGAIN: "gathering", Exchange.SUM: "summing"}
+
+
+WAITS = [
+    RangeCase(unit, sequence_parallel=sequence_parallel, recompute=recompute, num_frozen=num_frozen, transformer=GATED)
+    for unit, sequence_parallel, recompute, num_frozen in product(("vision", "llm"), (False, True), (None, "full"), (0, 3))
+]
+
+
+def waits_of_all() -> list[Any]:
+    return [collectives_waited_for(case) for case in WAITS]
+
+
+def layers_of(case: RangeCase) -> list[LayerNeed]:
+    kinds = ("patch_embedding", "transformer", "transformer", "projector")
+    if case.unit == "llm":
+        kinds = ("token_embedding", "transformer", "transformer", "head")
+    idle = BackwardNeed.INPUT_GRADIENT if case.unit == "llm" else BackwardNeed.NONE
+    return [(kind, idle if index < case.num_frozen else BackwardNeed.FULL) for index, kind in enumerate(kinds)]
+
+
+def test_layers_come_to_the_waits_that_costs_count(ranks: RankPool) -> None:
+    for case, (forward, backward) in zip(WAITS, ranks.run(waits_of_all, world_size=2)[0], strict=True):
+        options = RunOptions(transformer_impl="local", sequence_parallel=case.sequence_parallel, recompute=case.recompute)
+        for kind, found in ((ActionKind.FORWARD, forward), (ActionKind.BACKWARD, backward)):
+            counted = [NAMES[wait.exchange] for wait in computation_waits(kind, layers_of(case), options=options)]
+            assert found == [f"{number} {name}" for number, name in enumerate(counted)], (case, kind)

@@ -14,8 +14,8 @@ pytest.importorskip("diffusers", reason="diffusers is not installed (pip install
 from PIL import Image
 
 from megatron.runtime.generation.drawing import image_of
-from multimodal.hugging_face.autoencoders import check_autoencoders
-from multimodal.model.inputs.latents import decode_latents
+from multimodal.hugging_face.architecture import check_autoencoders
+from multimodal.model.latents import decode_latents
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

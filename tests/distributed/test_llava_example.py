@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 import multimodal
+from multimodal.data.image_files import FramePlace, read_frame
 from multimodal.data.index.index_cache import FOLDER_NAME
-from multimodal.data.video_frames import FramePlace, read_frame
 from tests.distributed.launch import REPOSITORY, train
-from tests.unit.data.test_video_frames import write_video
+from tests.unit.data.test_image_files import write_video
 from tools import generate
 
 EXAMPLE = REPOSITORY / "examples" / "llava"

@@ -12,7 +12,7 @@ from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_tensor_parallel_overlap import CHANGES, build_case
+from tests.distributed.test_overlapped_linear import CHANGES, build_case
 from tests.distributed.training_case import TrainingCase, build_graph, build_plan, join_parameters, resume, run, train_and_save
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
@@ -39,7 +40,7 @@ def test_generators_take_what_encoders_give(ranks: RankPool, case: GradientCase)
 
 
 @examples(24)
-@given(case=gradient_cases(has_unlike_replicas=False))
-def test_replicas_share_weights(ranks: RankPool, case: GradientCase) -> None:
-    """Of any numbers of microbatches, in any order; they join each other's computations (ZeRO-3)."""
-    assert_matches(replace(case, shards_weights=True), ranks)
+@given(case=gradient_cases(has_unlike_replicas=False), once=st.booleans())
+def test_replicas_share_weights(ranks: RankPool, case: GradientCase, once: bool) -> None:
+    """Of any numbers of microbatches, in any order; they join each other's computations (ZeRO-3), reduce in all or the last."""
+    assert_matches(replace(case, shards_weights=True, reduces_once=once), ranks)

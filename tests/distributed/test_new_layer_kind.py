@@ -29,7 +29,7 @@ from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gated_residual import NAME, register, remove
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.test_tensor_parallel_overlap import CHANGES, build_case
+from tests.distributed.test_overlapped_linear import CHANGES, build_case
 from tests.unit.cost.test_activation_memory import groups, saved_bytes
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import yaml
 
 from megatron.runtime.feed.agreement import check_agreement
-from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.launch.failure import StopReason
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster, Network, NodeLink

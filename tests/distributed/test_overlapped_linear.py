@@ -1,5 +1,6 @@
 """Linear layers whose collectives run in parts beside their products: outputs and gradients of the same layers without."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,10 +10,17 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import Tensor
 
-from multimodal.model import overlapped_product
+from multimodal.model import deferrable_linear
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.values.assignment import Assignment
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.training_case import build_plan
 
 CLASSES = {"column": DeferrableColumnParallelLinear, "row": DeferrableRowParallelLinear}
 
@@ -139,7 +147,7 @@ def collectives(case: LinearCase) -> list[str]:
         patch.setattr(dist, "all_gather", noting("all_gather", dist.all_gather))
         patch.setattr(dist, "all_reduce", noting("all_reduce", dist.all_reduce))
         patch.setattr(
-            overlapped_product, "reduce_scatter_single", noting("reduce_scatter", overlapped_product.reduce_scatter_single)
+            deferrable_linear, "reduce_scatter_single", noting("reduce_scatter", deferrable_linear.reduce_scatter_single)
         )
         pass_through(case, overlaps=True)
     return found
@@ -175,8 +183,8 @@ class Watched(NamedTuple):
 def order_of_events(case: LinearCase) -> list[str]:
     """Collectives started and waited for, and products, in a forward."""
     events: list[str] = []
-    where, name = (dist, "all_gather") if case.kind == "column" else (overlapped_product, "reduce_scatter_single")
-    start, multiply = getattr(where, name), overlapped_product._multiply
+    where, name = (dist, "all_gather") if case.kind == "column" else (deferrable_linear, "reduce_scatter_single")
+    start, multiply = getattr(where, name), deferrable_linear._multiply
 
     def starting(*args: Any, **options: Any) -> Watched:
         events.append("start")
@@ -188,7 +196,7 @@ def order_of_events(case: LinearCase) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, name, starting)
-        patch.setattr(overlapped_product, "_multiply", multiplying)
+        patch.setattr(deferrable_linear, "_multiply", multiplying)
         pass_through(case._replace(is_trained=False, input_is_trained=False), overlaps=True)
     return events
 
@@ -197,3 +205,62 @@ def test_a_part_is_on_its_way_while_another_is_multiplied(ranks: RankPool) -> No
     column, row = (ranks.run(order_of_events, LinearCase(kind, 3), world_size=2)[0] for kind in ("column", "row"))
     assert column == ["start"] * 3 + ["wait", "product"] * 3
     assert row == ["product", "start"] * 3 + ["wait"] * 3
+
+
+SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16, "init_method_std": 0.3}
+BIASES = {"add_bias_linear": True, "add_qkv_bias": True}
+IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
+SAMPLES = (
+    SampleShape((("vision", 1, 2),), 5, 3),
+    SampleShape((("vision", 2, 2), ("vision", 1, 1)), 6, 1),
+    SampleShape((("vision", 3, 1),), 4, 2),
+    SampleShape((), 3, 2),
+    SampleShape((), 6, 2),
+    SampleShape((("vision", 1, 1),), 2, 2),
+)
+SAMPLE_GROUPS = [[(0, -1), (1, -1)], [(2, -1), (3, -1)], [(4, -1), (5, -1)]]
+ITEM_GROUPS = [[(0, 0), (1, 0)], [(1, 1)], [(2, 0), (5, 0)]]
+SIZES: dict[str, dict[str, Any]] = {
+    "tp 2 and 4": {"vision": (2, 1, 1), "llm": (4, 1, 1)},
+    "tp 4, pp 2": {"vision": (2, 1, 4), "llm": (4, 2, 1), "colocated": True},
+    "tp 2, cp 2": {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)},
+    "tp 2, two replicas": {"vision": (2, 1, 1), "llm": (2, 1, 2)},
+}
+"""Name -> (tp, pp, dp, cp) of each unit."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zb-h1": {"builder": "zb-h1"},
+    "zb-h1 with recomputation": {"builder": "zb-h1", "recompute": "full", "sequence_parallel": False},
+    "split backward": {"passes": (split_backward,), "recompute": "selective"},
+    "weights shared": {"shards_weights": True},
+}
+
+
+def build_case(sizes: str, **changes: Any) -> GradientCase:
+    """Microbatches of one and two atoms, of lengths that three parts do not divide."""
+    units = {
+        "vision": {"role": "encoder", "image": IMAGE, **SHAPE, **BIASES},
+        "llm": {"role": "backbone", **SHAPE, "activation": "swiglu"},
+    }
+    graph = ModelGraph.from_dict({"units": units})
+    plan = build_plan(graph, **SIZES[sizes])
+    groups = {"vision": ITEM_GROUPS, "llm": SAMPLE_GROUPS}
+    counts = {name: unit.data_parallel_size for name, unit in plan.units.items()}
+    assignment = Assignment.from_dict(
+        {name: [groups[name][index::count] for index in range(count)] for name, count in counts.items()}
+    )
+    case = GradientCase(graph, plan, assignment, RandomSource(graph, SAMPLES, 12), sequence_parallel=True, num_overlapped_parts=3)
+    return replace(case, **changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change"),
+    [
+        ("tp 2 and 4", "plain"),
+        ("tp 4, pp 2", "zb-h1 with recomputation"),
+        ("tp 2, cp 2", "split backward"),
+        ("tp 2, two replicas", "weights shared"),
+    ],
+)
+def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
+    assert_matches(build_case(sizes, **CHANGES[change]), ranks)

@@ -1,4 +1,4 @@
-"""A run whose phases have other data, batches, frozen units and learning rates, each resumed from the one before."""
+"""Runs whose phases have other data, batches, frozen units and learning rates, and runs that evaluate several sets."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.launch import launch
-from tests.distributed.small_run import manifest_entries, working_flags, write_working_files
+from tests.distributed.small_run import manifest_entries, train, working_flags, write_working_files
 
 START = {"--lr": 1e-2, "--lr-decay-style": "linear", "--train-iters": 4, "--seed": 3, "--dtype": "float64"}
 
@@ -66,3 +66,44 @@ def test_a_phase_in_two_runs_is_that_of_one(folder: Path) -> None:
         assert [entry["step"] for entry in part] == [first + 1, first + 2]
         for entry, expected in zip(part, whole[first : first + 2], strict=True):
             assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+
+
+def evaluations(log: Path) -> list[dict[str, Any]]:
+    return [entry for line in log.read_text().splitlines() if "evaluation" in (entry := json.loads(line))]
+
+
+def test_sets_are_evaluated_by_name_and_the_best_weights_are_kept(tmp_path: Path) -> None:
+    """A learning rate that is too high makes the last step the worst; a resumed run knows the best of before."""
+    write_working_files(tmp_path)
+    manifest, other, saved, log = (tmp_path / name for name in ("data/manifest.jsonl", "data/two.jsonl", "saved", "log.jsonl"))
+    other.write_text("".join(manifest.read_text().splitlines(keepends=True)[:2]))
+    base = {"--eval-iters": 2}
+    sets = {"--valid-data-path": [f"all={manifest}", other], "--eval-interval": 1, "--save": saved, "--load": saved}
+    flags = {**base, **sets, "--save-best": "loss", "--lr-decay-style": "constant", "--train-iters": 4}
+    train(tmp_path, {**flags, "--lr": 0.01, "--exit-interval": 3})
+    _, done = train(tmp_path, {**flags, "--lr": 5.0, "--new-phase": None})
+    found = evaluations(log)
+    assert [(entry["step"], entry["evaluation"]) for entry in found] == [(4, "all"), (4, "two")]
+    assert "the best loss" not in done.output
+
+    best = json.loads((next((saved / "best").iterdir()) / "braid.json").read_text())["run_state"]["best_loss"]
+    assert best < found[0]["loss"]
+    skipped = {**base, "--split": "0,1", "--skip-train": None, "--finetune": None}
+    train(tmp_path, {**skipped, "--load": saved / "best"})
+    (held_out,) = evaluations(log)
+    assert abs(held_out["loss"] - best) < 1e-9 and held_out["evaluation"] == "held out"
+    train(tmp_path, {**skipped, "--load": saved, "--valid-data-path": f"two={other}"})
+    assert [(entry["evaluation"], round(entry["loss"], 9)) for entry in evaluations(log)] == [
+        ("held out", round(found[0]["loss"], 9)),
+        ("two", round(found[1]["loss"], 9)),
+    ]
+
+
+def test_sets_with_one_name_and_sets_that_are_missing_are_errors(tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    for words, message in (
+        (["a=x.jsonl", "a=y.jsonl"], "every set needs a name of its own, other than 'held out'; write NAME=PATH"),
+        (["a=gone.jsonl"], "--valid-data-path gone.jsonl: gone.jsonl: no such manifest"),
+    ):
+        done = launch({**working_flags(tmp_path), "--eval-iters": 1, "--valid-data-path": words}, num_ranks=2)
+        assert all(done.exit_codes) and message in done.output and "Traceback" not in done.output, done.output

@@ -25,7 +25,7 @@ from tests.distributed.test_experts import SLICED, SPREAD
 from tests.distributed.test_inside_waits import PAIRS
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.test_lora import OF_LLM, with_adapters
-from tests.distributed.test_tensor_parallel_overlap import build_case as build_overlapped
+from tests.distributed.test_overlapped_linear import build_case as build_overlapped
 
 SEED = 5
 GRAPH = ModelGraph.from_dict(
@@ -124,6 +124,9 @@ CASES = {
     "any plan": Planted(case_of_any_plan, in_any_plan.IN_ANY_PLAN),
     "cut backwards": Planted(case_of_cut_backwards, in_any_plan.IN_CUT_BACKWARDS),
     "sharded weights": Planted(lambda: replace(case_of_any_plan(), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
+    "gradients reduced once": Planted(
+        lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), in_some_plans.OF_GRADIENTS_REDUCED_ONCE
+    ),
     "unlike replicas": Planted(case_of_unlike_replicas, in_some_plans.OF_UNLIKE_REPLICAS),
     "a generator": Planted(case_of_a_generator, in_any_plan.OF_GENERATORS),
     "context parallelism": Planted(

@@ -214,7 +214,7 @@ def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
 def test_a_full_disk_does_not_end_training() -> None:
     """One warning, one line a step."""
     config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS)
-    flags = ("--train-iters", 3, "--global-batch-size", 8, "--log-interval", 1, "--vision-dp", 1, "--llm-pp", 1)
+    flags = ("--train-iters", 3, "--global-batch-size", 16, "--log-interval", 1, "--vision-dp", 1, "--llm-pp", 1)
     launched = launch([*config, *flags, "--log-json", "/dev/full"], num_ranks=1)
     assert launched.exit_codes == (0,), launched.output
     lines = launched.output.splitlines()

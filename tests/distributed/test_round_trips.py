@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_memory import default_zero_stage
-from multimodal.plan.checkpoint_size import checkpoint_size
-from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.cost.step_memory import checkpoint_size, default_zero_stage
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_state_copies import ALIKE, CUT

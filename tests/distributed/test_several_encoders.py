@@ -16,8 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from safetensors.torch import load_file, save_file
 
 from multimodal.cost.layers.registry import read_model
-from multimodal.data.audio.audio_files import read_audio
-from multimodal.data.audio.audio_processing import log_mel
+from multimodal.data.audio import log_mel, read_audio
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_language_microbatch

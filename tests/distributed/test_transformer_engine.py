@@ -16,8 +16,7 @@ import torch
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.plan import UnitPlan
@@ -29,9 +28,8 @@ from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
 from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
-from tests.distributed.test_inside_waits import PAIRS, QUARTET, schedule_of
+from tests.distributed.test_inside_waits import PAIRS, QUARTET, WAITS, layers_of, schedule_of
 from tests.distributed.test_inside_waits import build_case as build_inside
-from tests.distributed.test_segments import WAITS, layers_of
 from tests.distributed.wide_transformers import build_wide_model
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.fp8_steps import train_in_fp8

@@ -16,9 +16,8 @@ import pytest
 from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from tests.distributed.conftest import Once
 from tests.distributed.launch import launch
-from tests.distributed.mutations.files import rewrite, write_model
+from tests.distributed.mutations.files import replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
-from tests.distributed.mutations.nested_documents import replaced
 from tests.distributed.mutations.one_rank import Change, both, named, other_file, rank_mutations
 from tests.distributed.mutations.run import run_mutation, save_given
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.checkpoint.background_save import BackgroundSave
-from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.checkpoint import BackgroundSave, LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
@@ -20,9 +19,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Queries, Role, Transformer, Unit
@@ -30,7 +27,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import plan_all, whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
-from tests.unit.model.join_shards import join_shards
+from tests.unit.model.rank_groups import join_shards
 
 SHAPES = (
     SampleShape((("vision", 2, 3), ("vision", 1, 1)), 9, 5),
@@ -148,6 +145,7 @@ class TrainingCase:
     seed: int = 3
     vocab_size: int = 36
     shards_weights: bool = False
+    reduces_once: bool = False
     num_state_copies: int | None = None
     saves_in_background: bool = False
     passes: tuple[Pass, ...] = ()
@@ -174,6 +172,7 @@ class Training:
             passes=case.passes,
             reduces_by_layer=reduce_by_layer in case.passes,
             shards_weights=case.shards_weights,
+            reduces_once=case.reduces_once,
             num_state_copies=case.num_state_copies,
         )
         self.session = Session(options, plan=case.plan)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multimodal.attention.attention_backend import load_backend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionMask, load_backend
 from multimodal.attention.block_attention import attend_densely
 from tests.unit.attention.mask_cases import build_mask, item, largest_error, output_and_gradients, text
 

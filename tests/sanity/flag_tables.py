@@ -6,7 +6,7 @@ from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, field_flags
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, RATE_HELPS, SIZE_SPELLINGS, plain_endings, shown_flag
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.passes import PASSES, Need
 from tests.sanity.repository import ROOT

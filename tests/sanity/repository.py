@@ -1,4 +1,4 @@
-"""What the sanity tests look at: the files of this repository."""
+"""The files of this repository, for the sanity tests."""
 
 from pathlib import Path
 

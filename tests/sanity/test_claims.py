@@ -53,7 +53,7 @@ PROOFS = {
         "Qwen2.5-Omni's thinker": (f"{FAMILIES}[qwen2.5-omni]",),
         "Tokenizer, chat template and image processor": (
             "unit/data/chat/test_chat_format.py::test_tokens_are_those_of_transformers",
-            "unit/hugging_face/test_processors.py::test_pixels_are_those_of_transformers",
+            "unit/hugging_face/test_vision_towers.py::test_pixels_are_those_of_transformers",
         ),
         "trains LLaVA and Qwen2.5-VL in two stages": (
             "distributed/test_llava_example.py::test_llava_in_two_stages",
@@ -90,7 +90,7 @@ PROOFS = {
         "as Braid's layers or as they are": (
             "distributed/test_composition.py::test_weights_come_from_their_folders_and_go_into_folders_like_them",
             "distributed/test_opaque.py::test_gradients_equal_one_process_under_plans",
-            "distributed/test_opaque_sound.py::test_gradients_equal_one_process_and_files_are_as_they_were",
+            "distributed/test_opaque.py::test_gradients_equal_one_process_and_files_are_as_they_were",
         ),
         "`./scripts/quickstart_speech.sh`": ("distributed/test_composition.py::test_a_whisper_hears_what_transformers_hear",),
     },
@@ -100,11 +100,11 @@ PROOFS = {
             "unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face",
         ),
         "tars of WebDataset and Energon": (
-            "unit/data/forms/test_tar_files.py::test_samples_of_archives_are_those_of_files",
-            "unit/data/forms/test_tar_files.py::test_a_split_of_energon_by_its_field_map",
+            "unit/data/forms/test_sample_files.py::test_samples_of_archives_are_those_of_files",
+            "unit/data/forms/test_sample_files.py::test_a_split_of_energon_by_its_field_map",
         ),
         "left out by all ranks alike": ("distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan",),
-        "videos as frames": ("unit/data/test_video_frames.py::test_a_sample_with_a_video_is_one_with_its_frames",),
+        "videos as frames": ("unit/data/test_image_files.py::test_a_sample_with_a_video_is_one_with_its_frames",),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",
@@ -120,8 +120,8 @@ PROOFS = {
         ),
     },
     "Parallelism, per unit": {
-        "tensor (": (MASTER, "distributed/test_tensor_parallel_overlap.py::test_loss_and_every_gradient_equal_one_process"),
-        "context (": ("distributed/test_context_parallel_training.py::test_every_distribution",),
+        "tensor (": (MASTER, "distributed/test_overlapped_linear.py::test_loss_and_every_gradient_equal_one_process"),
+        "context (": ("distributed/test_context_parallel.py::test_every_distribution",),
         "pipeline (": (MASTER,),
         "sharing ranks, or as a plan file says": (
             MASTER,
@@ -139,13 +139,13 @@ PROOFS = {
         "kernels that visit visible blocks only": (
             "unit/attention/test_backends.py::test_blocks_touch_what_is_visible_only",
             "unit/attention/triton_kernels/test_triton_attention.py::test_kernels_give_the_references_output_and_gradients",
-            "unit/attention/triton_kernels/test_triton_compiles.py::test_kernels_compile_and_fit",
+            "unit/attention/triton_kernels/test_triton_attention.py::test_kernels_compile_and_fit",
         ),
         "FlexAttention": ("unit/attention/test_backends.py::test_flex_attention_gives_the_references_output",),
     },
     "Packed sequences": {
-        "no padding": ("unit/data/test_packing.py::test_encoder_microbatch_holds_the_items_in_order",),
-        "native resolution": ("unit/data/test_image_processing.py::test_known_sizes_of_qwen2_vl",),
+        "no padding": ("unit/data/test_token_counts.py::test_encoder_microbatch_holds_the_items_in_order",),
+        "native resolution": ("unit/data/test_image_files.py::test_known_sizes_of_qwen2_vl",),
     },
     "Broker": {
         "neither has to divide the other": (
@@ -176,9 +176,9 @@ PROOFS = {
             "distributed/test_memory_model.py::test_peaks_are_predicted",
         ),
         "emulation of the real runtime": ("distributed/test_emulation.py::test_every_computation_takes_its_seconds_on_its_lane",),
-        "held against each other": ("unit/tools/test_trace.py::test_diff_reads_timelines_and_traces",),
+        "held against each other": ("unit/tools/test_simulate.py::test_diff_reads_timelines_and_traces",),
         "measure their own layers": (
-            "unit/cost/test_measured_layers.py::test_measured_computations_are_predicted",
+            "unit/cost/test_layer_profile.py::test_measured_computations_are_predicted",
             "distributed/test_pretrain.py::test_steps_decided_by_measured_layers_log_the_same_losses",
         ),
     },
@@ -188,27 +188,27 @@ PROOFS = {
         ),
         "process groups set up": ("distributed/test_drop_in_groups.py::test_every_unit_gets_the_groups_of_its_grid",),
         "what it cannot honour it refuses": (
-            "distributed/test_drop_in_refusals.py::test_options_that_would_be_ignored_are_refused",
+            "distributed/test_drop_in_groups.py::test_options_that_would_be_ignored_are_refused",
         ),
     },
     "Balancers": {
         "for any torch loop": ("distributed/test_module_exchange.py::test_examples_train_as_unbalanced",),
         "`--balance` with": (
-            "distributed/test_every_balancer.py::test_every_balancer_trains_every_model",
+            "distributed/test_every_builder.py::test_every_balancer_trains_every_model",
             "unit/balance/test_auto.py::test_auto_is_the_best_of_all_and_never_worse_than_none",
         ),
         "C++ kernels behind Python references": ("unit/test_kernels.py::test_every_declared_kernel_is_asked_for",),
         "off the critical path": (f"{PRETRAIN}::test_the_log_has_the_step_and_its_split",),
         "or exchanged after decoding": (
-            "unit/runtime/feed/test_needed_pieces.py::test_a_replica_needs_the_pixels_of_its_own_microbatches",
+            "unit/runtime/feed/test_run_data.py::test_a_replica_needs_the_pixels_of_its_own_microbatches",
             f"{PRETRAIN}::test_any_sizes_log_the_same_losses",
         ),
-        "batches moved between nodes": ("distributed/test_rearranged_run.py::test_rearranged_batches_train_the_same",),
+        "batches moved between nodes": ("distributed/test_every_builder.py::test_rearranged_batches_train_the_same",),
     },
     "Planning": {
         "`tools/plan.py` with": (
             "unit/plan/planners/test_planners.py::test_every_plan_validates_fits_and_is_simulated",
-            "unit/plan/planners/test_never_behind.py::test_no_planner_is_better_on_a_random_request",
+            "unit/plan/planners/test_plan_search.py::test_no_planner_is_better_on_a_random_request",
         ),
         "a set of pipeline templates": (
             "unit/plan/planners/templates/test_reconfigure.py::test_any_losses_and_returns_leave_a_run_that_uses_all_nodes",
@@ -226,7 +226,7 @@ PROOFS = {
             "distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron",
         ),
         "bf16 with fp32 main gradients": (f"{PRETRAIN}::test_bfloat16_stays_close_to_float32",),
-        "recomputation (": (MASTER, "distributed/test_context_parallel_training.py::test_every_distribution"),
+        "recomputation (": (MASTER, "distributed/test_context_parallel.py::test_every_distribution"),
         "JSON log with MFU": (f"{PRETRAIN}::test_the_log_has_the_step_and_its_split",),
     },
     "Checkpoints": {

@@ -50,7 +50,7 @@ RUNTIME_ROOMS_BELOW = {
 """Folders of megatron/runtime, and the files beside them: none below `flags` knows what the flags are."""
 LARGEST_ROOM = 15
 WITH_TORCH = ["multimodal", "balance", "exchange"]
-"""What runs in loops of others, beside the balancers that it asks."""
+"""The room that runs in loops of others, beside the balancers that it asks."""
 PURE_ROOMS = {"references", "values", "hugging_face", "cost", "schedule", "balance", "plan"}
 ROOMS_WITH_KERNELS = {"values", "schedule", "balance", "plan", "attention"}
 ENTRY_POINTS = {"pretrain_mllm", "tools", "tests", "examples", "benchmarks"}
@@ -224,7 +224,7 @@ def test_planted_imports_are_found(module, line):
     ("module", "line"),
     [
         ("multimodal.plan.search", "from multimodal.balance import BALANCERS"),
-        ("multimodal.balance.algorithms.longest_first_partition", "from multimodal.kernels import kernels"),
+        ("multimodal.balance.algorithms.post_balance", "from multimodal.kernels import kernels"),
         ("multimodal.model.vision", "import torch\nfrom megatron.core import tensor_parallel"),
         ("megatron.runtime.communication.broker", "from multimodal.values.plan import Plan"),
         ("megatron.runtime.execution.executor", "from megatron.runtime.communication.broker import Broker"),

@@ -117,7 +117,17 @@ def _read(path: Path) -> Manifest:
             )
         if value.pop(_CHECKSUM, None) != _checksum(value):
             raise ValueError("its checksum differs: it was changed after it was saved")
-        _check_types(value)
+        kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
+        if odd := sorted(kinds.keys() ^ value.keys()):
+            raise ValueError(f"{odd[0]!r} {'is missing' if odd[0] in kinds else 'is not known'}")
+        for name, kind in kinds.items():
+            if type(value[name]) is not kind:
+                raise ValueError(f"{name} must be a {kind.__name__}, found {type(value[name]).__name__}")
+        if not 0 <= value["step"] <= _LAST_STEP:
+            raise ValueError(f"step must be from 0 to {_LAST_STEP}, found {value['step']}")
+        for name, size_bytes in value["files"].items():
+            if Path(name).name != name or type(size_bytes) is not int or size_bytes < 0:
+                raise ValueError(f"files must be names without folders and numbers of bytes, found {name!r}: {size_bytes!r}")
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as problem:
@@ -126,20 +136,6 @@ def _read(path: Path) -> Manifest:
     if manifest.step != step_of(path):
         raise damaged(path, f"{_FILE_NAME} is of step {manifest.step}, which the folder's name does not say")
     return manifest
-
-
-def _check_types(value: Mapping[str, Any]) -> None:
-    kinds: dict[str, Any] = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
-    if odd := sorted(kinds.keys() ^ value.keys()):
-        raise ValueError(f"{odd[0]!r} {'is missing' if odd[0] in kinds else 'is not known'}")
-    for name, kind in kinds.items():
-        if type(value[name]) is not kind:
-            raise ValueError(f"{name} must be a {kind.__name__}, found {type(value[name]).__name__}")
-    if not 0 <= value["step"] <= _LAST_STEP:
-        raise ValueError(f"step must be from 0 to {_LAST_STEP}, found {value['step']}")
-    for name, size_bytes in value["files"].items():
-        if Path(name).name != name or type(size_bytes) is not int or size_bytes < 0:
-            raise ValueError(f"files must be names without folders and numbers of bytes, found {name!r}: {size_bytes!r}")
 
 
 def _checksum(value: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Pieces of tensors to files and back: every rank writes the pieces it holds and reads the pieces it needs.
+"""Pieces of tensors to files and back, every rank its own, in steps that fail on all ranks if they fail on one.
 
 Each writing rank has one file with the bytes of its pieces; `tensors.json` says where each piece lies, with its checksum. Neither
 can contain anything executable. Of several ranks that hold a piece one writes it.
@@ -7,19 +7,22 @@ can contain anything executable. Of several ranks that hold a piece one writes i
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import add, gt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron.runtime.checkpoint.folder import damaged, sync_file
+from megatron.runtime.state.handover import gather_objects
 from megatron.runtime.state.held_tensors import Box, HeldTensor
-from multimodal.values.errors import CheckpointError
+from multimodal.values.errors import BraidError, CheckpointError
 from multimodal.values.typed_reader import Plain
 
 INDEX_NAME = "tensors.json"
@@ -182,3 +185,51 @@ def _tensor(plain: Plain, *, files: Mapping[str, int]) -> SavedTensor:
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         plain.fail(f"its pieces do not fill the shape {list(shape)}")
     return SavedTensor(dtype, shape, pieces)
+
+
+_Result = TypeVar("_Result")
+
+
+def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
+    """Run `action` on every rank and return the results of all of them, in rank order; for small results.
+
+    what: names the step in the error; group: a gloo group of all ranks, for threads of their own; by default the run's. Raises
+    CheckpointError on every rank if the action failed on any.
+    """
+    return gather_objects(on_this_rank(action, what=what, group=group), group=group)
+
+
+def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
+    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`."""
+    with failing_together(what=what, group=group):
+        result = action()
+    return result
+
+
+@contextmanager
+def failing_together(*, what: str, group: ProcessGroup | None = None) -> Iterator[None]:
+    """Raise CheckpointError on every rank if the body failed on any, of BraidErrors with their message.
+
+    Ranks exchange one number that says if all went well, and more only if not.
+    """
+    problem = None
+    try:
+        yield
+    except BraidError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"{what} failed on rank {dist.get_rank()}: {type(error).__name__}: {' '.join(str(error).split())}"
+    device = torch.device("cpu") if group is not None else torch.cuda.current_device()
+    has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
+    if has_failed.item():
+        message = next(filter(None, gather_objects(problem, group=group)))  # it may quote untrusted text from a checkpoint
+        raise CheckpointError("".join(character if character.isprintable() else ascii(character)[1:-1] for character in message))
+
+
+def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
+    """Run `action` on rank 0 only and return its result on every rank; errors as in `on_all_ranks`."""
+    result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what, group=group)
+    told: list[Any] = [result]
+    dist.broadcast_object_list(told, src=0, group=group)
+    return told[0]

@@ -15,8 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
-from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineStep
-from megatron.runtime.drop_in.told_shapes import SHAPE_TRACKS
+from megatron.runtime.drop_in.pipeline_step import SHAPE_TRACKS, LoopInputs, PipelineStep
 from multimodal.plan.communicators import Partners, Track
 from multimodal.values.errors import ConfigError
 

@@ -1,9 +1,9 @@
 """One rank's step of a pipeline's schedule, computed by the loop's own forward step and model chunks."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,15 +15,127 @@ from torch import Tensor
 
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
-from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.communication.message_channel import Arrival, MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
-from megatron.runtime.drop_in.sync_functions import GradientSync
-from megatron.runtime.drop_in.told_shapes import NUM_DIMENSIONS, ShapeTellingBroker
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
+from multimodal.plan.communicators import Track, track_of
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Lane
+
+
+class GradientSync:
+    """Holds the reduction of gradients back until a chunk's last backward, as Megatron's own schedules do.
+
+    Without grad_sync_func, a chunk's last backward reduces gradients as it computes them. With it, reductions are launched where
+    the schedule says, except for the first stage of a pipeline that is not interleaved, which has no bubble after its last
+    backward.
+    """
+
+    def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module]) -> None:
+        """config: ModelParallelConfig whose two functions may be None, one for all chunks, or a list with one per chunk."""
+        no_sync = config.no_sync_func
+        self._make_contexts: list[Callable[[], Any]] = no_sync if isinstance(no_sync, list) else [no_sync] if no_sync else []
+        launch = config.grad_sync_func
+        self._launch: list[Callable[..., None] | None] = launch if isinstance(launch, list) else [launch] * len(chunks)
+        self._chunks = chunks
+        self._held: ExitStack | None = None
+        self._is_launched = [False] * len(chunks)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Hold reductions back for the duration of a step, except those that `last_backward` and `launch` allow."""
+        self._hold()
+        try:
+            yield
+        finally:
+            self._release()
+
+    @contextmanager
+    def last_backward(self, chunk_index: int, *, is_first_stage: bool) -> Iterator[None]:
+        """Surround the last backward of a chunk."""
+        has_bubble_after = not is_first_stage or len(self._chunks) > 1
+        if self._launch[chunk_index] is not None and has_bubble_after:
+            yield
+            return
+        self._is_launched[chunk_index] = True
+        self._release()
+        try:
+            yield
+        finally:
+            self._hold()
+
+    def launch(self, chunk_index: int) -> None:
+        """Start reducing a chunk's gradients, unless its last backward did."""
+        function = self._launch[chunk_index]
+        if function is None or self._is_launched[chunk_index]:
+            return
+        self._is_launched[chunk_index] = True
+        self._release()
+        function(self._chunks[chunk_index].parameters())
+        self._hold()
+
+    def _hold(self) -> None:
+        self._held = ExitStack()
+        for make_context in self._make_contexts:
+            self._held.enter_context(make_context())
+
+    def _release(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+NUM_DIMENSIONS = 3
+"""Dimensions of activations: sequence, microbatch, hidden."""
+SHAPE_TRACKS = tuple(Track("shape", parity) for parity in (0, 1))
+"""Tracks of shapes, which follow each other as the activations do."""
+
+
+class ShapeTellingBroker(Broker):
+    """A broker that posts the receive of an activation when its shape has arrived; gradients have their activations' shapes.
+
+    Activations must be needed in the order in which they are sent, as they are with one chunk of the model per rank.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._shapes: dict[MessageKey, tuple[int, ...]] = {}
+        """Shapes of gradients to come, by message."""
+        self._told: dict[MessageKey, tuple[Tensor, Link, list[Arrival]]] = {}
+
+    def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
+        """Start sending a tensor; an activation's shape goes first."""
+        if key.direction == "forward":
+            assert self._channel is not None
+            self._shapes[key.answered()] = tuple(payload.shape)
+            told = torch.tensor(payload.shape, device=self._device)
+            self._channel.start(_shape_track(key), sends=[(told, link.target_ranks[0])])
+        super().send(key, replace(link, shape=tuple(payload.shape)), payload)
+
+    def post_receive(self, key: MessageKey, link: Link) -> int:
+        """Start receiving a gradient, or an activation's shape."""
+        if key.direction == "backward":
+            return super().post_receive(key, replace(link, shape=self._shapes.pop(key)))
+        assert self._channel is not None
+        told = torch.empty(NUM_DIMENSIONS, dtype=torch.int64, device=self._device)
+        arriving = self._channel.start(_shape_track(key), receives=[(told, link.source_ranks[0])])
+        self._told[key] = told, link, list(arriving)
+        return 0
+
+    def wait(self, key: MessageKey) -> Tensor:
+        """Wait for a tensor, an activation's shape first."""
+        if key in self._told:
+            told, link, arriving = self._told.pop(key)
+            for arrival in arriving:
+                arrival.wait()
+            super().post_receive(key, replace(link, shape=tuple(told.tolist())))
+        return super().wait(key)
+
+
+def _shape_track(key: MessageKey) -> Track:
+    return Track("shape", track_of(key.direction, key.source, key.target).parity)
 
 
 @dataclass(frozen=True)

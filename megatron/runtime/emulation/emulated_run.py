@@ -25,14 +25,13 @@ from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.schedule.build_schedule import settle_fillers
 from multimodal.schedule.compile_schedule import compile_schedule
-from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import Timeline
 

@@ -1,8 +1,11 @@
 """One step as a rank's stages compute it; cut microbatches run by sample subset or by range of segments."""
 
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,7 +18,8 @@ from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput, stack_items
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
-from multimodal.values.action import Action, ActionKind, LayerRange, SegmentRange
+from multimodal.schedule.align_replicas import Join
+from multimodal.values.action import BACKWARDS, Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output
 
@@ -44,6 +48,8 @@ class RunningStep(StepMessages):
 
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(executor, step)
+        self._joins: Mapping[int, tuple[Join, ...]] = step.joins[executor.lane] if step.joins else {}
+        self._count_backwards()
         self.loss_sums: dict[str, list[Tensor]] = {}
         """The losses of every unit with a loss, microbatch by microbatch."""
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
@@ -52,10 +58,9 @@ class RunningStep(StepMessages):
 
     def before_action(self, position: int) -> None:
         """Join computations of replicas that share weights with this rank."""
-        joins = self.step.joins[self.executor.lane] if self.step.joins else {}
-        for join in joins.get(position, ()):
+        for join in self._joins.get(position, ()):
             for _ in range(join.num_passes):
-                with self.executor.sharded[join.unit, join.stage].collectives(join.kind, is_joined=True):
+                with self.executor.sharded[join.unit, join.stage].collectives(join.kind):
                     pass
 
     def forward(self, action: Action) -> None:
@@ -201,6 +206,15 @@ class RunningStep(StepMessages):
         if not self.inside or self.is_filling:
             return nullcontext()
         return self.stage(action.place).waits.filled_by(self.fill_wait, go_on=self.end_wait)
+
+    def _count_backwards(self) -> None:
+        """Tell stages with sharded weights how often the step passes back through them: alike on all of their replicas."""
+        if not self.executor.sharded:
+            return
+        passes: list[Action | Join] = [*self.step.schedule.lane(self.executor.lane).actions, *chain(*self._joins.values())]
+        counts = Counter((each.unit, each.stage) for each in passes if each.kind in BACKWARDS)
+        for key, stage in self.executor.sharded.items():
+            stage.num_backwards = counts[key]
 
     def _need(self, action: Action) -> BackwardNeed:
         return self.step.shape.backward_need(*action[1:4])

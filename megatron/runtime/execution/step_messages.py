@@ -26,7 +26,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, VirtualStage
 
 Inputs = Mapping[Route | None, Tensor]
-"""What a forward takes: in a unit's first stage tensors of other units, by route; else, under None, the stage's hidden states."""
+"""Inputs of a forward: in a unit's first stage tensors of other units, by route; else, under None, the stage's hidden states."""
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 

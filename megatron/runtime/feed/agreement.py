@@ -1,9 +1,10 @@
-"""Every rank decides for itself, so all must decide the same: this is checked before each step, or the run would hang.
+"""Ranks decide for themselves, so all must decide alike, which is checked before each step; also what samples are left out.
 
 A digest of the assignment is compared in one small reduction; only if it differs are assignments exchanged, to find the place.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.launch.failure import StopReason
 from megatron.runtime.step.step import Step
 from multimodal.values.assignment import Assignment
-from multimodal.values.errors import AssignmentError
+from multimodal.values.errors import AssignmentError, DataError
 from multimodal.values.schedule import Schedule
 
 
@@ -58,7 +59,19 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     largest, smallest, wait_us, largest_stop = told.tolist()
     if largest != -smallest:
-        _raise_difference(step.assignment, number=number)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, _positions(step.assignment))
+        differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
+        rank, difference = next(differing, (0, ""))
+        if not difference:
+            raise AssignmentError(
+                f"step {number}: ranks ordered the work of the same assignment differently, because their costs differ; give all "
+                "ranks the same --cluster"
+            )
+        raise AssignmentError(
+            f"step {number}: rank {rank} decided otherwise than rank 0: {difference}. All ranks must see the same data (check "
+            "that --data-path has the same content on every node) and run the same flags, seed and version of Braid"
+        )
     return Agreed(wait_us / 1e6, StopReason(largest_stop))
 
 
@@ -67,22 +80,6 @@ def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
     told = torch.tensor([stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return StopReason(int(told.item()))
-
-
-def _raise_difference(assignment: Assignment, *, number: int) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, _positions(assignment))
-    differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
-    rank, difference = next(differing, (0, ""))
-    if not difference:
-        raise AssignmentError(
-            f"step {number}: ranks ordered the work of the same assignment differently, because their costs differ; give all "
-            "ranks the same --cluster"
-        )
-    raise AssignmentError(
-        f"step {number}: rank {rank} decided otherwise than rank 0: {difference}. All ranks must see the same data (check that "
-        "--data-path has the same content on every node) and run the same flags, seed and version of Braid"
-    )
 
 
 _Positions = Mapping[tuple[str, int, int], tuple[int, int, int]]
@@ -111,3 +108,44 @@ def _difference(first: _Positions, other: _Positions) -> str:
 
 def _shown(position: tuple[int, int, int] | None) -> str:
     return "nowhere" if position is None else "in replica {}, microbatch {}, at {}".format(*position)
+
+
+_FEWEST_SEEN = 1000
+logger = logging.getLogger(__name__)
+
+
+class BadSamples:
+    """Those that some rank could not read, over a run."""
+
+    def __init__(self, most_per_thousand: float) -> None:
+        self._most_per_thousand, self._num_bad, self._num_seen = most_per_thousand, 0, 0
+
+    def leave_out(self, step: Step, *, device: torch.device) -> Step:
+        """Return the step without what any rank could not read; collective.
+
+        Raises DataError, on every rank, if there have been too many (`check_share`), or if nothing is left of the step.
+        """
+        self._num_seen += len(step.lengths)
+        told = torch.tensor([len(step.problems)], dtype=torch.int64, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        if not told.item():
+            return step
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, dict(step.problems))
+        problems = {sample: problem for of_rank in reversed(gathered) for sample, problem in of_rank.items()}
+        for problem in problems.values():
+            logger.info("left out a sample that cannot be read: %s", problem)
+        self._num_bad += len(problems)
+        check_share(self._num_bad, self._num_seen, most_per_thousand=self._most_per_thousand, problem=problem)
+        if not (found := step.without(problems)).loss_divisor:
+            raise DataError(f"no sample of a global batch can be read, such as: {problem}; repair the data")
+        return found
+
+
+def check_share(num_bad: int, num_samples: int, *, most_per_thousand: float, problem: str) -> None:
+    """Raise DataError for more bad samples than allowed among these, or among a thousand if these are fewer."""
+    if num_bad > most_per_thousand * max(_FEWEST_SEEN, num_samples) / 1000:
+        raise DataError(
+            f"{num_bad} of {num_samples} samples cannot be read, and no more than {most_per_thousand:g} per thousand are left "
+            f"out: {problem}; repair the data, or raise --bad-samples-per-thousand"
+        )

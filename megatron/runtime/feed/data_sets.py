@@ -12,25 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.runtime.feed.bad_samples import check_share
+from megatron.runtime.feed.agreement import check_share
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.launch.shared_token import read_token
+from megatron.runtime.launch.rank_place import read_token
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.global_batches import DataPart
-from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.index.index_progress import watch_indexing
-from multimodal.data.index.item_reader import ItemDecoder, ItemReader, item_inputs
+from multimodal.data.global_batches import DataPart, split_indices
+from multimodal.data.index.index_cache import IndexCache, watch_indexing
+from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
-from multimodal.data.latent_cache import CachedLatents
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.sample_program import SampleRequest, open_program, program_digest
-from multimodal.data.sample_source import SampleSource
+from multimodal.data.sample_source import SampleRequest, SampleSource, open_program, program_digest
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
-from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
-from multimodal.hugging_face.autoencoders import autoencoder_digest
+from multimodal.hugging_face.architecture import autoencoder_digest
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError, DataError
 from multimodal.values.model_graph import ImageInput, ModelGraph

@@ -14,17 +14,16 @@ from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.inputs.latents import ItemsMade
-from multimodal.model.inputs.noise_paths import draw_path
+from multimodal.model.latents import ItemsMade, draw_path
 from multimodal.model.layers.layer_kind import InputContext
-from multimodal.model.layers.projectors.mlp import drops_tokens
+from multimodal.model.layers.projectors import drops_tokens
 from multimodal.model.layers.registry import LAYER_KINDS
 from multimodal.model.stage_input import PackedInput, find_row_ends, pack_lengths, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.parts.item_passes import condition_tokens, first_joined_token, list_conditions
 from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import condition_tokens, first_joined_token, list_conditions
 
 
 def load_inputs(

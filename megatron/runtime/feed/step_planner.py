@@ -4,26 +4,32 @@ Every rank computes the same decisions from the same lengths and seed; only the 
 it runs ahead of training and off its critical path, in worker processes or a thread; errors are raised where the step is taken.
 """
 
+import fcntl
+import hashlib
 import multiprocessing
 import os
+import pickle
 import queue
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest, decision_digest
-from megatron.runtime.feed.node_decisions import NodeDecisions
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_inputs import load_inputs
-from megatron.runtime.launch.stop_requests import ignore_in_worker
+from megatron.runtime.launch.failure import ignore_in_worker
 from megatron.runtime.step.balance_report import report_balance
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
@@ -39,12 +45,67 @@ from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import ReadableItems, SamplesById
 from multimodal.model.transformer_config import BuildOptions
+from multimodal.schedule.align_replicas import Joins
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
-from multimodal.values.length_arrays import LengthBatch
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
+
+_MOST_KEPT = 32
+"""Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
+
+
+class NodeDecisions:
+    """Assignments that take long to choose: one rank of a node chooses, the others read it, as only this user can.
+
+    Each rank still computes the digest that all ranks compare before a step: one that sees other lengths chooses for itself, and
+    the comparison finds it.
+    """
+
+    def __init__(self, name: str, *, subject: object) -> None:
+        """name: a text that no other run has; subject: what decisions depend on besides lengths, by its `repr`."""
+        self._folder = Path(tempfile.gettempdir()) / f"braid-{name}"
+        self._subject = repr(subject).encode()
+
+    def find(self, lengths: LengthBatch, decide: Callable[[], Assignment]) -> Assignment:
+        """Return the assignment that another rank has chosen for these lengths, waiting for it, or choose it.
+
+        Raises what `decide` raises, on every rank. Where the folder cannot be used, each rank decides for itself.
+        """
+        try:
+            key, found = self._folder / self._digest(lengths), None
+        except (TypeError, OverflowError):  # lengths that `decide` refuses, and says why
+            return decide()
+        with suppress(OSError):
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            with key.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if key.exists():
+                    found = pickle.loads(key.read_bytes())
+                else:
+                    found = decide()
+                    part = key.with_suffix(".part")
+                    part.write_bytes(pickle.dumps(found))
+                    part.rename(key)
+                    newest_first = sorted(self._folder.iterdir(), key=os.path.getmtime, reverse=True)
+                    for file in newest_first[2 * _MOST_KEPT :]:
+                        file.unlink(missing_ok=True)
+        return decide() if found is None else found
+
+    def close(self) -> None:
+        """Remove the folder; ranks that are behind decide for themselves."""
+        with suppress(OSError):
+            for file in self._folder.iterdir():
+                file.unlink(missing_ok=True)
+            self._folder.rmdir()
+
+    def _digest(self, lengths: LengthBatch) -> str:
+        digest, arrays = hashlib.blake2b(self._subject), lengths.arrays
+        for each in (getattr(arrays, field.name) for field in fields(arrays)):
+            digest.update(np.ascontiguousarray(each).tobytes() if isinstance(each, np.ndarray) else repr(each).encode())
+        return digest.hexdigest()
+
 
 CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
 """The costs of a step; the same on every rank."""
@@ -145,11 +206,13 @@ def plan_step(
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, lengths, graph=graph, plan=plan)
     assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
-    costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
+    costs = costs_of(assignment, lengths) if costs_of is not None else None
     built = schedules.find(schedules.shape(assignment), costs)
-    schedule = built.schedule
-    if not (built.computes_together or options.shards_weights or costs_of is None):  # these depend on the order as built
-        schedule = built.to_run(lambda: costs_of(assignment, lengths))
+    joins: Joins = ()
+    if options.shards_weights:
+        schedule, joins = built.together
+    else:
+        schedule = built.schedule if costs is None or built.computes_together else built.to_run(costs)
     step = Step(
         schedule=schedule.spelled_out(plan.lane_of_rank[rank]),
         assignment=assignment,
@@ -157,7 +220,7 @@ def plan_step(
         inputs={},
         digest=assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule),
         sharing=options.sharing,
-        joins=built.joins if options.shards_weights else (),
+        joins=joins,
     )
     step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
     if options.is_emulated:

@@ -26,10 +26,7 @@ from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.hugging_face.adapter_files import read_peft_adapter
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_grid import EVEN, LayerSeconds, fold_stages
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import EVEN, LayerSeconds, UnitSizes, fold_stages, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import at_line, read_mapping
@@ -241,7 +238,7 @@ def build_plan(
     """
     parallelism = config.parallelism
     if parallelism.plan is not None and parallelism.elastic:
-        from megatron.runtime.flags.elastic_templates import plan_of_start  # loads all planners
+        from megatron.runtime.flags.schedule_checks import plan_of_start  # loads all planners
 
         return plan_of_start(config, graph, world_size)
     if parallelism.plan is not None:

@@ -12,10 +12,9 @@ from typing import Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.data.mixture import NamedData, read_mixture
-from multimodal.data.sample_program import DIGITS_PROGRAM
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, BadSample, Overlong
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.data.global_batches import NamedData, read_mixture
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, DIGITS_PROGRAM, NUM_FRAMES, BadSample, Overlong
+from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
 from multimodal.values.errors import ConfigError
@@ -60,9 +59,9 @@ class ModelConfig:
     )
     """Add weight gradients to float32 buffers in their product, where Apex or Transformer Engine can."""
     kernel_fusion: bool = field(
-        default=True, metadata={"off": "Compute SwiGLU and rotary positions step by step on CUDA, not in one kernel each."}
+        default=True, metadata={"off": "Compute activations and rotary positions step by step on CUDA, not in one kernel each."}
     )
-    """Compute SwiGLU and rotary positions in one kernel each on CUDA."""
+    """Compute SwiGLU, GELU by tanh with its bias, and rotary positions in one kernel each on CUDA."""
     attention_mask: Literal["causal", "prefix", "embedded", "modality"] = "causal"
     """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or, anywhere
     in the text, each item in both directions (embedded), or all items of an encoder in a sample (modality)."""
@@ -102,6 +101,9 @@ class ParallelismConfig:
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
     """State that data parallel ranks shard: the optimizer's (ZeRO-1; in float64 none), or weights and gradients, too (ZeRO-3)."""
+    reduce_gradients_once: bool = False
+    """optim_grads_params: add up a step's gradients on each rank, in 4 bytes per weight of its stages (8 in float64), and reduce
+    them in the last backward, not in each."""
     layer_partition: Literal["frozen-aware", "even"] = "frozen-aware"
     """Rule that cuts a unit into the pipeline stages of its size flags: the slowest is as fast as can be, as forwards and those
     backwards are predicted that freezing leaves (frozen-aware); or all have equally many transformer layers (even)."""
@@ -514,6 +516,20 @@ class RunConfig:
     logging: LoggingConfig = LoggingConfig()
     given: frozenset[str] = frozenset()
     """Names of the fields that were set rather than left at their default; a unit's as `vision.tensor_parallel_size`."""
+
+    @property
+    def goes_by_durations(self) -> bool:
+        """True if predicted durations determine anything in the run."""
+        balancer = BALANCERS[self.training.balance]
+        is_predicted = balancer.defers and self.training.balance_num_microbatches == "predicted"
+        return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[self.training.schedule].needs_costs
+
+    @property
+    def measuring_interval(self) -> int:
+        """Steps after which the run measures its layers anew; 0 if it does not, or nothing depends on them."""
+        has_costs = self.training.layer_costs is not None or self.training.emulate is not None
+        is_steady = not self.parallelism.elastic and self.data.lengths_from != "decode"
+        return self.training.measure_interval if self.goes_by_durations and not has_costs and is_steady else 0
 
 
 GROUPS: Mapping[str, type] = {name: kind for name, kind in RunConfig.__annotations__.items() if isinstance(kind, type)}

@@ -14,10 +14,10 @@ from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS,
 from megatron.runtime.flags.schedule_checks import problems_of_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from multimodal.balance import BALANCERS
-from multimodal.balance.unlike_replicas import has_unequal_shares
+from multimodal.balance.placement import has_unequal_shares
 from multimodal.cost.engine_limits import engine_products, fp8_multiple
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.hugging_face.autoencoders import check_autoencoders
+from multimodal.hugging_face.architecture import check_autoencoders
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role

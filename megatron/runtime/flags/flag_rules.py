@@ -11,9 +11,8 @@ from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from megatron.runtime.flags.field_flags import flag_of, value_of
 from multimodal.cost.engine_limits import ENGINE_LIMITS, FP8_SCALES, EngineLimit, Instead, LayerUse
-from multimodal.data.sample_program import DIGITS_PROGRAM
-from multimodal.data.sample_source import PILLOW_MAX_PIXELS
-from multimodal.data.splits import parse_split
+from multimodal.data.global_batches import parse_split
+from multimodal.data.sample_source import DIGITS_PROGRAM, PILLOW_MAX_PIXELS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 
@@ -205,6 +204,8 @@ RULES: Mapping[str, Condition] = {
     "--emulate trains nothing that --elastic could keep; leave one of them out": lambda c: (
         c.parallelism.elastic and c.training.emulate is not None
     ),
+    "--plan auto counts on gradients that are reduced in every backward; leave --reduce-gradients-once out, or run the plan that "
+    "it writes with it": lambda c: c.parallelism.reduce_gradients_once and c.parallelism.plans_itself,
     "--elastic needs whole weights on every replica, which --data-parallel-sharding-strategy optim_grads_params shares; use "
     "--data-parallel-sharding-strategy optim": lambda c: c.parallelism.elastic and c.parallelism.shards_weights,
     "--async-save would finish a checkpoint with ranks that may be lost meanwhile; leave it or --elastic out": lambda c: (

@@ -20,21 +20,6 @@ class IgnoredFlag(NamedTuple):
     reason: str
 
 
-def goes_by_durations(config: RunConfig) -> bool:
-    """Return True if predicted durations determine anything in a run."""
-    balancer = BALANCERS[config.training.balance]
-    is_predicted = balancer.defers and config.training.balance_num_microbatches == "predicted"
-    return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[config.training.schedule].needs_costs
-
-
-def measuring_interval(config: RunConfig) -> int:
-    """Return the steps after which a run measures its layers anew; 0 if it does not, or nothing depends on them."""
-    training = config.training
-    has_costs = training.layer_costs is not None or training.emulate is not None
-    is_steady = not config.parallelism.elastic and config.data.lengths_from != "decode"
-    return training.measure_interval if goes_by_durations(config) and not has_costs and is_steady else 0
-
-
 def _where(causes: str, is_ignored: Callable[[RunConfig], bool], reasons: Mapping[str, str]) -> Iterator[IgnoredFlag]:
     """Yield the rows of flags with the same causes. reasons: names of such flags, parted by spaces -> the reason."""
     for names, reason in reasons.items():
@@ -98,7 +83,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     *_where(
         "balance balance_num_microbatches schedule plan",
-        lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
+        lambda c: not c.goes_by_durations and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
         {
             "cluster layer_costs": f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, "
             "and sizes with pipeline stages; choose one"
@@ -106,7 +91,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     *_where(
         "balance balance_num_microbatches schedule layer_costs emulate elastic lengths_from plan",
-        lambda c: c.training.measure_interval > 0 == measuring_interval(c),
+        lambda c: c.training.measure_interval > 0 == c.measuring_interval,
         {
             "measure_interval": f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, "
             "and only runs without --layer-costs, --plan "
@@ -118,6 +103,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "plan",
         lambda c: not c.parallelism.plans_itself,
         {"plan_time_budget plan_review_iters replan": "the plan is given; use --plan auto"},
+    ),
+    *_where(
+        "data_parallel_sharding_strategy",
+        lambda c: not c.parallelism.shards_weights,
+        {
+            "reduce_gradients_once": "gradients that nobody shares are reduced once; add --data-parallel-sharding-strategy "
+            "optim_grads_params"
+        },
     ),
     *_without("tp_comm_overlap", {"tp_comm_overlap_parts": "tensor parallel collectives are not cut; add --tp-comm-overlap"}),
     *_where(

@@ -1,13 +1,24 @@
-"""Checks the chosen schedule and passes against the plan; refuses a schedule that would silently run as another one."""
+"""Checks flags against the plan: schedule and passes, templates of elastic runs, and defaults that the device allows.
+
+A schedule that would silently run as another one is refused.
+"""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import flag_of
+from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.unit_flags import LLM
-from multimodal.plan.unit_grid import V_SHAPE_RANGES
+from multimodal.plan.planners.templates.template_plan import plan_nodes
+from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.plan.plans_of_sizes import V_SHAPE_RANGES
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages, fed_encoders
 from multimodal.schedule.passes import PASSES, Need, passes_named
+from multimodal.values.errors import ConfigError, PlanError
+from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -97,3 +108,103 @@ def _why_useless(name: str, graph: ModelGraph, plan: Plan) -> str:
     if need is Need.ENCODERS and not graph.encoders:
         return "it cuts backwards of encoders, and the model has none; add one"
     return ""
+
+
+def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, has_cuda: bool) -> RunConfig:
+    """Return the configuration with the defaults of this machine; flags that were given stay as they are.
+
+    Raises ConfigError if FP8 is requested and Transformer Engine's layers cannot be used.
+    """
+    if not has_cuda or config.training.emulate is not None:
+        return config
+    config = _with_dtype(config)
+    if "schedule_passes" not in config.given:
+        passes = ",".join(useful_passes(config, graph=graph, plan=plan))
+        config = replace(config, training=replace(config.training, schedule_passes=passes))
+    engine = _with_engine(config)
+    return engine if next(problems_of_schedule(engine, graph, plan), None) is None else config
+
+
+def with_layer_defaults(config: RunConfig, *, has_cuda: bool) -> RunConfig:
+    """Return the configuration with those defaults that depend on no plan: precision and implementation of layers."""
+    return _with_engine(_with_dtype(config)) if has_cuda else config
+
+
+def _with_dtype(config: RunConfig) -> RunConfig:
+    return config if "dtype" in config.given else replace(config, training=replace(config.training, dtype="bfloat16"))
+
+
+def _with_engine(config: RunConfig) -> RunConfig:
+    if "transformer_impl" in config.given or find_spec("transformer_engine") is None:
+        return config
+    engine = replace(config, model=replace(config.model, transformer_impl="transformer_engine"))
+    broken = next((message for message, is_broken in RULES.items() if is_broken(engine)), None)
+    if broken is None:
+        return engine
+    if config.model.fp8_format is not None:
+        raise ConfigError(broken.format(c=engine))
+    return config
+
+
+def read_templates(config: RunConfig, graph: ModelGraph) -> TemplateSet:
+    """Read the templates of --plan; raises PlanError if there are none, ConfigError if they are for another run."""
+    path = config.parallelism.plan
+    assert path is not None
+    if "templates" not in read_mapping(path, error=PlanError):
+        raise PlanError(
+            f"--plan {path}: holds one plan, which fits one number of nodes, but --elastic needs templates; write them with "
+            "tools/plan.py --planner oobleck --fault-tolerance F --output FILE"
+        )
+    templates = TemplateSet.from_file(path)
+    planned = [(unit.name, unit.num_layers) for unit in templates.chain]
+    wanted = [(unit.name, len(unit.layers)) for unit in graph.units]
+    if planned != wanted:
+        raise PlanError(
+            f"--plan {path}: its templates are for layers {planned}, the model has {wanted}; plan templates for this model"
+        )
+    _check_batch(path, templates, config)
+    tolerance = config.parallelism.fault_tolerance
+    if tolerance is None:
+        return templates
+    if tolerance > templates.fault_tolerance:
+        raise ConfigError(
+            f"--fault-tolerance {tolerance} needs {tolerance + 1} replicas at all times, but the templates of --plan {path} keep "
+            f"{templates.fault_tolerance + 1}; plan them with --fault-tolerance {tolerance}, or ask for at most "
+            f"{templates.fault_tolerance}"
+        )
+    return replace(templates, fault_tolerance=tolerance)
+
+
+def _check_batch(path: Path, templates: TemplateSet, config: RunConfig) -> None:
+    training = config.training
+    if training.micro_batch_size != templates.micro_batch_size:
+        raise ConfigError(
+            f"--micro-batch-size {training.micro_batch_size}, but the templates of --plan {path} are planned for "
+            f"{templates.micro_batch_size}; give --micro-batch-size {templates.micro_batch_size}, or plan them anew"
+        )
+    planned = templates.num_microbatches * templates.micro_batch_size
+    if training.global_batch_size != planned:
+        raise ConfigError(
+            f"--global-batch-size {training.global_batch_size}, but the templates of --plan {path} share out {planned} samples; "
+            f"give --global-batch-size {planned}, or plan them anew"
+        )
+    if templates.recompute_granularity != training.recompute_granularity:
+        wanted = templates.recompute_granularity
+        fix = f"give --recompute-granularity {wanted}" if wanted else "leave --recompute-granularity out"
+        raise ConfigError(
+            f"the templates of --plan {path} count on recomputing {wanted or 'nothing'}, the run recomputes "
+            f"{training.recompute_granularity or 'nothing'}; {fix}, or plan them anew"
+        )
+
+
+def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
+    """Return the plan that an elastic run begins with; raises ConfigError if it was started with other nodes."""
+    templates = read_templates(config, graph)
+    planned = templates.num_nodes * templates.gpus_per_node
+    if world_size != planned:
+        raise ConfigError(
+            f"the templates of --plan {config.parallelism.plan} start on {templates.num_nodes} nodes of "
+            f"{templates.gpus_per_node} GPUs, but {world_size} processes were started; start scripts/elastic.sh with --nodes "
+            f"{templates.num_nodes} --nproc-per-node {templates.gpus_per_node}, or plan templates for the nodes that there are"
+        )
+    return plan_nodes(templates, range(templates.num_nodes), graph=graph).plan

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.runtime.flags.configuration import UNIT_RATES
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, finite_number, flag_of, whole_number
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 

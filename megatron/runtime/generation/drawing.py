@@ -17,11 +17,10 @@ from torch import Tensor
 from megatron.runtime.generation.answering import Answering, open_answering
 from megatron.runtime.generation.whole_model import OpenedModel
 from multimodal.data.image_processing import image_grid
-from multimodal.model.inputs.latents import decode_latents, join_patches
-from multimodal.model.inputs.noise_paths import NUM_TIMES, NoisePath, mix_weights
+from multimodal.model.latents import NUM_TIMES, NoisePath, decode_latents, join_patches, mix_weights
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, require_package
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
 from multimodal.values.units.unit import Flow
 
@@ -140,10 +139,9 @@ def _follow(
 
 def ddim_scheduler(flow: Flow) -> Any:
     """Return diffusers' DDIM for a generator that learns DDPM's noise or v; raises ConfigError without diffusers."""
-    try:
-        from diffusers import DDIMScheduler
-    except ImportError as problem:
-        raise ConfigError("DDIM needs the package 'diffusers'; install it with: pip install 'braid[diffusion]'") from problem
+    require_package("diffusers", extra="diffusion", needed_by="DDIM", error=ConfigError)
+    from diffusers import DDIMScheduler
+
     betas = {"beta_start": flow.beta_start, "beta_end": flow.beta_end, "beta_schedule": "scaled_linear"}
     kind = "epsilon" if flow.prediction == "epsilon" else "v_prediction"
     return DDIMScheduler(**betas, prediction_type=kind, clip_sample=False, set_alpha_to_one=False, steps_offset=1)

@@ -25,8 +25,7 @@ from multimodal.data.chat.text_settings import TextSettings
 from multimodal.hugging_face.registry import CONFIG_NAME
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 

@@ -6,7 +6,7 @@ valid again in the backward.
 
 The collectives of a pass through a stage's layers, and their order, are fixed beforehand and the same on every rank of the group,
 whatever the current microbatch computes: a request for a layer makes all calls up to it, and the end of the pass makes the rest.
-A rank without a microbatch makes all calls at once.
+A rank without a microbatch makes all calls at once. Gradients are reduced in every backward, or added up and reduced in the last.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from megatron.runtime.gradients.scheduled_collectives import sum_over_tokens
 from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
+from multimodal.cost.layers.collectives import LAYERS_AHEAD
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ConfigError
 
@@ -69,6 +70,8 @@ class ShardedLayer:
         dtype = torch.float64 if self.share.dtype == torch.float64 else torch.float32
         self.gradient_share = self.share.new_zeros(share_size, dtype=dtype) if self.is_trained else None
         """[share_size]: the sum over all microbatches of all ranks so far."""
+        self._unreduced: Tensor | None = None
+        """[all elements]: this rank's gradients that are not reduced yet."""
         self._num_users = 0
         self._gathering: dist.Work | None = None
         self._finish_reduction: Callable[[], None] | None = None
@@ -119,16 +122,25 @@ class ShardedLayer:
             self.finish_gathering()
             self._free()
 
-    def start_reduction(self, *, is_joined: bool) -> None:
-        """Start adding the gradients in the parameters' `grad` to the shares of all ranks, and clear them there.
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the gradients in the parameters' `grad` to those that are not reduced yet, and clear them there."""
+        if self._unreduced is None:
+            assert self.gradient_share is not None
+            self._unreduced = torch.zeros_like(self._flat, dtype=self.gradient_share.dtype, device=self.share.device)
+        for parameter, view in zip(self.parameters, self.split(self._unreduced), strict=True):
+            if parameter.grad is not None:
+                view.add_(parameter.grad)
+                parameter.grad = None
 
-        is_joined: True if this rank and its tensor parallel group have computed nothing and add zero.
-        """
+    def start_reduction(self) -> None:
+        """Start adding all gradients that are not reduced yet to the shares of all ranks; of one that computed nothing, zeros."""
         assert self.gradient_share is not None
         self.finish_reduction()
-        whole = torch.zeros_like(self._flat, dtype=self.gradient_share.dtype, device=self.share.device)
-        if not is_joined:
-            self._take_gradients(whole)
+        self.take_gradients()
+        whole, self._unreduced = self._unreduced, None
+        assert whole is not None
+        sum_over_tokens(zip(self.parameters, self.split(whole), strict=True), self._tensor_parallel_group)
         found = torch.empty_like(self.gradient_share)
         work = reduce_scatter_single(found, whole, group=self.group, async_op=True)
 
@@ -147,6 +159,7 @@ class ShardedLayer:
     def check_reduced(self) -> None:
         """Check that no gradient is left and no memory is held, as at the end of a step."""
         assert self._num_users == 0 and self._finish_reduction is None, "a pass through the layers was not finished"
+        assert self._unreduced is None, "a step ended before the backward that was to reduce"
         assert all(parameter.grad is None for parameter in self.parameters), "a gradient came after its layer's reduction"
 
     @contextmanager
@@ -157,15 +170,6 @@ class ShardedLayer:
         yield
         self.share.copy_(self._flat[self._range.start : self._range.stop])
         self.release()
-
-    @torch.no_grad()
-    def _take_gradients(self, whole: Tensor) -> None:
-        views = self.split(whole)
-        for parameter, view in zip(self.parameters, views, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-                parameter.grad = None
-        sum_over_tokens(zip(self.parameters, views, strict=True), self._tensor_parallel_group)
 
     def _free(self) -> None:
         self._flat.untyped_storage().resize_(0)
@@ -182,13 +186,13 @@ class Visit(NamedTuple):
 
 
 class LayerPass:
-    """Visits layers one after another, and gathers the next one's weights while one computes."""
+    """Visits layers one after another, and gathers the next ones' weights while one computes."""
 
     def __init__(
-        self, kind: ActionKind, visits: Sequence[Visit], layers: Mapping[Any, ShardedLayer], *, is_joined: bool = False
+        self, kind: ActionKind, visits: Sequence[Visit], layers: Mapping[Any, ShardedLayer], *, reduces: bool = True
     ) -> None:
-        """is_joined: True if this rank computes nothing in the pass."""
-        self.kind, self._visits, self._layers, self._is_joined = kind, visits, layers, is_joined
+        """reduces: False if gradients are kept for a later pass to reduce."""
+        self.kind, self._visits, self._layers, self._reduces = kind, visits, layers, reduces
         self._positions = {visit.layer: position for position, visit in enumerate(visits)}
         self._position = -1
         self._is_inside = False
@@ -198,16 +202,16 @@ class LayerPass:
         target = self._positions.get(layer, -1)
         while self._position < target:
             self._leave()
-            if self._position < 0:
-                self._start_gathering(0)
+            for ahead in range(LAYERS_AHEAD if self._position < 0 else 0):
+                self._start_gathering(ahead)
             self._position += 1
             self._is_inside = True
-            self._start_gathering(self._position + 1)
+            self._start_gathering(self._position + LAYERS_AHEAD)
             for key in self._visits[self._position].gathers:
                 self._layers[key].finish_gathering()
 
     def leave(self, layer: int) -> None:
-        """Release a layer's weights, and reduce its gradients."""
+        """Release a layer's weights, and take its gradients."""
         if self._positions.get(layer) == self._position:
             self._leave()
 
@@ -231,7 +235,10 @@ class LayerPass:
         for layer in visit.gathers:
             self._layers[layer].release()
         for layer in visit.reduces:
-            self._layers[layer].start_reduction(is_joined=self._is_joined)
+            if self._reduces:
+                self._layers[layer].start_reduction()
+            else:
+                self._layers[layer].take_gradients()
 
     def _start_gathering(self, position: int) -> None:
         for layer in self._visits[position].gathers if position < len(self._visits) else ():

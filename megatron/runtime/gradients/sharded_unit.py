@@ -31,8 +31,10 @@ class LayerKey(NamedTuple):
 class ShardedStage:
     """Shards the parameters of `stage` and gathers and releases its layers' weights from then on."""
 
-    def __init__(self, stage: UnitStage, *, graph: ModelGraph, membership: Membership) -> None:
-        self.stage = stage
+    def __init__(self, stage: UnitStage, *, graph: ModelGraph, membership: Membership, reduces_once: bool) -> None:
+        self.stage, self._reduces_once = stage, reduces_once
+        self.num_backwards = 0
+        """Passes back through the stage that are left in this step, of whatever kind, joined ones included."""
         groups = membership.groups
         self.layers: Mapping[LayerKey, ShardedLayer] = {
             LayerKey(int(name), is_trained): ShardedLayer(parameters, group=groups.dp_cp, tensor_parallel_group=groups.tp)
@@ -49,10 +51,12 @@ class ShardedStage:
                     parameter.register_post_accumulate_grad_hook(self._reached(int(index)))
 
     @contextmanager
-    def collectives(self, kind: ActionKind, *, is_joined: bool = False) -> Iterator[None]:
-        """Gather weights for the computation inside, and reduce its gradients; nothing runs inside if `is_joined`."""
+    def collectives(self, kind: ActionKind) -> Iterator[None]:
+        """Gather weights for the computation inside, if there is any, and reduce its gradients, or those of all in the last."""
         assert self._pass is None, "computations of a stage follow each other"
-        self._pass = LayerPass(kind, self._visits[kind], self.layers, is_joined=is_joined)
+        self.num_backwards -= kind is not ActionKind.FORWARD
+        reduces = not self._reduces_once or self.num_backwards == 0
+        self._pass = LayerPass(kind, self._visits[kind], self.layers, reduces=reduces)
         yield
         self._pass.finish()
         self._pass = None
@@ -138,14 +142,17 @@ def _visits(stage: UnitStage, graph: ModelGraph, layers: Collection[LayerKey]) -
 class ShardedUnit:
     """This rank's stages of one unit, in place of `UnitGradients` if weights are sharded.
 
-    Every microbatch's gradients are reduced with its backward, and every layer's weights gathered when it computes, so the
-    actions that do this once per step have nothing to do.
+    Gradients are reduced inside backwards, and every layer's weights gathered when it computes, so the actions that do this once
+    per step have nothing to do.
     """
 
-    def __init__(self, stages: Mapping[int, UnitStage], *, graph: ModelGraph, membership: Membership) -> None:
-        """stages: virtual stage -> module, newly initialised."""
+    def __init__(self, stages: Mapping[int, UnitStage], *, graph: ModelGraph, membership: Membership, reduces_once: bool) -> None:
+        """stages: virtual stage -> module, newly initialised; reduces_once: each rank adds up a step's gradients until then."""
         self.membership, self.stages = membership, stages
-        self.sharded = {index: ShardedStage(stage, graph=graph, membership=membership) for index, stage in stages.items()}
+        self.sharded = {
+            index: ShardedStage(stage, graph=graph, membership=membership, reduces_once=reduces_once)
+            for index, stage in stages.items()
+        }
 
     @property
     def layers(self) -> Iterator[ShardedLayer]:
@@ -169,7 +176,7 @@ class ShardedUnit:
             torch._foreach_zero_(shares)
 
     def start_reduction(self, stage_index: int, layers: LayerRange | None = None) -> Callable[[], None]:
-        """Do nothing: gradients are reduced microbatch by microbatch, and weights gathered layer by layer."""
+        """Do nothing: gradients are reduced inside backwards, and weights gathered layer by layer."""
         return nothing_to_wait_for
 
     expect_last_backward = start_gathering = start_reduction

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.runtime.checkpoint.all_ranks import failing_together, on_this_rank
-from megatron.runtime.hugging_face.adapters import new_row_tensors
-from megatron.runtime.hugging_face.load_weights import check_finite, fill
+from megatron.runtime.checkpoint.storage import failing_together, on_this_rank
+from megatron.runtime.hugging_face.load_weights import check_finite, fill, new_row_tensors
 from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
 from megatron.runtime.hugging_face.weight_files import WeightFiles

@@ -1,21 +1,55 @@
 """Initialises a model from the weights of a Hugging Face folder: every rank reads the rows and columns that it holds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.runtime.checkpoint.all_ranks import failing_together, on_this_rank
-from megatron.runtime.hugging_face.adapters import VOCABULARIES
+from megatron.runtime.checkpoint.storage import failing_together, on_this_rank
+from megatron.runtime.gradients.sharded_unit import LayerKey, ShardedUnit
 from megatron.runtime.hugging_face.named_weights import NamedWeights, find_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from megatron.runtime.state.held_tensors import HeldTensor, model_tensors, rows_of_tensor
 from multimodal.hugging_face.registry import check_same_model, read_config
-from multimodal.model.adapter import is_adapter
+from multimodal.model.adapter import Adapter, adapter_of, is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.units.unit import NEW_ROWS
+
+VOCABULARIES = "word_embeddings.weight", "output_layer.weight"
+"""Ends of the keys of matrices with a row for every token."""
+
+
+def new_row_tensors(tensors: Iterable[HeldTensor], tokens: range) -> list[HeldTensor]:
+    """Return the rows of these tokens in matrices of the vocabulary, under the keys of what is added to new rows; views."""
+    keys = ((each, f"{each.key.removesuffix('weight')}{NEW_ROWS}") for each in tensors if each.key.endswith(VOCABULARIES))
+    found = (rows_of_tensor(tensor, tokens, key=key) for tensor, key in keys)
+    return [each for each in found if each.pieces]
+
+
+def gather_adapters(session: Session) -> Mapping[str, Adapter]:
+    """Return this rank's adapters by the key of their weight (`model.<unit>.<parameter>`); collective under ZeRO-3."""
+    found = {}
+    for (unit, index), stage in session.stages.items():
+        gradients = session.gradients[unit]
+        for layer in stage.layer_range:
+            adapted = {
+                name: adapter
+                for name, each in stage.layers[str(layer)].named_modules()
+                if (adapter := adapter_of(each)) and each.weight is not None
+            }
+            gathered: AbstractContextManager[None] = nullcontext()
+            if adapted and isinstance(gradients, ShardedUnit):
+                gathered = gradients.sharded[index].layers[LayerKey(layer, is_trained=True)].whole()
+            with gathered:
+                for name, (down, up, scale) in adapted.items():
+                    copies = down.detach().clone(), up.detach().clone()
+                    found[f"model.{unit}.layers.{layer}.{name}.weight"] = Adapter(*copies, scale)
+    return found
+
 
 _NUM_SCALED_BY = 256
 """About as many rows of the vocabulary determine the scale of new ones."""

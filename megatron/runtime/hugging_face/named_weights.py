@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron.runtime.checkpoint.all_ranks import on_all_ranks
+from megatron.runtime.checkpoint.storage import on_all_ranks
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.adapter_files import TOKENS_ENDING

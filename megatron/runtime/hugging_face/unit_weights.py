@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from megatron.runtime.checkpoint.all_ranks import failing_together, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.storage import failing_together, on_first_rank, on_this_rank
 from megatron.runtime.hugging_face.load_weights import NewRows, fill
 from megatron.runtime.hugging_face.named_weights import (
     NamedWeights,
@@ -21,7 +21,7 @@ from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.registry import architecture_of, check_same_unit, read_config, read_encoder
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.model.adapter import is_adapter
-from multimodal.model.layers.opaque_module import rename_keys
+from multimodal.model.layers.opaque import rename_keys
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.errors import CheckpointError, ModelError, require_package
 from multimodal.values.file_form import read_mapping
 
 if TYPE_CHECKING:
@@ -61,7 +61,13 @@ class WeightFiles:
             file = self._open_file(name)
             metadata[name] = file.metadata() or {}
             for key in file.keys():  # noqa: SIM118  # the file is no mapping
-                weights[key] = self._describe(file, name, key)
+                part = file.get_slice(key)
+                if part.get_dtype() not in DTYPES:
+                    raise CheckpointError(
+                        f"{self.folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take "
+                        "the model whose weights are not quantised"
+                    )
+                weights[key] = SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
             if missing := sorted(keys - set(file.keys())):
                 raise CheckpointError(
                     f"{folder / name}: {missing[0]} is missing, which {INDEX_NAME} says is there; copy the folder again"
@@ -93,12 +99,9 @@ class WeightFiles:
         return self._open[self.weights[key].file].get_tensor(key)
 
     def _open_file(self, name: str) -> "safe_open":
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as problem:
-            raise CheckpointError(
-                "--load-hf needs the package 'safetensors'; install it with: pip install 'braid[hf]'"
-            ) from problem
+        require_package("safetensors", extra="hf", needed_by="--load-hf", error=CheckpointError)
+        from safetensors import SafetensorError, safe_open
+
         try:
             self._open[name] = self._files.enter_context(safe_open(str(self.folder / name), framework="pt"))
         except FileNotFoundError as problem:
@@ -108,15 +111,6 @@ class WeightFiles:
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{self.folder / name}: cannot be read ({problem}); copy the file again") from problem
         return self._open[name]
-
-    def _describe(self, file: Any, name: str, key: str) -> SavedWeight:
-        part = file.get_slice(key)
-        if part.get_dtype() not in DTYPES:
-            raise CheckpointError(
-                f"{self.folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take the "
-                "model whose weights are not quantised"
-            )
-        return SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
 
 
 def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:

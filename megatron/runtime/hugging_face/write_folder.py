@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.runtime.checkpoint.all_ranks import on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
+from megatron.runtime.checkpoint.storage import on_first_rank, on_this_rank
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.hugging_face.file_layout import FileLayout
 from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
@@ -29,7 +29,7 @@ from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.processors import PROCESSOR_NAME
 from multimodal.hugging_face.registry import CONFIG_NAME
-from multimodal.model.experts.expert_mlp import is_of_expert
+from multimodal.model.expert_mlp import is_of_expert
 from multimodal.values.errors import CheckpointError
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md")

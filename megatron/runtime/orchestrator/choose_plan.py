@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.ignored_flags import goes_by_durations
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
-from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes
@@ -192,6 +190,6 @@ def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: P
     model = replace(config.model, transformer_impl=run.transformer_impl)
     given = (config.given - _ONLY_AUTO - _FREE) | _CHOSEN
     planned = replace(config, model=model, parallelism=parallelism, training=training, given=given)
-    if goes_by_durations(planned):
+    if planned.goes_by_durations:
         return planned
     return replace(planned, training=replace(training, cluster=None, layer_costs=None), given=given - {"cluster", "layer_costs"})

@@ -72,7 +72,12 @@ class Connections:
                 return
             opened = _open_sockets() - self._before if self._before is not None else set()
             for descriptor, name in (self._own | opened) & _open_sockets():
-                _shut(descriptor, name)
+                with suppress(OSError):
+                    copy = os.dup(descriptor)
+                    with socket.socket(fileno=copy) as own:
+                        listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process if these break
+                        if os.readlink(f"/proc/self/fd/{copy}") == name and not listens:
+                            own.shutdown(socket.SHUT_RDWR)
             for descriptor, _ in opened:
                 _end_waits(descriptor)
 
@@ -109,15 +114,6 @@ def _open_sockets() -> set[tuple[int, str]]:
             if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
                 found.add((int(entry), name))
     return found
-
-
-def _shut(descriptor: int, name: str) -> None:
-    with suppress(OSError):
-        copy = os.dup(descriptor)
-        with socket.socket(fileno=copy) as own:
-            listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process if these break
-            if os.readlink(f"/proc/self/fd/{copy}") == name and not listens:
-                own.shutdown(socket.SHUT_RDWR)
 
 
 def _end_waits(descriptor: int) -> None:

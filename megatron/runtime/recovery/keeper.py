@@ -73,20 +73,17 @@ class Keeper:
         """Handle the next event, if it comes within `seconds`, and make the decisions that follow."""
         event = self._ledger.next_event(seconds=max(seconds, 0.001))
         if event is not None:
-            self._handle(event)
+            # An event that cannot be understood must not end the keeper, without which the run stands still.
+            try:
+                getattr(self, f"_on_{event.pop('kind')}")(**event)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                if not self._has_said_what_is_wrong:
+                    self._has_said_what_is_wrong = True
+                    logger.exception("ignored an event that cannot be understood; are all supervisors and ranks of one version?")
         self._look_for_silence()
         if (code := self._ledger.flag("failed")) is not None:
             self._on_finished(int(code))
         self._decide()
-
-    def _handle(self, event: dict[str, Any]) -> None:
-        """Handle an event; one that cannot be understood must not end the keeper, without which the run stands still."""
-        try:
-            getattr(self, f"_on_{event.pop('kind')}")(**event)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            if not self._has_said_what_is_wrong:
-                self._has_said_what_is_wrong = True
-                logger.exception("ignored an event that cannot be understood; are all supervisors and ranks of one version?")
 
     def _on_started(self, *, node: int, incarnation: int, num_ranks: int) -> None:
         if node in self._nodes and self._nodes[node].is_alive:

@@ -28,11 +28,12 @@ from megatron.runtime.recovery.ledger import (
     Identity,
     Ledger,
     Report,
+    SealedStore,
     Verdict,
     connect,
+    find_token,
     open_ledger,
 )
-from megatron.runtime.recovery.sealed_store import SealedStore, find_token
 from multimodal.values.errors import BraidError
 
 _GRACE_SECONDS = 2.0

@@ -25,8 +25,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
-from megatron.runtime.recovery.ledger import PATIENCE, Ledger, keep, open_ledger
-from megatron.runtime.recovery.sealed_store import TOKEN_VARIABLE, find_token
+from megatron.runtime.recovery.ledger import PATIENCE, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
 from multimodal.values.errors import ConfigError
 
 _LOOK_SECONDS = 0.2
@@ -87,7 +86,14 @@ class Supervisor:
                 for node in self._nodes:
                     self._look_at(node)
         except RuntimeError as problem:
-            self._end_without_store(problem)
+            for process in (process for node in self._nodes for process in node.processes):
+                process.kill()
+            where = f"{self._flags.address}:{self._flags.port}"
+            print(
+                f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again: it goes on "
+                "from its newest checkpoint where --load names the folder of --save",
+                file=sys.stderr,
+            )
             return 1
         codes = [node.exit_code or 0 for node in self._nodes]
         with suppress(RuntimeError):
@@ -106,17 +112,6 @@ class Supervisor:
 
     def _tell(self, kind: str, **values: Any) -> None:
         self._ask(lambda: self._ledger.tell(kind, **values))
-
-    def _end_without_store(self, problem: RuntimeError) -> None:
-        """End after the store is lost; ranks also end by themselves as soon as they notice."""
-        for process in (process for node in self._nodes for process in node.processes):
-            process.kill()
-        where = f"{self._flags.address}:{self._flags.port}"
-        print(
-            f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again: it goes on from "
-            "its newest checkpoint where --load names the folder of --save",
-            file=sys.stderr,
-        )
 
     def _start(self, node: _Node) -> None:
         node.incarnation += 1

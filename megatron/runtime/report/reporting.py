@@ -20,13 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
-from megatron.runtime.report.json_log import JsonLog, check_log_file
 from megatron.runtime.report.run_page import TIMELINE_PAGE, RunPage
-from megatron.runtime.report.trackers import TRACKERS, TrackedRun, Tracker
+from megatron.runtime.report.trackers import TRACKERS, JsonLog, TrackedRun, Tracker, check_log_file
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
-from multimodal.schedule.chrome_trace import write_chrome_trace
+from multimodal.schedule.chrome_trace import write_chrome_trace, write_timeline_page
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.timeline_page import write_timeline_page
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 

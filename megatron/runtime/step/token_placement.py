@@ -24,9 +24,8 @@ from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role
-from multimodal.values.parts.item_passes import condition_tokens, first_joined_token, list_conditions
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths
+from multimodal.values.sample_lengths import ItemLengths, condition_tokens, first_joined_token, list_conditions
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.launch.failure import StopReason
 from megatron.runtime.report.reporting import EvaluationReport
 from megatron.runtime.session import Session
 from megatron.runtime.training.run import Run
@@ -126,7 +126,7 @@ def _describe_paths(session: Session) -> str:
     if options.fp8_format is not None:
         parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe}{_describe_wide_products(session)})")
     if options.fuses_kernels:
-        parts.append("fused SwiGLU and rotation")
+        parts.append("fused activations and rotation")
     if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():
         parts.append("weight gradients added in products")
     backends = {}

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.elastic_templates import read_templates
+from megatron.runtime.flags.schedule_checks import read_templates
 from megatron.runtime.launch.distributed_setup import RankWatch, World, choose_device, describe_difference
-from megatron.runtime.launch.failure import Ending, end_process
+from megatron.runtime.launch.failure import Ending, StopRequests, end_process
 from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.launch.rank_place import find_rank_place
-from megatron.runtime.launch.stop_requests import StopRequests
 from megatron.runtime.recovery.connections import drop, forget_groups
 from megatron.runtime.recovery.ledger import Report, Verdict
 from megatron.runtime.recovery.member import LeftBehindError, Member

@@ -14,15 +14,12 @@ from megatron.runtime import platform
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS, HELD_OUT
 from megatron.runtime.generation.sample_prompts import answer_prompts
-from megatron.runtime.hugging_face.save_adapter import save_adapter
-from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
-from megatron.runtime.launch.stop_requests import StopReason
-from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
-from megatron.runtime.orchestrator.review import Verdict
+from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_adapter, save_hugging_face
+from megatron.runtime.launch.failure import StopReason
+from megatron.runtime.orchestrator.orchestrate import Planned, Verdict, under_choice
 from megatron.runtime.recovery.member import NodesJoinError
 from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, StepReport
-from megatron.runtime.report.step_profile import StepProfile
-from megatron.runtime.report.stragglers import Stragglers
+from megatron.runtime.report.step_profile import StepProfile, Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
@@ -77,23 +74,19 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
             progress.evaluation = _evaluate(run, reporter, last_step)
         if progress.step == training.train_iters or training.skip_train:
-            _export(run, reporter)
+            flags = run.config.checkpoint
+            if flags.save_hf or flags.save_adapter:
+                like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
+            if flags.save_hf:
+                tokens = {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
+                save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=tokens)
+                reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
+            if flags.save_adapter:
+                save_adapter(flags.save_adapter, session=run.session, like=like)
+                reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
     except _StoppedError as stopped:
         progress.stop = stopped.reason
         _save_last(run, progress)
-
-
-def _export(run: Run, reporter: Reporter) -> None:
-    flags = run.config.checkpoint
-    if flags.save_hf or flags.save_adapter:
-        like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
-    if flags.save_hf:
-        tokens = {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
-        save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=tokens)
-        reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
-    if flags.save_adapter:
-        save_adapter(flags.save_adapter, session=run.session, like=like)
-        reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
 
 
 def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: int) -> None:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, step_predictor, steps_in_order
@@ -59,7 +58,7 @@ class Measuring:
 
         Returns a line, on every rank, if the run goes by other durations from the next step on; they are in `run.measured`.
         """
-        interval = measuring_interval(self.run.config)
+        interval = self.run.config.measuring_interval
         if not interval:
             return None
         done = self.run.done_steps

@@ -4,9 +4,7 @@ from collections.abc import Generator
 
 import torch
 
-from megatron.runtime.feed.node_decisions import NodeDecisions
-from megatron.runtime.feed.step_planner import StepOptions, StepPlanner, load_steps, load_steps_in_thread
-from megatron.runtime.flags.ignored_flags import measuring_interval
+from megatron.runtime.feed.step_planner import NodeDecisions, StepOptions, StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
@@ -114,7 +112,7 @@ def measured_after(number: int, *, first: int, interval: int) -> int:
 
 def steps_in_order(run: Run) -> range:
     """Return the steps, from 0, that --balance auto leaves in the data's order, beside which its others are measured."""
-    interval = measuring_interval(run.config)
+    interval = run.config.measuring_interval
     if run.measured or not interval or not BALANCERS[run.config.training.balance].needs_costs:
         return range(0)
     due = measured_after(run.done_steps + 1, first=run.done_steps, interval=interval)

@@ -7,15 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, remove_checkpoint, step_of
 from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.checkpoint.storage import on_first_rank
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
-from megatron.runtime.flags.ignored_flags import measuring_interval
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
@@ -156,7 +155,7 @@ def _load(run: Run, start: Start) -> None:
         except Exception as problem:  # the content may be anything
             raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
     run.done_steps = loaded.step
-    if (measured := loaded.run_state.get("measured")) is not None and measuring_interval(run.config):
+    if (measured := loaded.run_state.get("measured")) is not None and run.config.measuring_interval:
         try:
             run.measured = MeasuredCosts.from_dict(measured)
         except (ConfigError, TypeError, ValueError, KeyError) as problem:  # the content may be anything

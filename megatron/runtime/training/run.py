@@ -12,40 +12,35 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime import platform
-from megatron.runtime.checkpoint.background_save import BackgroundSave
+from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
-from megatron.runtime.feed.bad_samples import BadSamples
+from megatron.runtime.feed.agreement import BadSamples
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, with_epochs
 from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
-from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
-from megatron.runtime.flags.elastic_templates import read_templates
+from megatron.runtime.flags.schedule_checks import read_templates, with_device_defaults, with_layer_defaults
 from megatron.runtime.generation.answering import open_questions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
-from megatron.runtime.hugging_face.save_adapter import check_adapter_target
-from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
+from megatron.runtime.hugging_face.save_weights import check_adapter_target, check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import StartValues, World
-from megatron.runtime.launch.failure import Ending
+from megatron.runtime.launch.failure import Ending, StopReason, StopRequests
 from megatron.runtime.launch.rank_place import find_ranks_per_node
-from megatron.runtime.launch.stop_requests import StopReason, StopRequests
 from megatron.runtime.orchestrator.machine import ranks_on_node
-from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
-from megatron.runtime.orchestrator.review import PlanReview
+from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, PlanReview, orchestrate
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
-from megatron.runtime.training.memory_check import check_memory
-from megatron.runtime.training.prediction import EmulationTable, MeasuredCosts, predict_layer_seconds
+from megatron.runtime.training.prediction import EmulationTable, MeasuredCosts, check_memory, predict_layer_seconds
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.plan.disaggregated import describe_placement
+from multimodal.plan.plans_of_sizes import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -277,6 +272,7 @@ def _session_options(
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
         shards_weights=config.parallelism.shards_weights,
+        reduces_once=config.parallelism.reduce_gradients_once,
         num_state_copies=read_templates(config, graph).num_state_copies if config.parallelism.elastic else None,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )

@@ -13,17 +13,15 @@ from typing import Any
 from megatron.runtime.feed.data_sets import DataSets, text_settings
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import all_flags
-from megatron.runtime.flags.ignored_flags import goes_by_durations
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
-from megatron.runtime.orchestrator.kept_values import version_of
-from megatron.runtime.orchestrator.machine import assumed_cluster
+from megatron.runtime.orchestrator.machine import assumed_cluster, version_of
 from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.sample_program import program_digest
+from multimodal.data.sample_source import program_digest
 from multimodal.kernels import kernels
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -50,7 +48,7 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
         costs |= _flat("emulate", CostTable.from_file(config.training.emulate))
     if config.training.cluster is not None:
         costs |= _flat("cluster", Cluster.from_file(config.training.cluster))
-    elif goes_by_durations(config):
+    elif config.goes_by_durations:
         costs |= _flat("cluster", assumed_cluster())
     if config.training.layer_costs is not None:
         costs |= _flat("layers", LayerProfile.from_file(config.training.layer_costs).to_dict())

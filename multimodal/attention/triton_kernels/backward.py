@@ -7,7 +7,7 @@ neither needs atomics on gradients, so results do not depend on the order in whi
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_kernels.tiles import SIZES, load_tile, load_tokens, store_tile, tile_sees
+from multimodal.attention.triton_kernels.forward import SIZES, load_tile, load_tokens, store_tile, tile_sees
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -12,8 +12,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_mask import AttentionMask, MaskTensors
+from multimodal.attention.attention_backend import AttentionMask, AttentionShape, MaskTensors
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.device_values import CPU
 from multimodal.attention.triton_kernels.backward import (

@@ -5,8 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.balance.algorithms.greedy_assignment import dominant_shares, effective_num_microbatches, sort_descending, stratify
-from multimodal.balance.algorithms.pairwise_deferral import defer_pairwise, order_pairs
+from multimodal.balance.algorithms.pairwise_deferral import (
+    defer_pairwise,
+    dominant_shares,
+    effective_num_microbatches,
+    order_pairs,
+    sort_descending,
+    stratify,
+)
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import AssignmentError

@@ -1,4 +1,4 @@
-"""The first and the last layer of the LLM: token embeddings; norm, output projection and loss of the target tokens."""
+"""The first and the last layers of the LLM (token embeddings; norm, output projection and loss) and of generators."""
 
 from collections.abc import Mapping
 
@@ -77,3 +77,69 @@ class HeadLayer(Layer):
         """Logits are written and read twice (maximum, sum of exponentials); the backward reads them and writes their gradient."""
         hidden, logits = bytes_per_element * self.unit.transformer.hidden_size, WIDE_BYTES * self.vocab_size
         return LayerTraffic(float(2 * hidden + 3 * logits), float(3 * hidden + 2 * logits))
+
+
+class GeneratorProjectorLayer(Layer):
+    """One linear map of one row for each image, and one for each encoder's tokens."""
+
+    segments = (Segment("all", backward=(Exchange.GATHER,)),)
+    position = "first"
+    roles = (Role.GENERATOR,)
+    num_products = 2
+    counts = "given"
+
+    @property
+    def num_weights(self) -> int:
+        """The LLM's hidden size times the generator's, for each unit that feeds it; and the map of noisy patches."""
+        hidden = self.unit.transformer.hidden_size
+        return self._num_sources * self.graph.backbone.transformer.hidden_size * hidden + self._num_path_weights
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The biases."""
+        return self._num_sources * self.unit.transformer.hidden_size
+
+    @property
+    def _num_path_weights(self) -> int:
+        sees_noise = self.unit.flow is not None and self.unit.module is None
+        return self.unit.transformer.hidden_size * self.input_values if sees_noise else 0
+
+    @property
+    def _num_sources(self) -> int:
+        return len(self.graph.upstream(self.unit.name))
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """Every row is multiplied with the weights of the unit that it comes from, every patch with those of noisy patches."""
+        per_row = (self.num_weights - self._num_path_weights) / self._num_sources
+        return LayerFlops(2.0 * (self._num_counted(load) * per_row + load.num_outputs * self._num_path_weights))
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Nothing but noisy patches is counted: the index of each patch's image takes a few bytes."""
+        is_kept = self._num_path_weights > 0 and case.need.trains_weights
+        return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_outputs * self.input_values * is_kept)
+
+
+class GeneratorHeadLayer(Layer):
+    """One linear map from a hidden state to the pixels of its patch, or, if no image is described, to its own width."""
+
+    segments = (Segment("all", forward=(Exchange.GATHER,)),)
+    position = "last"
+    roles = (Role.GENERATOR,)
+    is_built_in = staticmethod(lambda unit: unit.image is not None)
+    counts = "leaving"
+
+    @property
+    def num_weights(self) -> int:
+        """Hidden size times values of a patch."""
+        return self.unit.transformer.hidden_size * self.input_values
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The norm and the bias."""
+        return self.norm_vector_entries() + (self.input_values if self.unit.image is not None else 0)
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """The norm's bytes of all tokens; the generated values of all patches and, for the weight gradient, their inputs."""
+        size, hidden = case.bytes_per_element, self.unit.transformer.hidden_size
+        made = max(size, WIDE_BYTES) * self.input_values + (size * hidden if case.need.trains_weights else 0.0)
+        return ActivationBytes(load.num_tokens * self.exit_norm_bytes(case), 0.0, load.num_outputs * made)

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import collective_seconds
+from multimodal.cost.cluster import Cluster, collective_seconds
 from multimodal.cost.seconds.layer_curves import Quadratic
 
 ATTENTION_BACKWARD = 2.5
@@ -16,6 +15,10 @@ GATHERED_AT_ONCE_BYTES = 8 * 2**20
 """Most bytes of keys and values that context parallel ranks gather in one step, unless a single group of heads has more."""
 GATHERED_STEPS = 2
 """Steps whose keys and values are in memory at a time: the one that is attended to, and the one that is gathered."""
+
+
+LAYERS_AHEAD = 2
+"""Layers whose weights are gathered while another one computes, if replicas share them (ZeRO-3)."""
 
 
 def count_groups_at_once(num_groups: int, *, bytes_per_group: float) -> int:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
-from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
+from multimodal.cost.layers.backbone_ends import GeneratorHeadLayer, GeneratorProjectorLayer, HeadLayer, TokenEmbeddingLayer
 from multimodal.cost.layers.encoder_ends import (
     AudioEmbeddingLayer,
     JoinedTokensLayer,
@@ -15,18 +15,16 @@ from multimodal.cost.layers.encoder_ends import (
     ProjectorLayer,
     StretchedPatchEmbeddingLayer,
 )
-from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.layers.modulated_transformer import ModulatedTransformerLayer
-from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
-from multimodal.cost.layers.opaque import DenoiserLayer, OpaqueLayer
-from multimodal.cost.layers.query_projector import QueryProjectorLayer
-from multimodal.cost.layers.transformer import TransformerLayer
-from multimodal.cost.layers.windowed_transformer import (
+from multimodal.cost.layers.moe_transformer import (
+    MoeTransformerLayer,
     SlidingMoeTransformerLayer,
     SlidingTransformerLayer,
     WindowedTransformerLayer,
 )
+from multimodal.cost.layers.opaque import DenoiserLayer, OpaqueLayer
+from multimodal.cost.layers.query_projector import QueryProjectorLayer
+from multimodal.cost.layers.transformer import ModulatedTransformerLayer, TransformerLayer
 from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file

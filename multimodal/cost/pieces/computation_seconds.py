@@ -125,6 +125,8 @@ class ComputationSeconds:
         if found is None:
             found = self._in_every_stage(unit, replicas, rows)
         if self.stages.options.zero_stage >= 3 and not of_subsets:
+            if self.stages.options.reduces_once:
+                self._reduce_in_the_last(unit, found)
             found += self._waits_for_the_slowest(unit, found[0])
         if self.loads.shape.plan.units[unit].expert_parallel_size > 1:
             self._compute_together(unit, found, rows, of_subsets=of_subsets)
@@ -190,6 +192,16 @@ class ComputationSeconds:
         loads = [rows[row] for row in chosen.tolist()]
         different = {load: seconds(load) for load in dict.fromkeys(loads)}
         return np.stack([different[load] for load in loads], axis=-1) if loads else np.zeros((2, len(COMPUTATIONS), 0))
+
+    def _reduce_in_the_last(self, unit: str, found: Floats) -> None:
+        """Prolong, in place, the backwards that end a step to the reduction of its gradients, if that takes longer."""
+        placed = self.loads.assignment.placed[unit]
+        is_last = placed.index_in_replica == placed.counts.max(initial=0) - 1
+        for stage, where in self.stages.alike(unit):
+            for kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT):
+                seconds, row = self.stages.gathering_seconds(kind, stage, reduces=True), COMPUTATIONS.index(kind)
+                late = where[:, placed.replica_of_microbatch] & is_last & (found[0, row] > 0)
+                found[:, row] += late * np.maximum(seconds - found[0, row], 0.0)
 
     def _waits_for_the_slowest(self, unit: str, seconds: Floats) -> Floats:
         """Return the seconds that each computation waits for the slowest replica's of the same number: they share weights."""

@@ -6,23 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import collective_seconds
+from multimodal.cost.cluster import Cluster, collective_seconds
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
-from multimodal.cost.seconds.layer_seconds import LayerSeconds
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
 from multimodal.cost.unit_load import ComputedLoad
-from multimodal.values.action import Action, ActionKind, LayerRange
+from multimodal.values.action import BACKWARDS, Action, ActionKind, LayerRange
 from multimodal.values.arrays.rows import Bools, Floats
 from multimodal.values.backward_need import BackwardNeed
 
-COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+COMPUTATIONS = (ActionKind.FORWARD, *BACKWARDS)
 """Kinds of computations, in the order of `StageCosts.computations`."""
 
 
@@ -75,7 +73,7 @@ class StageCosts:
         for row, (kind, (seconds, waiting)) in enumerate(zip(COMPUTATIONS, found, strict=True)):
             if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
                 seconds = seconds + is_busy * self.profile.step.computation_seconds
-            late = self._gathering_seconds(kind, stage) - seconds
+            late = self.gathering_seconds(kind, stage, reduces=not self.options.reduces_once) - seconds
             late = is_busy * (late > 0) * late
             rows[:, row] = seconds + late, waiting + late
         return rows
@@ -185,15 +183,14 @@ class StageCosts:
         first = replica - replica % unit.expert_parallel_size
         return [each.virtual_stages[index].ranks[0] for each in unit.replicas[first : first + unit.expert_parallel_size]]
 
-    def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
+    def gathering_seconds(self, kind: ActionKind, stage: StageKey, *, reduces: bool) -> float:
         """Return the seconds of gathering a stage's weights and scattering gradients while it computes; 0 without ZeRO-3."""
         if self.options.zero_stage < 3:
             return 0.0
-        gathering = self.over_replicas(stage, self.layer_costs.cluster.bytes_per_element, trained_only=False)
-        reducing = self.over_replicas(stage, GRADIENT_BYTES, trained_only=True)
-        if kind is ActionKind.WEIGHT_GRADIENT:
-            return reducing
-        return gathering + (0.0 if kind is ActionKind.FORWARD else reducing)
+        seconds = self.over_replicas(stage, GRADIENT_BYTES, trained_only=True) if reduces and kind in BACKWARDS else 0.0
+        if kind is not ActionKind.WEIGHT_GRADIENT:
+            seconds += self.over_replicas(stage, self.layer_costs.cluster.bytes_per_element, trained_only=False)
+        return seconds
 
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> tuple[float, float]:

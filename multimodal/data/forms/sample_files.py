@@ -1,19 +1,223 @@
 """Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, a Hugging Face data set, tars."""
 
+import hashlib
+import json
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.chat_rows import parse_chat_entry
-from multimodal.data.forms.documents import parse_document_entry
-from multimodal.data.forms.json_files import JsonFile
-from multimodal.data.forms.manifest_lines import parse_manifest_entry
-from multimodal.data.forms.segments import LOSS_WEIGHT, SegmentedSample, check_keys, loss_weight, shown_keys
+from multimodal.data.conversation import ROLES, TextSegment
+from multimodal.data.forms.chat_rows import parse_chat_entry, parse_document_entry
+from multimodal.data.forms.segments import (
+    LOSS_WEIGHT,
+    AudioSegment,
+    ImageSegment,
+    Segment,
+    SegmentedSample,
+    VideoSegment,
+    check_keys,
+    check_path,
+    loss_weight,
+    required,
+    shown,
+    shown_keys,
+)
 from multimodal.data.forms.table_files import TableFiles, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
 from multimodal.values.errors import DataError
+
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
+"""The first bytes of gzip, zstd, bzip2 and xz files."""
+_DECODER = json.JSONDecoder()
+_SPACE = " \t\r\n"
+
+
+class JsonFile:
+    """The objects of one file: a manifest, or chats."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the line of each object, and the object; blank lines are skipped.
+
+        Raises DataError naming the line for invalid JSON, for values that are no objects, and for a file that cannot be read.
+        """
+        path = self._path
+        try:
+            with path.open("rb") as file:
+                start = file.read(64)
+            values = _list_values(path) if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" else _line_values(path)
+            for number, value in values:
+                if not isinstance(value, dict):
+                    raise DataError(
+                        f"{path}, line {number}: expected a JSON object, found {type(value).__name__}; write "
+                        '{"id": ..., "segments": [...]}, or an object with "messages" or "conversations"'
+                    )
+                yield f"line {number}", value
+        except OSError as problem:
+            raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+
+    def digest(self) -> str:
+        """Digest the whole content."""
+        status = self._path.stat()
+        return _content_digest(self._path, status.st_size, status.st_mtime_ns)
+
+    def embedded(self, address: str) -> bytes:
+        """JSON embeds no images."""
+        raise DataError(f"{self._path}: holds no images, and so none at {address!r}; name a file")
+
+
+@lru_cache(maxsize=4)
+def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
+    """Digest a file once, as long as it does not change."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if number == 1 and raw.startswith(_COMPRESSED):
+                raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first")
+            if number == 1 and raw.strip() and not raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+                try:
+                    json.loads(raw)
+                except (ValueError, RecursionError):
+                    shown = raw[:60].decode(errors="replace").strip()
+                    raise DataError(
+                        f"{path}, line 1: is no JSON: it begins with {shown!r}; give --data-path JSON with 'messages' or "
+                        "'conversations' (a table of texts: write each row as such an object), a manifest.jsonl, or .parquet "
+                        "files"
+                    ) from None
+            if raw.strip():
+                try:
+                    value = json.loads(raw)
+                except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
+                    raise DataError(
+                        f"{path}, line {number}: not a complete JSON object ({problem}); the line is cut off or damaged: restore "
+                        "it or remove it"
+                    ) from problem
+                yield number, value
+
+
+def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Decode the entries of a list one by one, so that only the text and one entry are in memory."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path}: is no UTF-8 ({problem}); save it as UTF-8") from problem
+    place, number, seen = _behind_space(text, text.index("[") + 1), 1, 0
+    if text[place : place + 1] == "]":
+        _check_end(text, place, path=path)
+        return
+    while True:
+        number, seen = number + text.count("\n", seen, place), place
+        where = f"{path}, line {number}"
+        try:
+            value, place = _DECODER.raw_decode(text, place)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(
+                f"{where}: not a complete JSON value ({problem}); the list is cut off or damaged: restore it"
+            ) from None
+        yield number, value
+        place = _behind_space(text, place)
+        if text[place : place + 1] == "]":
+            _check_end(text, place, path=path)
+            return
+        if text[place : place + 1] != ",":
+            raise DataError(
+                f"{where}: behind this entry of the list neither ',' nor ']' follows; the list is cut off: restore it"
+            )
+        place = _behind_space(text, place + 1)
+
+
+def _check_end(text: str, place: int, *, path: Path) -> None:
+    """Raise DataError if something follows the `]` at a place, such as another list, which would be lost."""
+    if (rest := _behind_space(text, place + 1)) < len(text):
+        line = 1 + text.count("\n", 0, rest)
+        raise DataError(f"{path}, line {line}: {text[rest : rest + 20]!r} follows the list; join lists into one, or remove it")
+
+
+def _behind_space(text: str, place: int) -> int:
+    while place < len(text) and text[place] in _SPACE:
+        place += 1
+    return place
+
+
+_OF_A_FILE = ("type", "path", "unit")
+_KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audio": _OF_A_FILE, "video": _OF_A_FILE}
+"""Kind of segment -> its keys, beside METADATA."""
+
+
+def parse_manifest_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
+    """Return the sample of a manifest's line; place_of_id: the line or row of every earlier id, to which this one is added.
+
+    A line is `{"id": ..., "segments": [...]}`. A segment is `{"type": "text", "role": user | assistant | document | system,
+    "text": ...}`, `{"type": "image", "path": ..., "width": ..., "height": ...}` (the size may be left out), `{"type": "audio",
+    "path": ...}` or `{"type": "video", "path": ...}`. An image with `"role": "assistant"` is an answer, which a generator learns
+    to make. `"unit"` names the unit of an item, if several might take it; `"loss_weight"` beside the segments multiplies the loss
+    of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming the line for anything
+    else, and for two samples with the same id.
+    """
+    sample_id = required(entry, "id", (str, int), where=where)
+    if place_of_id.setdefault(sample_id, place) != place:
+        raise DataError(
+            f"{where}: the id {shown(sample_id)} is already that of {place_of_id[sample_id]}; give every sample an id "
+            "of its own, or remove what is there twice"
+        )
+    where = f"{where} (sample {shown(sample_id)})"
+    segments = required(entry, "segments", (list,), where=where)
+    check_keys(entry, ("segments", LOSS_WEIGHT), where=where)
+    if not segments:
+        raise DataError(f"{where}: 'segments' is empty; give the sample a segment or remove the line")
+    parsed = tuple(_parse_segment(segment, where=f"{where}, segment {index}") for index, segment in enumerate(segments))
+    return SegmentedSample(where, parsed, loss_weight(entry, where=where))
+
+
+def _parse_segment(segment: Any, *, where: str) -> Segment:
+    if not isinstance(segment, dict):
+        raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}; correct it")
+    kind = required(segment, "type", (str,), where=where)
+    check_keys(segment, _KEYS.get(kind, segment), where=where)
+    if kind == "text":
+        role = required(segment, "role", (str,), where=where)
+        if role not in ROLES:
+            raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
+        return TextSegment(role, required(segment, "text", (str,), where=where))
+    if kind == "image":
+        if (role := segment.get("role")) not in (None, *ROLES):
+            raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
+        path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
+        return ImageSegment(path, size, is_answer=role == "assistant", unit=_parse_unit(segment, where=where))
+    if kind in ("audio", "video"):
+        return (AudioSegment if kind == "audio" else VideoSegment)(
+            _parse_path(segment, where=where), _parse_unit(segment, where=where)
+        )
+    raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
+
+
+def _parse_path(segment: dict[str, Any], *, where: str) -> str:
+    return check_path(required(segment, "path", (str,), where=where), where=where)
+
+
+def _parse_unit(segment: dict[str, Any], *, where: str) -> str | None:
+    return None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
+
+
+def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | None:
+    size = segment.get("width"), segment.get("height")
+    if size == (None, None):
+        return None
+    width, height = size
+    if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
+        raise DataError(
+            f"{where}: width and height must be positive whole numbers, found {shown(width)} and {shown(height)}; "
+            "correct or remove both"
+        )
+    return width, height  # type: ignore[return-value]
+
 
 MANIFEST_NAME = "manifest.jsonl"
 _FORMS = (

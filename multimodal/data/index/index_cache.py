@@ -1,13 +1,18 @@
-"""Folders of written indices: beside the data, or in the user's cache if the data's folder cannot be written."""
+"""Folders of written indices, beside the data or in the user's cache, and the progress shown while one is made."""
 
 import hashlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
 from multimodal.data.index.sample_index import FORMAT, SampleIndex, join_indices, read_index, write_index
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, DataError
 
 FOLDER_NAME = ".braid-index"
 
@@ -31,6 +36,15 @@ class IndexCache:
         depends_on: everything it depends on beside `text`; build: makes the index block by block. An index that cannot be
         written anywhere is only returned, unless the folder was chosen: then ConfigError is raised.
         """
+
+        def blocks() -> Iterator[SampleIndex]:
+            try:
+                yield from build()
+            except OSError as problem:  # else it would be taken for one of the folder that is written to
+                raise DataError(
+                    f"{folder}: the data cannot be read ({problem}); make them readable, or copy them again"
+                ) from problem
+
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
         folders = (self.chosen,) if self.chosen else (folder / FOLDER_NAME, self.fallback or user_cache("index"))
         places = [place / key.hexdigest() for place in folders]
@@ -39,7 +53,7 @@ class IndexCache:
                 return found
         for place in places:
             try:
-                write_index(build(), place)
+                write_index(blocks(), place)
             except OSError as problem:
                 if self.chosen:
                     raise ConfigError(
@@ -48,12 +62,48 @@ class IndexCache:
                     ) from problem
                 continue
             self.report(place)
-            return read_index(place) or join_indices(build())  # mapped, so that ranks of a node share its memory
+            return read_index(place) or join_indices(blocks())  # mapped, so that ranks of a node share its memory
         self.report(None)
-        return join_indices(build())
+        return join_indices(blocks())
 
 
 def user_cache(room: str) -> Path:
     """Return the user's cache folder for one kind of files: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "braid" / room
+
+
+_SECONDS_BETWEEN_LINES = 30.0
+logger = logging.getLogger(__name__)
+
+
+def watch_indexing(
+    blocks: Iterator[SampleIndex], *, path: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[SampleIndex]:
+    """Yield indices of blocks, and show how many samples there were; on the rank that logs alone.
+
+    path: names the data. console: by default that of standard output. How many samples there will be is not known.
+    """
+    console = console or Console()
+    if not logger.isEnabledFor(logging.INFO):
+        yield from blocks
+        return
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("indexing {task.description}: {task.completed:,} samples"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(path, total=None)
+            for block in blocks:
+                progress.advance(task, _num_read(block))
+                yield block
+        return
+    last, number = clock(), 0
+    for block in blocks:
+        number += _num_read(block)
+        yield block
+        if clock() - last >= _SECONDS_BETWEEN_LINES:
+            last = clock()
+            logger.info("%s: indexed %s samples so far", path, f"{number:,}")
+
+
+def _num_read(block: SampleIndex) -> int:
+    return len(block) + sum(block.skipped.values())

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Protocol, TypeVar
 
-from multimodal.data.audio.audio_files import read_audio_length
-from multimodal.data.audio.audio_processing import audio_grid
+from multimodal.data.audio import audio_grid, read_audio_length
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import (
     GeneratedSegment,
@@ -22,15 +21,21 @@ from multimodal.data.conversation import (
 )
 from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
-from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
+from multimodal.data.image_files import (
+    FramePlace,
+    ManifestPaths,
+    check_image_size,
+    frame_address,
+    read_image_size,
+    read_video_length,
+)
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
-from multimodal.data.video_frames import FramePlace, frame_address, read_video_length
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
-from multimodal.values.parts.item_passes import count_llm_tokens
+from multimodal.values.sample_lengths import count_llm_tokens
 
 
 @dataclass(frozen=True)

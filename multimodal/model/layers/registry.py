@@ -1,24 +1,29 @@
 """All kinds of layers that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.denoiser import DenoiserKind
-from multimodal.model.layers.embeddings.joined_tokens import JoinedTokensKind
-from multimodal.model.layers.embeddings.patches import (
+from multimodal.model.layers.encoder_embeddings import (
+    AudioEmbeddingKind,
+    JoinedTokensKind,
     LearnedPatchEmbedding,
     PatchEmbedding,
     PatchEmbeddingKind,
     StretchedPatchEmbedding,
 )
-from multimodal.model.layers.embeddings.spectrograms import AudioEmbeddingKind
-from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
+from multimodal.model.layers.generator_ends import DenoiserKind, GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
-from multimodal.model.layers.modulated_transformer import ModulatedTransformerKind
-from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.opaque import OpaqueKind
-from multimodal.model.layers.projectors.mlp import LinearProjector, Projector, ProjectorKind, UnprojectedTokens
-from multimodal.model.layers.projectors.queries import QueryProjector, QueryProjectorKind
+from multimodal.model.layers.projectors import (
+    LinearProjector,
+    Projector,
+    ProjectorKind,
+    QueryProjector,
+    QueryProjectorKind,
+    UnprojectedTokens,
+)
 from multimodal.model.layers.transformer import TransformerKind
-from multimodal.model.layers.windowed_transformer import (
+from multimodal.model.layers.transformer_kinds import (
+    ModulatedTransformerKind,
+    MoeTransformerKind,
     SlidingMoeTransformerKind,
     SlidingTransformerKind,
     WindowedTransformerKind,

@@ -17,16 +17,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_choice import AttentionChoice, choose_attention
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.core_attention import CoreAttention
+from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
+from multimodal.model.collectives import report_engine_waits
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
-from multimodal.model.tensor_parallel_waits import report_engine_waits
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -90,7 +89,12 @@ class TransformerKind(LayerKind):
             config.disable_parameter_transpose_cache = options.fp8_format is None
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
         _name_fused_norms(layer)
-        _sum_head_norms(layer, tensor_parallel_size=context.groups.tp.size())
+        # Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own.
+        tensor_parallel_size = context.groups.tp.size()
+        for name in ("q_layernorm", "k_layernorm"):
+            norm = getattr(layer.self_attention, name, None)
+            for parameter in norm.parameters() if norm is not None else ():
+                parameter.sequence_parallel = tensor_parallel_size > 1
         return layer
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
@@ -150,14 +154,6 @@ def _name_fused_norms(layer: Module) -> None:
         for tensor in ("weight", "bias"):
             if (parameter := getattr(modules.get(product), f"layer_norm_{tensor}", None)) is not None:
                 modules[norm].register_parameter(tensor, parameter)
-
-
-def _sum_head_norms(layer: Module, *, tensor_parallel_size: int) -> None:
-    """Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own."""
-    for name in ("q_layernorm", "k_layernorm"):
-        norm = getattr(layer.self_attention, name, None)
-        for parameter in norm.parameters() if norm is not None else ():
-            parameter.sequence_parallel = tensor_parallel_size > 1
 
 
 def attention_choice(context: InputContext, *, window: int | None = None) -> AttentionChoice:

@@ -29,8 +29,7 @@ from multimodal.plan.planners.search.run_variants import (
     placements,
 )
 from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING, Fidelity
-from multimodal.plan.planners.search.trials import Trials
-from multimodal.plan.planners.search.tune_planner import judge_tuned, tune
+from multimodal.plan.planners.search.trials import Trials, judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
 
 PROMISING = 1.25

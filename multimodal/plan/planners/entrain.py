@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.communication import message_cost
+from multimodal.cost.cluster import message_cost
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.allowed_sizes import (
     context_parallel_sizes,
@@ -19,9 +19,8 @@ from multimodal.plan.planners.allowed_sizes import (
 )
 from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.layer_times import balanced_layout, unit_seconds
 from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, unit_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Role, Unit

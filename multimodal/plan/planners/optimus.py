@@ -15,9 +15,8 @@ from multimodal.plan.planners.allowed_sizes import (
     tensor_parallel_sizes,
 )
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run
-from multimodal.plan.planners.estimate.layer_times import balanced_layout, layer_times, stage_times
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, even_layout, layer_times, stage_times
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule

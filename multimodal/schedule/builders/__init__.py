@@ -12,13 +12,12 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.breadth_first import build_breadth_first, build_gpipe
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
-from multimodal.schedule.builders.interleaved_zb import build_interleaved_zb
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, build_interleaved_zb, interleaves
 from multimodal.schedule.builders.nested import build_nested
 from multimodal.schedule.builders.one_f_one_b import build_in_memory, build_one_f_one_b, build_zb_h1
 from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
-from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.schedule.execute_lanes import UnitCosts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -1,14 +1,26 @@
-"""Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2)."""
+"""Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2).
 
-from collections.abc import Iterator, Sequence
+A unit's order in each of its stages has a closed form over chunks and microbatches. Interleaved ZB splits its backwards.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from operator import add
+from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.schedule.builders.one_f_one_b import Depths, forward_floors, microbatch_spans, stage_limits
-from multimodal.schedule.builders.unit_order import Order, num_chunks, ordered_pieces, stages_that_share
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.builders.one_f_one_b import MEMORY_SHARE, Depths, forward_floors, microbatch_spans, stage_limits
+from multimodal.schedule.encoder_ranges import (
+    fills_of,
+    reduced_units,
+    split_in_line,
+    weights_before_forwards,
+    weights_before_last,
+)
+from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import Integers, integers
@@ -17,7 +29,24 @@ from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, StepWork, step_work
+
+
+class Order(NamedTuple):
+    """The actions of one physical stage, as columns."""
+
+    kinds: Integers
+    """`KIND_NUMBERS`."""
+    chunks: Integers
+    """Indices among the stage's layer ranges, counted from upstream."""
+    microbatches: Integers
+
+
+def num_chunks(replica: Replica) -> int:
+    """Return the layer ranges per stage if all stages have equally many; else 0."""
+    counts = {len(stage.layer_ranges) for stage in replica.stages}
+    return counts.pop() if len(counts) == 1 else 0
+
 
 _FORWARD, _BACKWARD = (KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
 
@@ -233,3 +262,104 @@ def _is_straight(shape: StepShape, source: str, target: str) -> bool:
         np.array_equal(*(getattr(counted, name)[end] for counted, end in zip(counts, ends, strict=True)))
         for name in ("replica_of_microbatch", "index_in_replica")
     )
+
+
+MORE_IN_FLIGHT = (1, 4, 8, 16, 32)
+"""Microbatches of layer ranges that a lane may keep beyond those of interleaved 1F1B."""
+_LEAST_GAIN = 1e-3
+"""Share of the pipelines' time by which keeping more must shorten it to be worthwhile."""
+
+
+def build_interleaved_zb(shape: StepShape, costs: StepCosts) -> Schedule:
+    """Build interleaved 1F1B with weight gradients where a lane would be idle, in the compute dialect.
+
+    Layer ranges of several units, or of a unit and its ends, take different times, so lanes wait for each other in every group of
+    microbatches. Forwards and input gradients keep the order of interleaved 1F1B. Weight gradients go where the lane would be
+    idle for their duration, by the durations of `costs`; before forwards for which they must make room; and, if their gradients
+    are reduced, before their stage's last one, which keeps its place, so that reductions by layer start about as early as in
+    interleaved 1F1B. Lanes keep more microbatches as far as this shortens the pipelines and fits into the memory of `costs`. Qi
+    et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. If the pipelines would not end earlier, the
+    schedule is interleaved 1F1B.
+    """
+    in_line = build_interleaved_1f1b(shape)
+    best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
+    if shape.forward_only:
+        return best.schedule
+    split, reduced = split_in_line(in_line, shape.graph.unit_names), reduced_units(shape, costs)
+    room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(in_line.num_lanes)])
+    for num_more in MORE_IN_FLIGHT:
+        filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))
+        if filled.end >= (1 - _LEAST_GAIN) * best.end:
+            break
+        if (_most_kept(filled.schedule, costs) > room).any():
+            break
+        best = filled
+    return best.schedule
+
+
+def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Movable:
+    """Return the weight gradients as movable work; lanes may keep `num_more` microbatches more than in the given order."""
+    last = weights_before_last(in_line, reduced)
+    return Movable(fills_of(in_line, (), last), weights_before_forwards(in_line, num_more=num_more).joined(last))
+
+
+def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:
+    """Return [num_lanes] the most bytes per rank that microbatches keep at one time."""
+    work, kept = schedule.work, np.zeros(schedule.work.num_computed, np.int64)
+    for grid in work.pieces.units.values():
+        is_kept = grid.is_there & (grid.width > 0)
+        forwards, ends = grid.forward[is_kept], (grid.backward + grid.width - 1)[is_kept]
+        kept[forwards] = costs.kept_bytes(work, forwards)
+        kept[ends] = -kept[forwards]
+    is_computed = schedule.pieces < work.num_computed
+    sizes, lanes = kept[schedule.pieces[is_computed]], schedule.lane_of_slot[is_computed]
+    ends = np.searchsorted(lanes, np.arange(1, schedule.num_lanes))
+    return np.array([np.cumsum(row).max(initial=0) for row in np.split(sizes, ends)])
+
+
+def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
+    """Return the virtual stages that each physical stage holds, upstream first."""
+    held: list[list[int]] = [[] for _ in replica.stages]
+    for stage in replica.virtual_stages:
+        held[stage.stage_index].append(stage.index)
+    return tuple(map(tuple, held))
+
+
+def stages_that_share(
+    name: str, shape: StepShape, *, has_order: Callable[[Replica], bool]
+) -> Iterator[tuple[list[StageKey], Replica, int]]:
+    """Yield the layer ranges of each physical stage that have a backward, if several have, with its replica and its index.
+
+    They share a limit in flight; ranges without a backward keep nothing, and have limits of their own. has_order: see
+    `ordered_pieces`.
+    """
+    for replica, each in enumerate(shape.plan.units[name].replicas):
+        for stage_index, held in enumerate(chunk_stages(each) if has_order(each) else ()):
+            stages = [(name, replica, stage) for stage in held if shape.backward_need(name, replica, stage).has_backward]
+            if len(stages) > 1:
+                yield stages, each, stage_index
+
+
+def ordered_pieces(
+    name: str, work: StepWork, *, has_order: Callable[[Replica], bool], orders_of: Callable[[int, int, int, int], Iterable[Order]]
+) -> list[Integers]:
+    """Return the pieces of each order of a unit's physical stages; actions that a stage does not have (frozen) are left out.
+
+    has_order: False for replicas whose stages keep no such order; orders_of: the orders of a stage, from its index and the
+    numbers of stages, chunks and microbatches.
+    """
+    counts = work.pieces.units[name].counted.counts.tolist()
+    orders = [
+        (order, replica, held)
+        for replica, each in enumerate(work.plan.units[name].replicas)
+        for stage_index, held in enumerate(chunk_stages(each) if has_order(each) else ())
+        for order in orders_of(stage_index, len(each.stages), num_chunks(each), counts[replica])
+    ]
+    if not orders:
+        return []
+    columns = [(order.kinds, np.array(held)[order.chunks], order.microbatches) for order, _, held in orders]
+    kinds, stages, microbatches = map(np.concatenate, zip(*columns, strict=True))
+    sizes = [len(order.kinds) for order, _, _ in orders]
+    replicas = np.repeat([replica for _, replica, _ in orders], sizes)
+    found = work.pieces.find(name, kinds=kinds, replicas=replicas, stages=stages, microbatches=microbatches)
+    return [pieces[pieces >= 0] for pieces in np.split(found, np.cumsum(sizes)[:-1])]

@@ -8,10 +8,15 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
-from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.builders.room_ahead import MEMORY_SHARE, kept_by_stage
+from multimodal.schedule.builders.one_f_one_b import MEMORY_SHARE, build_one_f_one_b, kept_by_stage
+from multimodal.schedule.encoder_ranges import (
+    fills_of,
+    reduced_units,
+    split_in_line,
+    weights_before_forwards,
+    weights_before_last,
+)
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
-from multimodal.schedule.split_in_line import fills_of, reduced_units, split_in_line, weights_before_forwards, weights_before_last
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.schedule import Schedule

@@ -4,8 +4,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from multimodal.schedule.builders.interleaved_1f1b import Order, num_chunks, ordered_pieces, stages_that_share
 from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_counts, stage_limits, storage_limits
-from multimodal.schedule.builders.unit_order import Order, num_chunks, ordered_pieces, stages_that_share
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError

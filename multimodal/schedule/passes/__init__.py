@@ -4,12 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from multimodal.schedule.passes.defer_receives import defer_receives
-from multimodal.schedule.passes.delay_forward import delay_forward
-from multimodal.schedule.passes.fill import fill
-from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.move_actions import Pass
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.move_actions import Pass, defer_receives, delay_forward, fill
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Schedule

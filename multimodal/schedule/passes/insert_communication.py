@@ -2,44 +2,63 @@
 
 import numpy as np
 
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.arrays.rows import order_by, row_numbers
+from multimodal.values.action import Resource
+from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
+from multimodal.values.work.step_work import RESOURCE_NUMBERS
+
+_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
 
-def insert_communication(schedule: Schedule) -> Schedule:
+def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> Schedule:
     """Turn a compute-dialect schedule into the lowered dialect.
 
     On GPUs a message takes place when both ends have reached it, and until then holds up all work queued behind it (NCCL buffers
-    nothing). So both ends of a message are placed at one moment: in an execution of the schedule under unit costs, right after
-    its producer starts, and after everything else that starts at that time. A send comes right after its producer, or after the
-    computation inside which its producer runs; a receive comes before the first action of its lane that starts later: early
-    enough that no sender waits for it. So computations, collectives and messages have one order for all lanes, in which each
-    could be finished before the next begins: lanes cannot wait for each other in a circle, however few streams and hardware
-    queues carry the work, and messages between two lanes match by order.
+    nothing). So both ends of a message are placed at one moment of an execution of the schedule. Under unit costs that is right
+    after its producer starts, and after everything else that starts at that time. With `costs`, which are to be trusted more, it
+    is as late as no sender has to wait for it: before the last action of the receiving lane that starts before the producer ends.
+    A send comes right after its producer, or after the computation inside which its producer runs; a receive comes before the
+    first action of its lane that starts later. So computations, collectives and messages have one order for all lanes, in which
+    each could be finished before the next begins: lanes cannot wait for each other in a circle, however few streams and hardware
+    queues carry the work and however long it really takes, and messages between two lanes match by order.
 
-    Raises ScheduleError if the schedule cannot finish. O(actions + messages).
+    Raises ScheduleError if the schedule cannot finish. O(actions + messages), with costs O((actions + messages) log actions).
     """
-    execution = execute_lanes(schedule)
+    execution = execute_lanes(schedule, seconds=None if costs is None else _ticks(schedule, costs))
     if stuck := execution.stuck:
         raise ScheduleError(
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
             + show_slots(schedule.lanes, marked=stuck)
         )
     work = schedule.work
-    starts = np.full(work.num_computed, -1, np.int64)
-    starts[execution.event_pieces] = execution.start_seconds  # whole numbers, under unit costs
+    starts, stops = (np.full(work.num_computed, -1, np.int64) for _ in range(2))
+    times, starts[execution.event_pieces] = np.unique(execution.start_seconds, return_inverse=True)  # in small whole numbers
+    stops[execution.event_pieces] = np.searchsorted(times, execution.end_seconds, side="right") - 1
     producers, consumers = work.message_ends
     messages = np.flatnonzero(starts[consumers] >= 0)
+    at = 1 + 2 * starts[producers]
+    if costs is not None:
+        at[messages] = _latest(schedule, messages, starts=starts, stops=stops)
+    return with_messages(schedule, messages, starts=starts, at=at)[0]
+
+
+def with_messages(schedule: Schedule, messages: Integers, *, starts: Integers, at: Integers) -> tuple[Schedule, Integers]:
+    """Return a schedule with these messages, and the moments of its slots.
+
+    starts: half of the moment of each computation and collective; at: the moment of each message.
+    """
+    work, (producers, consumers) = schedule.work, schedule.work.message_ends
     messages = messages[order_by(producers[messages], starts[consumers[messages]])]
     sends = work.num_computed + 2 * messages
     ends = np.column_stack((sends, sends + 1)).ravel()
     end_starts, end_lanes = work.lanes_of(ends)
     ends = ends[row_numbers(end_starts)]
-    moments = 2 * starts[schedule.pieces], 1 + 2 * starts[producers[(ends - work.num_computed) // 2]]
+    moments = 2 * starts[schedule.pieces], at[(ends - work.num_computed) // 2]
     order = order_by(np.concatenate((schedule.lane_of_slot, end_lanes)), np.concatenate(moments))
-    return Schedule(
+    lowered = Schedule(
         schedule.shape,
         schedule.lane_starts + np.searchsorted(np.sort(end_lanes), np.arange(schedule.num_lanes + 1)),
         np.concatenate((schedule.pieces, ends))[order],
@@ -47,3 +66,24 @@ def insert_communication(schedule: Schedule) -> Schedule:
         np.concatenate((schedule.waits, np.full(len(ends), NO_WAIT)))[order],
         lowered=True,
     )
+    return lowered, np.concatenate(moments)[order]
+
+
+def _ticks(schedule: Schedule, costs: StepCosts) -> Floats:
+    """[num_computed] durations in whole nanoseconds, which add up without rounding; collectives run beside their lanes."""
+    work, ticks = schedule.work, np.ones(schedule.work.num_computed)
+    computed = np.flatnonzero(work.resources[: work.num_computed] == _COMPUTE)
+    ticks[computed] += np.rint(costs.of_pieces(work, computed).seconds * 1e9)
+    return ticks
+
+
+def _latest(schedule: Schedule, messages: Integers, *, starts: Integers, stops: Integers) -> Integers:
+    """Return the latest moments of messages: odd numbers, between the doubled starts of two actions of every receiving lane."""
+    work, (producers, consumers) = schedule.work, (ends[messages] for ends in schedule.work.message_ends)
+    span = 1 + int(stops.max(initial=0))
+    slots = schedule.lane_of_slot * span + starts[schedule.pieces]
+    rows, lanes = work.lanes_of(consumers)
+    until = np.repeat(stops[producers], np.diff(rows))
+    before = np.searchsorted(slots, lanes * span + until, side="right") - 1
+    found = np.where(before >= schedule.lane_starts[lanes], slots[before] - lanes * span, 0)
+    return np.maximum(1 + 2 * starts[producers], 2 * np.minimum.reduceat(found, rows[:-1]) - 1)

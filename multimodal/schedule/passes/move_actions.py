@@ -1,21 +1,73 @@
-"""Shared by passes that move actions: the clock and the order of lanes, and a decorator that keeps what earlier passes did.
+"""Passes that move actions: weight gradients fill bubbles, receives and forwards are deferred.
 
-Earlier passes made fillers and reductions by layer.
+They share the clock and the order of lanes, and a decorator that keeps what earlier passes made: fillers and reductions by layer.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import wraps
 
+import numpy as np
+
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
 from multimodal.schedule.simulate import timeline_of_unit_costs
-from multimodal.values.action import Action, ActionKind, action_to_text
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.arrays.rows import Floats
+from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Lane, Schedule, lane_of, show_slots
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of, show_slots
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
+
+
+def fill(schedule: Schedule, *, splits: bool = True) -> Schedule:
+    """Let every weight gradient that stands before an action with a message fill that action's idle slot.
+
+    A backward right before such an action is split first: its input gradient runs at once, as other stages wait for it, and its
+    weight gradient becomes the filler. A filler runs while the message is on its way; if the message is already there, the action
+    comes first, and the filler right after it. So a lane's work never waits for a weight gradient, and at most one more
+    microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (they must agree on the
+    order), and so do weight gradients before a reduction by layer. splits: False fills with existing weight gradients alone.
+    O(actions + dependencies).
+    """
+    work = schedule.work
+    receiving = {work.computed[piece] for piece in np.unique(work.message_ends[1]).tolist()}
+    return schedule.with_lanes(_fill_lane(lane, schedule.shape, receiving, splits=splits) for lane in schedule.lanes)
+
+
+def _fill_lane(lane: Lane, shape: StepShape, receiving: Collection[Action], *, splits: bool) -> Lane:
+    """Fill one lane; receiving: the actions that need a message."""
+    if any(len(shape.lanes_of(*action[1:4])) > 1 for action in lane.actions):
+        return lane
+    slots: list[Slot] = []
+    for position, slot in enumerate(lane.slots):
+        action, carrier = slot.action, _carrier(lane, position)
+        waits = slot.mode is SlotMode.IN_LINE and carrier in receiving
+        is_whole = action.kind is ActionKind.BACKWARD and action.covers is None
+        # After a split, the waits of a carrier would have other numbers.
+        carries = position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
+        if waits and action.kind is ActionKind.WEIGHT_GRADIENT:
+            slots.append(Slot(action, SlotMode.FILLS_WAIT))
+        elif splits and waits and is_whole and not carries and shape.backward_need(*action[1:4]) is BackwardNeed.FULL:
+            slots.append(Slot(action._replace(kind=ActionKind.INPUT_GRADIENT)))
+            slots.append(Slot(action._replace(kind=ActionKind.WEIGHT_GRADIENT), SlotMode.FILLS_WAIT))
+        else:
+            slots.append(slot)
+    return Lane(lane.ranks, tuple(slots))
+
+
+def _carrier(lane: Lane, position: int) -> Action | None:
+    """Return the next action that would not become a filler itself, if only computations lie between."""
+    for slot in lane.slots[position + 1 :]:
+        if ACTION_TABLE[slot.action.kind].resource is not Resource.COMPUTE:
+            return None
+        if slot.action.kind is not ActionKind.WEIGHT_GRADIENT and slot.mode is not SlotMode.INSIDE:
+            return slot.action
+    return None
+
 
 Pass = Callable[[Schedule], Schedule]
 """Rewrites a schedule of the compute dialect."""
@@ -126,3 +178,133 @@ def sort_lanes(
         shape,
         (lane_of(lane.ranks, sorted((*lane.actions, *(added or {}).get(index, ())), key=key)) for index, lane in enumerate(rows)),
     )
+
+
+@keeps_earlier_passes(never_longer=True)
+def defer_receives(schedule: Schedule) -> Schedule:
+    """Let later actions of a lane run while it would wait for a message.
+
+    Under unit costs: where a lane waits, the next action in its list that is ready when the wait begins and ends before the
+    message arrives moves to the front, and so on until the gap is full. Only lanes of one stage move their actions (in several
+    lanes at once, an order that suits one may stop another). The result may keep more activations, but never takes longer: if
+    moving does not pay, the schedule stays as it is. O(actions x window + dependencies).
+    """
+    shape, work, times = schedule.shape, schedule.work, lane_times(schedule)
+    ends = {event.action: event.end_seconds for lane in times for event in lane}
+    starts = {event.action: event.start_seconds for lane in times for event in lane}
+    for lane in times:
+        if any(len(shape.lanes_of(*event.action[1:4])) > 1 for event in lane):
+            continue
+        ready = {
+            event.action: max((ends[need] for need in work.needs_of(event.action, lowered=False)), default=0.0) for event in lane
+        }
+        starts |= _fill_gaps(lane, ready)
+    moved = sort_lanes(schedule.lanes, shape, starts.__getitem__)
+    before, after = duration_of(schedule), duration_of(moved)
+    return moved if after is not None and before is not None and after <= before else schedule
+
+
+_WINDOW = 32
+"""Number of later actions that are considered for a gap."""
+
+
+def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
+    """Return new start times for the actions that move into a gap of their lane."""
+    moved: dict[Action, float] = {}
+    free_at = 0.0
+    for index, event in enumerate(events):
+        if event.action in moved:
+            continue
+        for later in events[index + 1 : index + 1 + _WINDOW] if _is_computed(event) else ():
+            length = later.end_seconds - later.start_seconds
+            is_ready = _is_computed(later) and later.action not in moved and ready[later.action] <= free_at
+            if is_ready and free_at + length <= event.start_seconds:
+                moved[later.action] = free_at
+                free_at += length
+        free_at = event.end_seconds
+    return moved
+
+
+def _is_computed(event: TimelineEvent) -> bool:
+    return ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE
+
+
+@keeps_earlier_passes(never_longer=True)
+def delay_forward(schedule: Schedule) -> Schedule:
+    """Give each pipeline stage of the LLM the fewest warm-up forwards that keep the schedule's length under unit costs.
+
+    Optimus finds that the last forwards of 1F1B's warm-up, above all in the interleaved schedule, can be deferred "without any
+    adverse effects on the overall pipeline latency": encoder forwards then have more bubbles to run in. Stage by stage from the
+    last to the first, alike in all replicas, as many forwards as possible leave the warm-up, and all later forwards move behind
+    as many backwards. Lanes that the LLM shares with other units stay as they are.
+
+    O(stages x log(warm-up) executions).
+    """
+    length = duration_of(schedule)
+    for lanes in _lanes_by_stage(schedule.shape.graph, schedule.shape.plan):
+        fewest, most = 0, min((_num_warm_up(schedule.lanes[lane].actions) for lane in lanes), default=1) - 1
+        while fewest < most:
+            middle = (fewest + most + 1) // 2
+            candidate = _delay(schedule, lanes, middle)
+            duration = duration_of(candidate)
+            if duration is not None and length is not None and duration <= length:
+                fewest = middle
+            else:
+                most = middle - 1
+        schedule = _delay(schedule, lanes, fewest)
+    return schedule
+
+
+def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
+    """Return the lanes that belong to the LLM alone, by pipeline stage, the last stage first."""
+    backbone = plan.units[graph.backbone.name]
+    shared = {rank for name, unit in plan.units.items() if name != graph.backbone.name for rank in unit.ranks}
+    lanes: dict[int, list[int]] = defaultdict(list)
+    for replica in backbone.replicas:
+        for index, stage in enumerate(replica.stages):
+            if not shared & set(stage.ranks):
+                lanes[index].append(plan.lane_of_rank[stage.ranks[0]])
+    return [tuple(lanes[index]) for index in sorted(lanes, reverse=True)]
+
+
+def _num_warm_up(actions: tuple[Action, ...]) -> int:
+    """Return the number of forwards before the first backward."""
+    count = 0
+    for action in actions:
+        if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            return count
+        count += action.kind is ActionKind.FORWARD
+    return 0
+
+
+def _delay(schedule: Schedule, lanes: tuple[int, ...], num_forwards: int) -> Schedule:
+    """Take `num_forwards` forwards out of the warm-up of these lanes."""
+    if num_forwards == 0:
+        return schedule
+    return schedule.with_lanes(
+        lane_of(lane.ranks, _delay_lane(lane.actions, num_forwards)) if index in lanes else lane
+        for index, lane in enumerate(schedule.lanes)
+    )
+
+
+def _delay_lane(actions: tuple[Action, ...], num_forwards: int) -> tuple[Action, ...]:
+    """Move every forward after the shortened warm-up behind `num_forwards` more backwards (and their weight gradients)."""
+    num_kept = _num_warm_up(actions) - num_forwards
+    delayed: list[Action] = []
+    waiting: list[tuple[Action, int]] = []
+    num_seen = num_backwards = 0
+    for action in actions:
+        if action.kind is ActionKind.FORWARD:
+            num_seen += 1
+            if num_seen > num_kept:
+                waiting.append((action, num_backwards + min(num_forwards, num_seen - num_kept)))
+                continue
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
+            while waiting and waiting[0][1] <= num_backwards:
+                delayed.append(waiting.pop(0)[0])
+            num_backwards += 1
+        delayed.append(action)
+    for position in range(len(delayed), -1, -1):
+        if position == 0 or delayed[position - 1].kind is not ActionKind.REDUCE_GRADIENTS:
+            return (*delayed[:position], *(action for action, _ in waiting), *delayed[position:])
+    return tuple(delayed)

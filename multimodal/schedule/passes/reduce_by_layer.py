@@ -1,4 +1,4 @@
-"""Lets a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
+"""Passes that spread the collectives of weights over the step: gradients reduced layer by layer, parameters gathered early."""
 
 from collections.abc import Set
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Bools, Integers, row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Integers, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, step_work
@@ -111,3 +111,25 @@ def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
         elif not shape.begins_early(slot.action):
             slots += [Slot(slot.action._replace(covers=covers)) for covers in whole.reductions(*slot.action[1:4])]
     return Lane(lane.ranks, tuple(slots))
+
+
+def gather_parameters(schedule: Schedule) -> Schedule:
+    """Put the gathers of every trained stage at the start of its lanes.
+
+    Gathers are in one order everywhere (upstream units first, then early stages), so that the lanes of different replicas never
+    wait for each other in a circle. A lane only starts a gather at its slot, and a stage's first forward waits for it: the first
+    stage's gather shows as a bubble (Optimus, Table 1), and the others hide behind computations. O(actions).
+    """
+    if schedule.shape.cuts.gathers_parameters:
+        return schedule
+    shape = schedule.shape.with_cuts(replace(schedule.shape.cuts, gathers_parameters=True))
+    work = step_work(shape)
+    is_gather = work.kinds == KIND_NUMBERS[ActionKind.GATHER_PARAMETERS]
+    gathers = np.flatnonzero(is_gather)
+    if not len(gathers):
+        return schedule
+    starts, lanes = work.lanes_of(gathers)
+    by_lane = np.argsort(lanes, kind="stable")
+    lanes, pieces = lanes[by_lane], gathers[row_numbers(starts)[by_lane]]
+    before = schedule.lane_starts[lanes]
+    return schedule.with_inserted(shape, numbers=np.flatnonzero(~is_gather), lanes=lanes, before=before, pieces=pieces)

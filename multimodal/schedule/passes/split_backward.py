@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from multimodal.schedule.execute_lanes import unit_cost, unit_costs
 from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes, lane_times, sort_lanes
-from multimodal.schedule.unit_cost import unit_cost, unit_costs
-from multimodal.values.action import Action, ActionKind, SampleSubset
+from multimodal.values.action import BACKWARDS, Action, ActionKind, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.schedule import Lane, Schedule, Slot
 from multimodal.values.work.step_work import step_work
 
-_BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING = 1e-6
 """Seconds: thirds do not add up exactly."""
 
@@ -57,7 +56,7 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     replaced: dict[Action, list[Action]] = {}
     added: dict[int, list[Action]] = defaultdict(list)
-    whole = (action for action in starts if action.kind in _BACKWARDS and action.covers is None)
+    whole = (action for action in starts if action.kind in BACKWARDS and action.covers is None)
     backwards = [action for action in whole if action.microbatch_place in num_subsets]
     for backward in sorted(backwards, key=lambda action: -action.stage):
         subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[backward.microbatch_place])]

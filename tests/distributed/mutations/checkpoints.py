@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.mutations.files import place_mutations
+from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced
 from tests.distributed.mutations.flags import set_flag
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
-from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 
 
 def checkpoint_mutations() -> Iterator[Mutation]:

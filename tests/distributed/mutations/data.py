@@ -13,9 +13,8 @@ import numpy as np
 from PIL import Image
 from scipy.io import wavfile
 
-from tests.distributed.mutations.files import place_mutations, rewrite, write_model
+from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
-from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 from tests.distributed.small_run import MODEL, manifest_entries
 
 

@@ -9,9 +9,8 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.mutations.files import place_mutations, rewrite, text_mutations
+from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, text_mutations
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
-from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 
 MODEL_KEYS = (
     *("model_type", "architectures", "image_token_index", "text_config", "vision_config", "vision_feature_layer"),

@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from tests.distributed.mutations.files import replaced
 from tests.distributed.mutations.mutation import Inputs, Mutation
-from tests.distributed.mutations.nested_documents import replaced
 from tests.distributed.small_run import MODEL
 
 Change = Callable[[Inputs], object]

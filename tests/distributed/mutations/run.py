@@ -93,7 +93,7 @@ def _run_elastic(mutation: Mutation, inputs: Inputs) -> Outcome:
     try:
         connect("127.0.0.1", run.port)  # waits for the store
         kept = inputs.stranger(run.port)
-        code = run.wait(seconds=HANG_SECONDS)
+        code = run.wait()
         launched = Launched((code,), (run.output,), time.monotonic() - start)
         del kept  # connections that were held open
     except subprocess.TimeoutExpired:

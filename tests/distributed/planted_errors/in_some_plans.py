@@ -20,10 +20,9 @@ from megatron.runtime.session import Session
 from multimodal.attention import context_parallel
 from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import ItemParts, PackedLengths
-from multimodal.model import overlapped_product
+from multimodal.model import deferrable_linear, expert_mlp
 from multimodal.model.collectives import Arriving
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
-from multimodal.model.experts import dispatch, expert_mlp
 from multimodal.model.layers import transformer_segments
 from multimodal.model.layers.layer_kind import Exchange
 from multimodal.model.stage_input import PackedInput
@@ -83,18 +82,24 @@ OF_CUT_ITEMS: Mapping[str, Error] = {
 }
 
 
-def last_microbatch_alone(right: Any, layer: ShardedLayer, *, is_joined: bool) -> None:
+def last_microbatch_alone(right: Any, layer: ShardedLayer) -> None:
     """The last one's gradients replace the others'."""
     layer.finish_reduction()
     assert layer.gradient_share is not None
     layer.gradient_share.zero_()
-    right(layer, is_joined=is_joined)
+    right(layer)
 
 
-def norms_not_summed(right: Any, layer: ShardedLayer, whole: torch.Tensor) -> None:
+def earlier_gradients_forgotten(right: Any, layer: ShardedLayer) -> None:
+    """Each backward starts anew."""
+    layer._unreduced = None
+    right(layer)
+
+
+def norms_not_summed(right: Any, layer: ShardedLayer) -> None:
     """Over tensor parallel ranks."""
     with patch.object(layer, "_tensor_parallel_group", Mock(size=lambda: 1)):
-        right(layer, whole)
+        right(layer)
 
 
 def weights_of_the_rank_before(right: Any, layer: ShardedLayer) -> None:
@@ -108,9 +113,12 @@ def weights_of_the_rank_before(right: Any, layer: ShardedLayer) -> None:
 OF_SHARDED_WEIGHTS: Mapping[str, Error] = {
     "each rank keeps its share of its own gradients": replaced(sharded_layer, "reduce_scatter_single", only_own),
     "only the last microbatch's gradients stay": replaced(ShardedLayer, "start_reduction", last_microbatch_alone),
-    "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "_take_gradients", norms_not_summed),
+    "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "start_reduction", norms_not_summed),
     "shares of weights come together in another order": replaced(ShardedLayer, "finish_gathering", weights_of_the_rank_before),
     "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
+}
+OF_GRADIENTS_REDUCED_ONCE: Mapping[str, Error] = {
+    "gradients are not added up until they are reduced": replaced(ShardedLayer, "take_gradients", earlier_gradients_forgotten),
 }
 
 
@@ -162,7 +170,7 @@ def expert_gradients_alone(right: Any, *args: Any, **options: Any) -> Any:
 OF_EXPERTS: Mapping[str, Error] = {
     "gradients of experts are not summed over their copies": replaced(units, "_membership", expert_gradients_alone),
     "rows of experts go back in the order in which they came": lambda: patch.object(
-        dispatch._Order, "mirrored", property(lambda order: order)
+        expert_mlp._Order, "mirrored", property(lambda order: order)
     ),
 }
 OF_SLICED_EXPERTS: Mapping[str, Error] = {
@@ -185,7 +193,7 @@ def rows_of_other_ranks(right: Any, share: torch.Tensor, product: torch.Tensor, 
 
 
 OF_OVERLAPPED_PRODUCTS: Mapping[str, Error] = {
-    "rows are taken for another rank's": replaced(overlapped_product, "reduce_scatter_single", rows_of_other_ranks)
+    "rows are taken for another rank's": replaced(deferrable_linear, "reduce_scatter_single", rows_of_other_ranks)
 }
 
 

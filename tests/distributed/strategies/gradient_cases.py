@@ -8,21 +8,17 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
-from multimodal.schedule.passes.defer_receives import defer_receives
-from multimodal.schedule.passes.delay_forward import delay_forward
-from multimodal.schedule.passes.fill import fill
-from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.move_actions import defer_receives, delay_forward, fill
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ScheduleError
 from multimodal.values.shape import StepShape
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource
 from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, SplitStages
-from tests.distributed.strategies.assignments import assignments
+from tests.distributed.strategies.assignments import VOCAB_SIZE, assignments, samples
 from tests.distributed.strategies.graphs import graphs
 from tests.distributed.strategies.plans import plans
-from tests.distributed.strategies.samples import VOCAB_SIZE, samples
 
 
 @st.composite

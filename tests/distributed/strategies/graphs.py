@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from multimodal.values.model_graph import AudioInput, Experts, ImageInput, Lora, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.units.unit import Flow
-from tests.distributed.strategies.samples import MAX_AUDIO_TOKENS
+from tests.distributed.strategies.assignments import MAX_AUDIO_TOKENS
 
 PROJECTORS: list[dict[str, Any]] = [
     {},

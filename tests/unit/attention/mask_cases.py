@@ -7,8 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multimodal.attention.attention_backend import AttentionBackend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionBackend, AttentionMask
 from multimodal.attention.bitfield import TEXT, MaskSegment, build_bitfield_mask
 
 MODALITIES = ("vision", "audio")

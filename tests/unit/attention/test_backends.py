@@ -1,17 +1,27 @@
+"""Attention by one kernel for all sequences, with stand-ins for kernels that need CUDA."""
+
+import inspect
+import itertools
 import math
 import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import Tensor
 
-from multimodal.attention.attention_backend import BACKEND_NAMES, load_backend
-from multimodal.attention.attention_choice import choose_backend
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention import flash_attention
+from multimodal.attention.attention_backend import BACKEND_NAMES, AttentionMask, AttentionShape, load_backend
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks, attend_densely
+from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention, choose_backend
 from multimodal.attention.flex_attention import attend_by_flex_attention
-from multimodal.attention.packed_lengths import MaskRule
+from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
+from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import (
     MASKS,
@@ -107,3 +117,171 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match="--attention-backend triton: triton is not installed"):
         load_backend("triton")
+
+
+LENGTHS = (3, 1, 4)
+
+
+def token_by_token(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
+    """Attention by its definition, with one decision per pair of tokens."""
+    num_tokens, _, num_heads, channels = query.shape
+    sequence = [index for index, length in enumerate(LENGTHS) for _ in range(length)]
+    mixed = torch.zeros(num_tokens, 1, num_heads, channels, dtype=query.dtype)
+    for token, head in itertools.product(range(num_tokens), range(num_heads)):
+        group = head * key.shape[2] // num_heads
+        seen = [t for t in range(num_tokens) if sequence[t] == sequence[token] and (t <= token or not is_causal)]
+        scores = torch.stack([query[token, 0, head] @ key[other, 0, group] for other in seen]) / math.sqrt(channels)
+        mixed[token, 0, head] = scores.softmax(0) @ value[seen, 0, group]
+    return mixed.flatten(2)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("num_heads", "num_groups"), [(4, 4), (4, 2), (4, 1)])
+def test_equals_attention_by_definition(recompute: bool, is_causal: bool, num_heads: int, num_groups: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(sum(LENGTHS), 1, heads, 5) for heads in (num_heads, num_groups, num_groups)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    choice = choose_attention("sequences", rule=MaskRule(is_causal=is_causal), shape=AttentionShape(), is_shared=False)
+    attention = CoreAttention(choice=choice, recompute=recompute)
+    found = attention(*inputs, None, packed_seq_params=PackedLengths(lengths=LENGTHS))
+    expected = token_by_token(*inputs, is_causal=is_causal)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    gradients = torch.autograd.grad((found * weights).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-12)
+
+
+EMBEDDED_VISION = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED, modalities=("vision",))
+PACKED = PackedLengths(lengths=(6, 4), items=(ItemSpan(1, 4, "vision"), ItemSpan(6, 3, "vision")))
+
+
+def draw() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(10, 1, heads, 8, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
+    choice = choose_attention("blocks", rule=EMBEDDED_VISION, shape=AttentionShape(), is_shared=False)
+    attention = CoreAttention(choice=choice, recompute=recompute)
+    inputs = draw()
+    found = attention(*inputs, None, packed_seq_params=PACKED)
+    expected = attend_densely(*(each[:, 0] for each in inputs), mask=PACKED.mask(EMBEDDED_VISION), softmax_scale=None)
+    assert found.shape == (10, 1, 32)
+    assert torch.allclose(found, expected.flatten(1)[:, None], rtol=0, atol=1e-14)
+    weights = torch.linspace(-1, 1, 320, dtype=torch.float64).view(10, 1, 32)
+    gradients = [torch.autograd.grad((each * weights.view_as(each)).sum(), inputs) for each in (found, expected)]
+    for gradient, expected_gradient in zip(*gradients, strict=True):
+        assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_without_items_equals_one_sequence_at_a_time(is_causal: bool) -> None:
+    given = {"rule": MaskRule(is_causal=is_causal), "shape": AttentionShape(), "is_shared": False}
+    attentions = (CoreAttention(choice=choose_attention(name, **given)) for name in ("blocks", "sequences"))  # type: ignore[arg-type]
+    packed = PackedLengths(lengths=(6, 4))
+    found, expected = (each(*draw(), None, packed_seq_params=packed) for each in attentions)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_ranks_with_whole_items_attend_without_each_other() -> None:
+    """No process group is there to be asked; the third rank has nothing but its row of padding."""
+    inputs = [torch.randn(sum(LENGTHS), 1, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    choice = choose_attention("blocks", rule=MaskRule(is_causal=False), shape=AttentionShape(), is_shared=True)
+    attention = CoreAttention(choice=choice, recompute=True)
+    expected = token_by_token(*inputs, is_causal=False)
+    nothing = BlockShares(np.empty(0, dtype=np.int32), 3, num_tokens=0, block_size=2)
+    shares = WholeItemShares(LENGTHS, np.array([1, 0, 1], dtype=np.int32), nothing, num_ranks=3)
+    for rank, positions in enumerate([[3], [0, 1, 2, 4, 5, 6, 7], []]):
+        own = [torch.cat((tensor[positions], torch.zeros(1, 1, 2, 5))) for tensor in inputs]
+        found = attention(*own, None, packed_seq_params=PackedLengths(lengths=LENGTHS, share=RankShare(shares, rank)))
+        assert torch.allclose(found[:-1], expected[positions], rtol=0, atol=1e-12) and not found[-1].any()
+        torch.autograd.grad(found.sum(), inputs[:1])
+
+
+CUT_LENGTHS = (3, 5, 1)
+HALF = AttentionShape(num_heads=4, num_groups=2, dtype=torch.bfloat16, num_multiprocessors=132)
+ITEMS = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
+    bounds, groups = starts.tolist(), query.shape[1] // key.shape[1]
+    outputs = []
+    for first, last in pairwise(bounds):
+        rows = (each[first:last].transpose(0, 1)[None] for each in (query, key, value))
+        mixed = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=is_causal, scale=scale, enable_gqa=groups > 1)
+        outputs.append(mixed[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def package(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, softmax_scale: Any, causal: bool) -> Tensor:
+    assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == 5
+    return attend(q, k, v, cu_q, is_causal=causal, scale=softmax_scale)
+
+
+def torch_with_window(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: Any, window_size: Any, enable_gqa: bool
+) -> Tensor:
+    assert window_size[0] == -1 and enable_gqa == (q.shape[1] > k.shape[1])
+    return attend(q, k, v, cu_q, is_causal=window_size[1] == 0, scale=scale)
+
+
+def torch_before(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: Any, is_causal: bool) -> Tensor:
+    assert q.shape[1] == k.shape[1], "it knows no groups"
+    return attend(q, k, v, cu_q, is_causal=is_causal, scale=scale)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("adapt", "kernel"),
+    [
+        (flash_attention._of_package, package),
+        (flash_attention._of_torch, torch_with_window),
+        (flash_attention._of_torch, torch_before),
+    ],
+)
+def test_every_kernel_gives_what_one_sequence_at_a_time_gives(
+    monkeypatch: pytest.MonkeyPatch, adapt: Callable[..., Any], kernel: Callable[..., Any], is_causal: bool
+) -> None:
+    monkeypatch.setattr(flash_attention, "find_kernel", lambda: adapt(kernel))
+    rule = MaskRule(is_causal=is_causal)
+    choices = (AttentionChoice(rule, AttentionShape(), backend=name, alone=name) for name in ("flash", "sequences"))
+    flash, plain = (CoreAttention(choice=choice) for choice in choices)
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((9, 1, 4, 8), (9, 1, 2, 8), (9, 1, 2, 8))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    packed = PackedLengths(lengths=CUT_LENGTHS)
+    found, expected = (each(*inputs, None, packed_seq_params=packed) for each in (flash, plain))
+    assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_torchs_kernel_is_the_one_that_is_adapted_to() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has it from 2.10 on")
+    known = list(inspect.signature(varlen.varlen_attn).parameters)
+    assert known[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+    assert "scale" in known and {"window_size", "is_causal"} & set(known)
+
+
+def test_auto_takes_the_fastest_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attention, "find_kernel", lambda: attend)
+    causal = MaskRule(is_causal=True)
+    single = AttentionShape(dtype=torch.float32, num_multiprocessors=132)
+    exact = AttentionShape(dtype=torch.float64, num_multiprocessors=132)
+    assert [choose_backend("auto", rule=causal, shape=each) for each in (HALF, single, exact)] == ["flash", "triton", "blocks"]
+    assert [choose_backend("auto", rule=ITEMS, shape=each) for each in (HALF, single, exact)] == ["triton", "triton", "blocks"]
+    wide = AttentionShape(channels=320, dtype=torch.bfloat16, num_multiprocessors=132)
+    assert [choose_backend("auto", rule=rule, shape=wide) for rule in (causal, ITEMS)] == ["flex", "flex"]
+    shared = choose_attention("auto", rule=MaskRule(is_causal=False), shape=HALF, is_shared=True)
+    assert (shared.backend, shared.alone) == ("triton", "flash")
+
+
+def test_flash_is_refused_where_it_does_not_run() -> None:
+    with pytest.raises(
+        ConfigError, match="flash runs on CUDA in half precision.*found a CPU, torch.float32, heads of 64 channels"
+    ):
+        choose_backend("flash", rule=MaskRule(is_causal=True))
+    with pytest.raises(ConfigError, match="flash cannot evaluate --attention-mask embedded"):
+        choose_backend("flash", rule=ITEMS, shape=HALF)

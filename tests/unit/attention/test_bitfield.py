@@ -1,8 +1,24 @@
+"""Values that travel in one buffer, and those derived from lengths before."""
+
+import shutil
+
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
+from multimodal.attention import block_summary as module
+from multimodal.attention.attention_backend import AttentionShape
+from multimodal.attention.bitfield import CAUSAL_BIT, BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
+from multimodal.attention.block_attention import attend_by_blocks
+from multimodal.attention.block_summary import BlockLists, count_block_workloads, list_blocks
+from multimodal.attention.core_attention import choose_attention
+from multimodal.attention.device_values import DerivedValues, Parcel, map_tensors, tensors_of
+from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, Windows, build_packed_mask
 from multimodal.values.errors import DataError, ModelError
+from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs
+from tests.unit.without_kernels import without_kernels
 
 TEXT2, TEXT1 = MaskSegment(2), MaskSegment(1)
 
@@ -109,3 +125,241 @@ def test_arrays_of_another_type_or_length_are_refused():
         BitfieldMask(bits, ids, bits)
     with pytest.raises(DataError, match=r"sample_ids are int32 of shape \(2,\)"):
         BitfieldMask(bits, ids[:2], ids)
+
+
+MODALITIES = ("vision", "audio")
+ITEMS = (ItemSpan(7, 2, "audio"), ItemSpan(2, 3, "vision"), ItemSpan(5, 1, "vision"))
+"""In a first sample of 6 tokens and a second of 4; in no order."""
+
+
+def rule(mode: MaskMode) -> MaskRule:
+    return MaskRule(is_causal=True, mode=mode, modalities=MODALITIES)
+
+
+def test_text_and_items_are_cut_at_their_borders() -> None:
+    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.EMBEDDED))
+    text, item = MaskSegment, lambda length, index, modality: MaskSegment(length, modality, index)
+    first = [text(2), item(3, 0, "vision"), item(1, 1, "vision")]
+    second = [text(1), item(2, 0, "audio"), text(1)]
+    expected = build_bitfield_mask([first, second], modalities=MODALITIES, mode="embedded")
+    assert (found.to_dense() == expected.to_dense()).all()
+
+
+def test_causal_masks_ignore_items() -> None:
+    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.CAUSAL)).to_dense()
+    expected = [[j <= i and (i < 6) == (j < 6) for j in range(10)] for i in range(10)]
+    assert found.tolist() == expected
+
+
+def test_every_sequence_of_an_encoder_is_one_item() -> None:
+    found = build_packed_mask((2, 0, 3), items=(), rule=MaskRule(is_causal=False)).to_dense()
+    assert found.tolist() == [[(i < 2) == (j < 2) for j in range(5)] for i in range(5)]
+
+
+def test_a_prefix_ends_with_the_last_item_of_its_sample() -> None:
+    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.PREFIX)).to_dense()
+    assert found[:6].tolist() == [[j < 6 for j in range(10)]] * 6
+    assert found[6:].tolist() == [[6 <= j < 9 for j in range(10)]] * 3 + [[j >= 6 for j in range(10)]]
+
+
+def test_layers_share_one_mask() -> None:
+    packed = PackedLengths(lengths=(6, 4), items=ITEMS)
+    assert packed.mask(rule(MaskMode.EMBEDDED)) is packed.mask(rule(MaskMode.EMBEDDED))
+    assert packed.mask(rule(MaskMode.EMBEDDED)) is not packed.mask(rule(MaskMode.CAUSAL))
+
+
+DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float64, torch.bool)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 3), st.sampled_from(DTYPES)), max_size=6))
+def test_a_parcel_gives_back_what_was_packed(sizes: list[tuple[int, int, torch.dtype]]) -> None:
+    tensors = [torch.randint(0, 2, (rows, columns)).to(dtype) for rows, columns, dtype in sizes]
+    value = {"all": tuple(tensors), "again": tensors[-1:] and tensors[-1], "name": (1, "two", None)}
+    parcel = Parcel.pack(value)
+    found = parcel.open()
+    assert not any(isinstance(each, torch.Tensor) for each in tensors_of(parcel.contents)) and found["name"] == value["name"]
+    assert all(torch.equal(mine, other) and mine.dtype == other.dtype for mine, other in zip(found["all"], tensors, strict=True))
+    assert parcel.buffer.numel() == sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors), "nothing is there twice"
+
+
+def test_derived_values_are_made_once_and_follow_the_device() -> None:
+    values, made = DerivedValues(), []
+
+    def derive() -> torch.Tensor:
+        made.append(1)
+        return torch.zeros(3)
+
+    first = values.on(torch.device("cpu"), "zeros", derive)
+    assert values.on(torch.device("cpu"), "zeros", derive) is first
+    elsewhere = map_tensors(values, lambda tensor: tensor.to("meta"))
+    assert elsewhere.on(torch.device("meta"), "zeros", derive).is_meta and len(made) == 1
+
+
+def test_all_that_attention_reads_of_items_is_prepared() -> None:
+    rule = MaskRule(True, MaskMode.EMBEDDED, ("vision",))
+    packed = PackedLengths(lengths=(40, 30), items=(ItemSpan(3, 20, "vision"),))
+    choice = choose_attention("blocks", rule=rule, shape=AttentionShape(), is_shared=False)
+    choice.prepare(packed)
+    opened = Parcel.pack(packed).open()
+    assert opened.lengths == packed.lengths
+    mask = opened.mask(rule)
+    inputs = draw_inputs(packed.mask(rule))[:3]
+    expected = attend_by_blocks(*inputs, mask=packed.mask(rule), softmax_scale=None)
+    before = set(mask.derived._values)
+    assert torch.equal(attend_by_blocks(*inputs, mask=mask, softmax_scale=None), expected)
+    assert set(mask.derived._values) == before, "something was derived only when it was read"
+
+
+def test_triton_and_flex_derive_nothing_later() -> None:
+    from multimodal.attention.attention_backend import load_preparation
+    from multimodal.attention.flex_attention import build_flex_mask
+    from multimodal.attention.triton_kernels.options import longest_item
+    from multimodal.attention.triton_kernels.triton_attention import _column_work, _mask_arguments, _row_work
+
+    device, shape = torch.device("cpu"), AttentionShape(num_heads=4, num_groups=2, num_multiprocessors=132)
+    mask = build_mask(MASKS["embedded"][1], mode="embedded", query_blocks=(0, 2))
+    for name in ("triton", "flex"):
+        load_preparation(name)(mask, shape)
+    before = set(mask.derived._values)
+    limit = longest_item(len(mask.by_query.blocks), num_heads=4, num_multiprocessors=132)
+    _mask_arguments(mask, device), _row_work(mask, limit, device), _column_work(mask, limit, 2, device)
+    build_flex_mask(mask, device)
+    assert set(mask.derived._values) == before
+
+
+def test_windows_are_sequences_that_travel_with_the_tokens() -> None:
+    packed = PackedLengths(lengths=(6,), windows=Windows(torch.arange(6), torch.arange(6), (4, 2)))
+    packed.window_sequences.starts(torch.device("cpu"))
+    moved = packed.map_tensors(lambda tensor: tensor.to("meta"))
+    assert moved.window_sequences.lengths == (4, 2)
+    assert moved.window_sequences.starts(torch.device("meta")).is_meta and moved.windows.order.is_meta
+
+
+LIST_BLOCKS = pytest.mark.parametrize("list_blocks", [list_blocks, without_kernels(list_blocks)])
+COUNT = pytest.mark.parametrize("count", [count_block_workloads, without_kernels(count_block_workloads)])
+SIZES = st.integers(1, 9)
+
+
+@st.composite
+def masks(draw):
+    """Masks as the builder makes them, of every mode, or with texts that see some modalities only."""
+    pieces = st.tuples(st.sampled_from(("text", "text", "vision", "audio")), st.integers(0, 3), st.integers(0, 9))
+    samples = draw(st.lists(st.lists(pieces, max_size=7), max_size=4))
+    segments = [
+        [MaskSegment(n, name, -1 if name == "text" else 2 * index + (name == "audio")) for name, index, n in sample]
+        for sample in samples
+    ]
+    mask = build_bitfield_mask(
+        segments,
+        modalities=("vision", "audio"),
+        mode=draw(st.sampled_from(("causal", "embedded", "modality"))),
+        window=draw(st.none() | st.integers(1, 12)),
+    )
+    if not draw(st.booleans()):
+        return mask
+    # As if some of the text looked at vision only, or at text only.
+    hidden = np.array(draw(st.lists(st.sampled_from((0, 2, 4, 6)), min_size=mask.num_tokens, max_size=mask.num_tokens)), np.int64)
+    return BitfieldMask(np.where(mask.bits < 0, mask.bits & ~hidden, mask.bits), mask.sample_ids, mask.item_ids, mask.window)
+
+
+def summarize_dense(mask, size):
+    """Per block of queries: its (key block, is full), and its visible pairs; from the dense mask."""
+    dense = mask.to_dense()
+    rows, pairs = [], []
+    for first in range(0, mask.num_tokens, size):
+        row = dense[first : first + size]
+        blocks = [row[:, start : start + size] for start in range(0, mask.num_tokens, size)]
+        rows.append([(index, bool(block.all())) for index, block in enumerate(blocks) if block.any()])
+        pairs.append(int(row.sum()))
+    return rows, pairs
+
+
+def listed(lists):
+    return [list(zip(*(array.tolist() for array in lists.row(index)), strict=True)) for index in range(len(lists.row_starts) - 1)]
+
+
+def test_the_kernels_are_built_where_a_compiler_is():
+    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
+        pytest.skip("no C++ compiler on this machine")
+    assert module.kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
+
+
+@LIST_BLOCKS
+@given(mask=masks(), size=SIZES)
+def test_blocks_are_those_of_the_dense_mask(list_blocks, mask, size):
+    lists = list_blocks(mask, block_size=size)
+    assert listed(lists) == summarize_dense(mask, size)[0]
+
+
+@given(mask=masks(), size=SIZES)
+def test_the_kernel_equals_its_reference(mask, size):
+    found, expected = list_blocks(mask, block_size=size), without_kernels(list_blocks)(mask, block_size=size)
+    for one, other in (
+        (found.row_starts, expected.row_starts),
+        (found.blocks, expected.blocks),
+        (found.is_full, expected.is_full),
+    ):
+        assert one.dtype == other.dtype
+        assert np.array_equal(one, other)
+
+
+@COUNT
+@given(mask=masks(), size=SIZES)
+def test_workloads_are_counted_without_listing(count, mask, size):
+    rows, pairs = summarize_dense(mask, size)
+    workloads = count(mask, block_size=size)
+    assert workloads.num_blocks.tolist() == [len(row) for row in rows]
+    assert workloads.visible_pairs.tolist() == pairs
+
+
+@given(mask=masks(), size=SIZES)
+def test_lists_by_key_are_the_transposed_lists(mask, size):
+    lists = list_blocks(mask, block_size=size)
+    by_key = lists.transposed(num_columns=-(-mask.num_tokens // size))
+    expected = [[] for _ in range(0, mask.num_tokens, size)]
+    for query_block, row in enumerate(listed(lists)):
+        for key_block, is_full in row:
+            expected[key_block].append((query_block, is_full))
+    assert listed(by_key) == expected
+    assert by_key.blocks.dtype == np.int32
+
+
+def test_rows_are_selected_in_the_given_order():
+    lists = BlockLists(np.array([0, 2, 2, 5]), np.arange(5, dtype=np.int32), np.array([True, False, True, True, False]))
+    assert listed(lists.select(np.array([2, 1, 0, 2]))) == [listed(lists)[row] for row in (2, 1, 0, 2)]
+    assert listed(lists.select(np.array([], dtype=np.int64))) == []
+
+
+def test_a_million_causal_tokens_are_counted_by_their_formula():
+    num_blocks = 8192
+    mask = build_bitfield_mask([[MaskSegment(num_blocks * 128)]], modalities=())
+    workloads = count_block_workloads(mask)
+    assert np.array_equal(workloads.num_blocks, np.arange(1, num_blocks + 1))
+    assert workloads.visible_pairs.sum() == num_blocks * 128 * (num_blocks * 128 + 1) // 2
+
+
+@LIST_BLOCKS
+@pytest.mark.parametrize(
+    ("bits", "sample_ids", "message"),
+    [
+        ([CAUSAL_BIT | 1] * 3, [0, 1, 0], "token 2 of a mask has sample id 0 after 1; expected ids that never descend"),
+        (
+            [CAUSAL_BIT | 1, CAUSAL_BIT | 2, 2],
+            [0, 0, 0],
+            "token 1 of a mask has bits 0x8000000000000002; expected bit 0 .text. on a causal",
+        ),
+        ([2, 2, 6], [0, 0, 0], "token 2 of a mask has bits 0x6; .* exactly one bit of 1-61 on any other"),
+        ([2, 1, 1], [0, 0, 0], "token 1 of a mask has bits 0x1"),
+        ([2, 2, 0], [0, 0, 0], "token 2 of a mask has bits 0x0"),
+    ],
+)
+def test_masks_that_break_a_rule_are_refused(list_blocks, bits, sample_ids, message):
+    mask = BitfieldMask(np.array(bits, np.int64), np.array(sample_ids, np.int32), np.zeros(3, np.int32))
+    with pytest.raises(DataError, match=message):
+        list_blocks(mask, block_size=2)
+
+
+@LIST_BLOCKS
+def test_blocks_have_at_least_one_token(list_blocks):
+    with pytest.raises(DataError, match="blocks of 0 queries x 0 keys; expected at least 1 x 1"):
+        list_blocks(build_bitfield_mask([], modalities=()), block_size=0)

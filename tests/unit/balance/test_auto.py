@@ -5,26 +5,22 @@ from random import Random
 
 import pytest
 
-from multimodal.balance import BALANCERS, better_pair, placements_of
+from multimodal.balance import BALANCERS, placements_of, step_predictor
 from multimodal.balance.auto import busiest_replicas_work
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.better_pair import CLEARLY, find_better_pair
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.step_predictor import StepPredictor
+from multimodal.balance.step_predictor import CLEARLY, StepPredictor, find_better_pair
 from multimodal.cost.cluster import Cluster, Network, NodeLink
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
@@ -192,7 +188,7 @@ def test_what_is_found_is_clearly_better_and_both_figures_are_predictions(
     found = better_than(candidate, balance, schedule)
     if found is None:
         placed = pair_predictor(candidate, schedule).schedules.plan
-        tried = [name for name, row in BALANCERS.items() if row.suits(better_pair.placements_of(tuple(placed.units.values())))]
+        tried = [name for name, row in BALANCERS.items() if row.suits(placements_of(tuple(placed.units.values())))]
         assert seconds(candidate, balance, schedule) <= CLEARLY * min(seconds(candidate, name, schedule) for name in tried)
         return
     chosen, better = found
@@ -211,10 +207,10 @@ def test_balancing_against_the_schedule_is_found() -> None:
 
 
 def test_where_no_balancer_helps_another_schedule_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(better_pair, "BALANCERS", {"orchmllm": BALANCERS["orchmllm"]})
+    monkeypatch.setattr(step_predictor, "BALANCERS", {"orchmllm": BALANCERS["orchmllm"]})
     _, better = better_than(SHARED, "orchmllm", "1f1b")
     assert (better.balance, better.schedule, better.keeps_more) == ("orchmllm", "nested", False)
-    monkeypatch.setattr(better_pair, "BUILDERS", {name: row for name, row in BUILDERS.items() if name != "nested"})
+    monkeypatch.setattr(step_predictor, "BUILDERS", {name: row for name, row in BUILDERS.items() if name != "nested"})
     _, better = better_than(SHARED, "orchmllm", "1f1b")
     assert better.balance == "orchmllm" and better.schedule != "1f1b" and better.keeps_more
     assert BUILDERS[better.schedule].splits_backwards is False

@@ -11,20 +11,17 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.placement import deal, turns_of
-from multimodal.balance.unlike_replicas import share_microbatches
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.balance.placement import deal, share_microbatches, turns_of
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.sample_lengths import LengthBatch
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 

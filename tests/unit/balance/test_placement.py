@@ -16,8 +16,7 @@ from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.placement import Groups, drop_idle_samples, follow_llm, place_every_unit, place_generators
 from multimodal.cost.flops import unit_flops
 from multimodal.cost.unit_load import item_load, sample_load
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
 from multimodal.values.errors import AssignmentError

@@ -12,10 +12,9 @@ from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.disttrain import _light_outside
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.measure_balance import NodeBytes, measure_traffic, moved_volume
-from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import AssignmentError
 from multimodal.values.validate import validate_assignment

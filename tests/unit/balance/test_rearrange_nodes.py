@@ -13,9 +13,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.rearrange_nodes import NodeArrangement, rearrange_nodes
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph

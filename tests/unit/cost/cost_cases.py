@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import TransferCost
+from multimodal.cost.cluster import Cluster, TransferCost
 from multimodal.cost.layers.layer import ActivationCase
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.step_costs import StepCosts

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from multimodal.cost.communication import collective_seconds
+from multimodal.cost.cluster import collective_seconds
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.token_shares import CUT, TOLERANCE, ItemDealer, RankLoad, WholeItemShares, deal_items
 from multimodal.cost.unit_load import UnitLoad, add_loads
-from multimodal.plan.unit_grid import build_unit_plan
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed

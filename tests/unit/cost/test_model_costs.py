@@ -2,14 +2,14 @@
 
 import pickle
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from multimodal.cost.cluster import Cluster
-from multimodal.cost.communication import TransferCost, collective_seconds, message_cost
+from multimodal.cost.cluster import Cluster, TransferCost, collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.cost.memoize import memoized
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_traffic_bytes
@@ -18,15 +18,13 @@ from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.cost.step_memory import ZERO_STAGES, layer_static_bytes
 from multimodal.cost.unit_load import sample_load
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.action import Action, ActionKind, LayerRange, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of, transfer
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of, parameter_count, transfer, unit_parameters
 
 CLUSTER, GRAPH = cluster_of(), graph_of(activation="gelu")
 TWO_STAGES = [{"ranks": [4, 5], "layers": [[0, 2]]}, {"ranks": [6, 7], "layers": [[2, 4]]}]
@@ -126,9 +124,11 @@ def costs_with(**options):
 def test_replicas_share_more_the_higher_the_zero_stage():
     weights = 2 * (12 * 64 * 64) + 3 * 14 * 14 * 64 + 256 * (256 + 64)
     found = [costs_with(zero_stage=stage).static_bytes(0) - COSTS.memory.broker_bytes(0) for stage in ZERO_STAGES]
-    layer, projector = 12 * 64 * 64, 256 * (256 + 64)
-    gathered = 2 * (layer + layer + layer) + 4 * projector  # a layer, the next one, its gradient; the projector's on its way
-    assert found == [weights * 18, weights * 12, weights * 10, weights * 9 + gathered]
+    embedding, layer, projector = 3 * 14 * 14 * 64, 12 * 64 * 64, 256 * (256 + 64)
+    working = 2 * (layer + layer + embedding + layer)  # a layer, its gradient, and the next two; the projector's is on its way
+    assert found == [weights * 18, weights * 12, weights * 10, weights * 9 + working + 4 * projector]
+    once = costs_with(zero_stage=3, reduces_once=True)
+    assert once.static_bytes(0) - once.memory.broker_bytes(0) == weights * (9 + 4) + 2 * (projector + projector + 2 * layer)
     assert layer_static_bytes(100, is_trained=True, data_parallel_size=2, zero_stage=0, bytes_per_element=4) == 100 * 16
     assert layer_static_bytes(100, is_trained=False, data_parallel_size=4) == 200
     assert layer_static_bytes(100, is_trained=False, data_parallel_size=4, zero_stage=3) == 50
@@ -141,6 +141,9 @@ def test_shared_weights_are_gathered_in_every_pass_where_computing_does_not_hide
     gathering, reducing = (2e-6 + weights * size / 2 / 100e9 for size in (2, 4))
     assert shared.compute(forward).seconds == pytest.approx(max(gathering, plain.compute(forward).seconds))
     assert shared.compute(backward).seconds == pytest.approx(max(gathering + reducing, plain.compute(backward).seconds))
+    once, last = costs_with(zero_stage=3, reduces_once=True), backward._replace(microbatch=1)
+    assert once.compute(backward).seconds == pytest.approx(max(gathering, plain.compute(backward).seconds))
+    assert once.compute(last).seconds == shared.compute(last).seconds > once.compute(backward).seconds
     assert shared.compute(forward).tensor_parallel_seconds == pytest.approx(gathering - plain.compute(forward).seconds)
     assert shared.collective_seconds(Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)) == 0.0
     assert shared.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0)) == plain.compute(Action(ActionKind.FORWARD, "llm", 0, 0, 0))
@@ -321,3 +324,76 @@ def test_without_a_profile_an_update_moves_bytes() -> None:
     assert costs(ALONE, cluster=fast).update_seconds == moved
     assert costs(ALONE, cluster=fast, profile=replace(profile_of(), step=None)).update_seconds == moved
     assert update_traffic_bytes(4) == 16 + 16 + 8 and update_traffic_bytes(8) == 2 * update_traffic_bytes(4)
+
+
+FOLDER = Path(__file__).parents[3] / "examples" / "models"
+TOTALS = {
+    # safetensors totals of the published checkpoints
+    "qwen2.5-vl-3b": (3_754_622_976, 0.001),
+    "qwen2.5-vl-7b": (8_292_166_656, 0.001),
+    "qwen2.5-vl-72b": (73_410_777_344, 0.001),
+    "qwen2.5-omni-7b": (8.93e9, 0.002),  # thinker
+    "internvl3-8b": (7_944_373_760, 0.001),
+    "llama-3.2-vision-11b": (10_670_220_835, 0.01),  # its embeddings of tile positions (0.7 %) are not in our form
+    "llava-onevision-7b": (8_030_348_832, 0.001),
+    "qwen3-vl-30b-a3b": (31_070_754_032, 0.001),
+    # sums of what the papers state per unit
+    "mllm-9b": (9e9, 0.02),
+    "mllm-15b": (15e9, 0.05),  # the paper's name; ViT-H 0.63 B + 13 B with Llama 3's vocabulary (1.3 B) + 0.87 B is 15.5 B
+    "mllm-72b": (72e9, 0.01),
+    "orchmllm-10b": (10e9, 0.01),
+    "orchmllm-18b": (18e9, 0.02),
+    "orchmllm-84b": (84e9, 0.01),
+    "oobleck-bert-large": (340e6, 0.02),  # without learned positions, as all of these
+    "oobleck-gpt-2-medium": (345e6, 0.03),  # the vocabulary is padded
+    "oobleck-gpt-3-medium": (350e6, 0.02),
+    "oobleck-gpt-3-2.7b": (2.65e9, 0.005),
+    "oobleck-gpt-3-6.7b": (6.65e9, 0.005),
+    "entrain-llama-1b": (668_683_520 + 1_235_814_400, 0.005),
+    "entrain-llama-3b": (668_683_520 + 3_212_749_824, 0.005),
+}
+"""Of all units, and how far our count may be from it."""
+UNITS = {
+    ("entrain-llama-1b", "llm"): (1_235_814_400, 0.0),  # Llama 3.2 1B's exact count
+    ("entrain-llama-3b", "llm"): (3_212_749_824, 0.0),
+    ("cornstarch-vlm-m", "llm"): (8_030_261_248, 0.0),  # Llama 3.1 8B's
+    ("qwen2.5-vl-7b", "llm"): (7_615_616_512, 0.0),  # Qwen2.5 7B's
+    ("orchmllm-18b", "llm"): (14_770_033_664, 0.0),  # Qwen2.5 14B's
+    ("orchmllm-84b", "llm"): (72_706_203_648, 0.0),  # Qwen2.5 72B's
+    ("qwen3-vl-30b-a3b", "llm"): (30_532_122_624, 0.0),  # Qwen3 30B-A3B's
+    ("qwen2.5-omni-7b", "audio"): (0.637e9, 0.015),  # Whisper-large's encoder; our projector concatenates
+    ("mllm-9b", "vision"): (0.63e9, 0.015),  # ViT-Huge with a projector of 7 M
+    ("mllm-9b", "generator"): (0.866e9, 0.04),  # Stable Diffusion 2.1's U-Net, in whose place a transformer stands
+    ("vit-3b-gpt-11b", "vision"): (3e9, 0.03),
+    ("vit-11b-vit-5b-gpt-175b", "second_vision"): (5.4e9, 0.02),
+    ("vit-11b-gpt-175b", "vision"): (9.7e9, 0.02),  # the paper's 11B is also called 10B there
+    ("vit-22b-gpt-175b", "vision"): (21.8e9, 0.01),  # Dehghani et al. 2023: 21,743 M
+    ("vit-22b-gpt-175b", "llm"): (174.6e9, 0.001),  # Brown et al. 2020, without learned positions
+    ("vit-22b-llama-70b", "llm"): (68_976_648_192, 0.0),  # Llama 2 70B's
+    ("cornstarch-vlm-s", "vision"): (1.01e9, 0.06),  # EVA ViT-g/14; a projector of 55 M
+    ("cornstarch-vlm-m", "vision"): (7.53e9, 0.05),  # EVA-CLIP 8B's vision tower; a projector of 0.3 B
+    ("cornstarch-vlm-l", "vision"): (17.5e9, 0.04),  # EVA-CLIP 18B's; a projector of 0.5 B
+    ("cornstarch-thesis-vlm-1b", "llm"): (1_235_814_400, 0.0),
+    ("cornstarch-thesis-vlm-32b", "llm"): (32.5e9, 0.002),  # Qwen2.5 32B's, with Llama 3's vocabulary
+    ("cornstarch-alm-s", "audio"): (1.4e9, 0.05),
+    ("cornstarch-alm-m", "audio"): (7e9, 0.035),
+    ("cornstarch-alm-l", "audio"): (15e9, 0.025),
+}
+
+
+@pytest.mark.parametrize(("name", "unit"), [*((name, None) for name in TOTALS), *UNITS])
+def test_models_and_units_have_their_published_size(name: str, unit: str | None) -> None:
+    graph = ModelGraph.from_file(FOLDER / f"{name}.yaml")
+    total, tolerance = TOTALS[name] if unit is None else UNITS[name, unit]
+    found = parameter_count(graph) if unit is None else unit_parameters(graph, graph.unit(unit))
+    assert found == pytest.approx(total, rel=tolerance, abs=0)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_file_says_its_vocabulary_and_whether_it_can_only_be_planned(path: Path) -> None:
+    graph = read_model(path)
+    assert graph.backbone.vocab_size
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+    can_train = all(describe_layer(graph, unit, kind, vocab_size=0).can_be_built for unit in graph.units for kind in unit.layers)
+    says_so = "# To be planned and simulated only, not trained:" in path.read_text()
+    assert says_so is not can_train

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.cost.communication import collective_seconds
+from multimodal.cost.cluster import collective_seconds
 from multimodal.cost.flops import step_flops, unit_flops
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.model_costs import ModelCosts
@@ -12,15 +12,13 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.unit_grid import build_unit_plan
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Opaque
-from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 from multimodal.values.units.items import Waveform
 from tests.unit.cost.cost_cases import EVEN_CLUSTER, SHAPE, cluster_of, transfer
 from tests.unit.plan.planners.planning_cases import TWO, request

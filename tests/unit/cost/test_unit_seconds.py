@@ -8,15 +8,14 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.cost.communication import exchange_cost, message_cost
+from multimodal.cost.cluster import exchange_cost, message_cost
 from multimodal.cost.layers.layer import ActivationCase, Exchange
 from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describe_layer
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.action import Action, ActionKind, Place, Resource, SegmentRange

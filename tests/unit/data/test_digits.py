@@ -94,7 +94,7 @@ def test_a_sample_depends_on_seed_split_and_index_only(opened: Any, name: str) -
 
 
 def test_validation_shows_other_handwriting() -> None:
-    train = {glyph for glyphs in shown_glyphs(open_digits(1000)) for glyph in glyphs}
+    train = {glyph for glyphs in shown_glyphs(open_digits(2500)) for glyph in glyphs}
     valid = {glyph for glyphs in shown_glyphs(open_digits(1000, split="valid")) for glyph in glyphs}
     assert not train & valid
     assert len(train) > 1200 and len(valid) > 250

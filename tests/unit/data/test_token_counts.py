@@ -1,16 +1,28 @@
 """Token counts from the headers of images, against those that transformers' own processors give, for 1,000 random sizes."""
 
+import gzip
+import pickle
 import random
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import ImageFile
 
 from multimodal.data.image_processing import image_grid, num_tiles
-from multimodal.values.model_graph import ImageInput
+from multimodal.data.length_table import read_length_table, uniform_lengths, write_length_table
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
+from multimodal.data.source_views import SamplesById
+from multimodal.values.assignment import Atom
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.data.conftest import DataFolder
 
 SIZES = [(random.Random(seed).randint(1, 4000), random.Random(-seed - 1).randint(30, 3000)) for seed in range(1000)]
@@ -109,3 +121,205 @@ def test_no_image_is_decoded_for_its_length(data: DataFolder, monkeypatch: pytes
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image was decoded"))
     source = data.open([[{"type": "image", "path": name}, {"type": "text", "role": "assistant", "text": "a"}] for name in sizes])
     assert [source.lengths(index).items[0].num_tokens for index in range(3)] == [48, 36, 40]
+
+
+SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "vision": {"role": "encoder", **SHAPE},
+            "audio": {"role": "encoder", **SHAPE},
+            "llm": {"role": "backbone", **SHAPE},
+            "painter": {"role": "generator", **SHAPE},
+        }
+    }
+)
+HEADER = "sample_id,image_sizes,text_words,text_tokens_gpt2,answer_words,audio_seconds,colour\n"
+
+
+def test_rows_become_items_and_text(tmp_path):
+    path = tmp_path / "lengths.csv.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(HEADER + "x,56x56;84x56,10,20,5,0.5,red\ny,,0,0,,0,\n")
+    items = (ItemLengths("vision", 16, 4), ItemLengths("vision", 24, 6), ItemLengths("audio", 25, 6))
+    assert read_length_table(path, graph=GRAPH) == (SampleLengths(0, items, 20, 10), SampleLengths(1, (), 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", HEADER + "x,56by56,1,1,1,0,\n", "row 1: image_sizes has '56by56'"),
+        ("a.csv", HEADER + "x,\u00b2x\u00b2,1,1,1,0,\n", "line 2, row 1: image_sizes has '\u00b2x\u00b2', expected WxH"),
+        ("a.csv", HEADER + f"x,{'9' * 400}x8,1,1,1,0,\n", "line 2, row 1: image_sizes has '9+', expected WxH"),
+        ("a.csv", HEADER + "x,9999999999x9999999999,1,1,1,0,\n", "line 2, row 1: an image with a side of more than"),
+        ("a.csv", HEADER + "x,0x8,1,1,1,0,\n", "line 2, row 1: an image of 0x8 pixels has no area"),
+        ("a.csv", HEADER + "x,,1,1,1,long,\n", "line 2, row 1: audio_seconds is 'long', expected a number from 0"),
+        ("a.csv", HEADER + 'x,,1,1,1,0,"a\nb"\nx,,1,-3,1,0,\n', "line 4, row 2: text_tokens_gpt2 is '-3'.*correct or remove"),
+        ("a.csv", HEADER + "x,,1,nan,1,0,\n", "text_tokens_gpt2 is 'nan'"),
+        ("a.csv", HEADER + "x,,1,1e300,1,0,\n", "text_tokens_gpt2 is '1e300', expected a number from 0 to 2,147,483,647"),
+        ("a.csv", HEADER + "x,,1,1,1,1e300,\n", "audio_seconds is '1e300'"),
+        ("a.csv", HEADER + "x,,1,1,inf,0,\n", "answer_words is 'inf'"),
+        ("a.csv", HEADER + "x,,1,1\n", "line 2, row 1: has 4 values, but the header 7; complete or remove that row"),
+        ("a.csv", HEADER + "x,,1,1,1,0,red,blue\n", "line 2, row 1: has 8 values, but the header 7"),
+        ("a.csv", HEADER, "has no rows"),
+        ("a.csv", "", "has no rows"),
+        ("a.csv", "width,height\n1,2\n", "none of the columns image_sizes.*found width, height; name one of them"),
+        ("a.csv", (HEADER + "caf\u00e9,,1,1,1,0,\n").encode("latin-1"), "cannot be read as csv behind row 0 .*utf-8"),
+        ("a.csv", HEADER + "x," + "9" * 200_000, "cannot be read as csv behind row 0 .*field larger"),
+        ("a.csv.gz", "plain text", "cannot be read as csv"),
+        ("a.csv.gz", gzip.compress(HEADER.encode() * 99, mtime=0)[:-20], "cannot be read as csv"),
+        ("a.csv.gz", gzip.compress(HEADER.encode(), mtime=0)[:20] + bytes(90), "cannot be read as csv"),
+        ("a.txt", "", "expected a .csv, .csv.gz or .parquet file; convert it"),
+    ],
+)
+def test_wrong_tables_are_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=f"{name}.*{message}"):
+        read_length_table(tmp_path / name, graph=GRAPH)
+
+
+def test_missing_tables_and_packages_are_named(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"gone\.csv: no such file; give a"):
+        read_length_table(tmp_path / "gone.csv", graph=GRAPH)
+    with pytest.raises(DataError, match=r": a folder; give a"):
+        read_length_table(tmp_path, graph=GRAPH)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=r"a\.parquet: reading parquet needs the package pyarrow; install it, or give"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, b"seven", "1" * 400])
+def test_values_of_other_types_in_parquet_are_refused(tmp_path, monkeypatch, value):
+    """Parquet has types; a stand-in for pyarrow gives what its own reader would."""
+    (tmp_path / "a.parquet").write_bytes(b"")
+    table = SimpleNamespace(to_pylist=lambda: [{"text_tokens": 3, "image_sizes": None}, {"text_tokens": value}])
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=lambda path: table))
+    with pytest.raises(DataError, match=r"a\.parquet, row 2: text_tokens is .*, expected a number from 0"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+def test_a_parquet_file_that_pyarrow_refuses_is_named(tmp_path, monkeypatch):
+    def read_table(path):
+        raise KeyError("its own kind of error")
+
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(read_table=read_table))
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet .*; replace the file"):
+        read_length_table(tmp_path / "a.parquet", graph=GRAPH)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path):
+    """Spreadsheets write one."""
+    (tmp_path / "a.csv").write_text("text_tokens\n7\n", encoding="utf-8-sig")
+    assert read_length_table(tmp_path / "a.csv", graph=GRAPH) == (SampleLengths(0, (), 7, 7),)
+
+
+def test_uniform_lengths_count_encoder_outputs_among_the_backbones_tokens():
+    (sample,) = uniform_lengths(GRAPH, tokens={"vision": 64, "painter": 100, "llm": 30}, num_samples=1)
+    assert sample.items == (ItemLengths("vision", 64, 16), ItemLengths("painter", 100, 0))
+    assert (sample.num_tokens, sample.num_text_tokens) == (30, 14)
+
+
+def test_an_encoder_says_how_long_audio_is(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text(HEADER + "x,,10,20,5,3,red\n")
+    ear = {"role": "encoder", **SHAPE, "audio": {"tokens_per_second": 20, "merge_factor": 4}}
+    graph = ModelGraph.from_dict({"units": {"ear": ear, "llm": {"role": "backbone", **SHAPE}}})
+    (sample,) = read_length_table(path, graph=graph)
+    assert sample.items == (ItemLengths("ear", 60, 15),)
+    assert uniform_lengths(graph, tokens={"ear": 10, "llm": 8}, num_samples=1)[0].items == (ItemLengths("ear", 10, 2),)
+
+
+@pytest.mark.parametrize("name", ["L.csv", "L.csv.gz"])
+def test_written_lengths_are_read_back(tmp_path, name):
+    samples = (SampleLengths(0, (ItemLengths("vision", 16, 4), ItemLengths("vision", 64, 16)), 9, 3), SampleLengths(1, (), 5, 5))
+    write_length_table(tmp_path / name, samples)
+    assert read_length_table(tmp_path / name, graph=GRAPH) == samples
+
+
+def test_items_that_are_none_are_refused_and_those_of_other_models_left_out(tmp_path):
+    (tmp_path / "L.csv").write_text("items,text_tokens\nother:16:4,9\nvision:16,9\n")
+    with pytest.raises(DataError, match=r"row 2: items has 'vision:16', expected UNIT:TOKENS:OUTPUT_TOKENS"):
+        read_length_table(tmp_path / "L.csv", graph=GRAPH)
+    (tmp_path / "L.csv").write_text("items,text_tokens\nother:16:4,9\n")
+    assert read_length_table(tmp_path / "L.csv", graph=GRAPH)[0].items == ()
+
+
+IMAGE = ImageInput(patch_size=4)
+INDEX_OF_SAMPLE = {70: 0, 71: 1, 72: 2}
+
+
+@pytest.fixture
+def source(data: DataFolder) -> ManifestSource:
+    """Two images, none, one image."""
+    first, second, third = (
+        {"type": "image", "path": data.image(f"{number}.png", size, seed=number)}
+        for number, size in enumerate([(24, 16), (8, 8), (16, 32)])
+    )
+    words = {"type": "text", "role": "document", "text": "words"}
+    return data.open([[first, words, second], [words], [words, third, words]])
+
+
+def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
+    """Patches, positions and bounds of each atom are those of the item itself."""
+    atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
+    batch = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
+    assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
+    assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert batch.positions[36:].max(dim=0).values.tolist() == [3, 5]
+    assert batch.patches is not None and batch.patches.dtype == torch.uint8
+    expected = [source.item(index, item).patches for index, item in ((2, 0), (0, 1), (0, 0))]
+    np.testing.assert_array_equal(batch.patches.numpy(), np.concatenate(expected))
+
+
+def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pixels the files are not touched, and all else is the same."""
+    atoms = [Atom(70, 0), Atom(72, 0)]
+    full = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
+    monkeypatch.delattr(ManifestSource, "item")
+    light = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=False)
+    assert light.patches is None
+    assert torch.equal(light.positions, full.positions) and torch.equal(light.cu_seqlens, full.cu_seqlens)
+
+
+def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) -> None:
+    """Every sample's slice is its own text, and every span holds placeholders only."""
+    batch = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SamplesById(source, INDEX_OF_SAMPLE))
+    assert batch.sample_ids == (71, 70, 72)
+    assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens[-1] == len(batch.token_ids)
+    for position, index in enumerate((1, 0, 2)):
+        part = slice(*batch.cu_seqlens[position : position + 2].tolist())
+        text = source.text(index)
+        assert batch.token_ids[part].tolist() == text.token_ids.tolist()
+        assert batch.labels[part].tolist() == text.labels.tolist()
+        assert batch.is_target[part].tolist() == text.is_target.tolist()
+        assert batch.position_ids[part].tolist() == list(range(len(text.token_ids)))
+    assert {atom: length for atom, (_, length) in batch.item_spans.items()} == {Atom(70, 0): 6, Atom(70, 1): 1, Atom(72, 0): 8}
+    covered = sorted(place for start, length in batch.item_spans.values() for place in range(start, start + length))
+    placeholder = source.text(0).token_ids[2]
+    assert covered == torch.nonzero(batch.token_ids == placeholder).flatten().tolist()
+
+
+def test_microbatches_travel_between_processes(source: ManifestSource) -> None:
+    """Loader workers hand them over pickled."""
+    batch = pack_language_microbatch([Atom(70)], source=SamplesById(source, INDEX_OF_SAMPLE))
+    copy = pickle.loads(pickle.dumps(batch))
+    assert copy.item_spans == batch.item_spans and torch.equal(copy.token_ids, batch.token_ids)
+
+
+@pytest.mark.parametrize(("class_token", "rows"), [("dropped", (24, 29)), ("kept", (0, 25))])
+def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, int], source: ManifestSource) -> None:
+    """Behind its patches where it is dropped later, so that outputs keep their places; else before them."""
+    atoms = [Atom(70, 0), Atom(70, 1)]
+    given = {"source": SamplesById(source, INDEX_OF_SAMPLE), "with_pixels": True}
+    inputs = IMAGE, replace(IMAGE, class_token=class_token)
+    plain, batch = (pack_encoder_microbatch(atoms, **given, item_input=each) for each in inputs)
+    is_class = (batch.positions == -1).all(dim=1)
+    assert batch.cu_seqlens.tolist() == [0, 25, 30]
+    assert tuple(is_class.nonzero()[:, 0].tolist()) == rows
+    assert batch.patches is not None and plain.patches is not None
+    assert not batch.patches[is_class].any()
+    assert torch.equal(batch.patches[~is_class], plain.patches)
+    assert torch.equal(batch.positions[~is_class], plain.positions)

@@ -10,8 +10,7 @@ import pytest
 
 from multimodal.hugging_face.llava import LLAVA, is_unused
 from multimodal.hugging_face.registry import architecture_of
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from tests.unit.hugging_face.folders import read_folder, written

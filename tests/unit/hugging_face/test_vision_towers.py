@@ -4,11 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import multimodal
+from multimodal.data.image_processing import image_grid, image_to_patches, num_tiles
 from multimodal.hugging_face.llava import LLAVA
 from multimodal.hugging_face.registry import architecture_of, read_encoder
+from multimodal.model.latents import normalised_patches
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
 from tests.unit.hugging_face.folders import written
@@ -121,3 +126,63 @@ def test_what_does_not_fit_is_said(vision: dict[str, Any], options: dict[str, An
 def test_a_module_of_transformers_takes_the_size_of_its_processor(tmp_path: Path) -> None:
     unit = composed(tmp_path, small(), as_modules=["vision"]).unit("vision")
     assert (image_of(unit).image_size, image_of(unit).position_grid, unit.layers) == (224, None, ("opaque", "projector"))
+
+
+MEAN, STD = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
+SIZES = [(40, 40), (100, 37), (37, 100), (31, 200), (24, 24)]
+
+
+def processor_of(module: str, kind: str, **options: Any) -> Any:
+    """Return an image processor of transformers, the one without torchvision where there are two."""
+    of_kind = pytest.importorskip(
+        f"transformers.models.{module}", reason="transformers is not installed (pip install 'braid[hf]')"
+    )
+    name = f"{kind}ImageProcessor"
+    return getattr(of_kind, f"{name}Pil", getattr(of_kind, name))(image_mean=list(MEAN), image_std=list(STD), **options)
+
+
+def check_patches(image: Image.Image, described: ImageInput, expected: Any, *, tile: int = 0) -> None:
+    """Compare patches of 6 x 6 pixels with an image's normalised pixels: [3, height, width]."""
+    found = image_to_patches(image, image_input=described, tile=tile)
+    rows, columns = found.grid
+    assert expected.shape == (3, rows * 6, columns * 6)
+    patches = expected.reshape(3, rows, 6, columns, 6).transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+    np.testing.assert_allclose(normalised_patches(torch.from_numpy(found.patches), described).numpy(), patches, atol=1e-6)
+
+
+SIDE = {"height": 24, "width": 24}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shorter_side", [24, 28, None])
+def test_pixels_are_those_of_transformers(shorter_side: int | None, size: tuple[int, int]) -> None:
+    """Cropped from a shorter side, as CLIP does, or stretched, as SigLIP does."""
+    image = Image.effect_noise(size, 80).convert("RGB")
+    if shorter_side is None:
+        processor, changes = processor_of("siglip", "Siglip", size=SIDE, resample=3), {}
+    else:
+        processor = processor_of("clip", "CLIP", size={"shortest_edge": shorter_side}, crop_size=SIDE)
+        changes = {"shorter_side": shorter_side} if shorter_side != 24 else {}
+    fit = "stretch" if shorter_side is None else "crop"
+    described = ImageInput(patch_size=6, merge_size=1, image_size=24, fit=fit, mean=MEAN, std=STD, **changes)
+    assert image_grid(width=size[0], height=size[1], image_input=described) == (4, 4)
+    check_patches(image, described, processor(images=[image], return_tensors="np")["pixel_values"][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pixels_of_pixtral_are_those_of_transformers(size: tuple[int, int]) -> None:
+    processor = processor_of("pixtral", "Pixtral", size={"longest_edge": 48}, patch_size={"height": 6, "width": 6})
+    image = Image.effect_noise(size, 80).convert("RGB")
+    described = ImageInput(patch_size=6, merge_size=1, longest_side=48, has_row_ends=True, mean=MEAN, std=STD)
+    check_patches(image, described, processor(images=[image], return_tensors="np")["pixel_values"][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tiles_are_those_of_transformers(size: tuple[int, int]) -> None:
+    processor = processor_of("got_ocr2", "GotOcr2", size=SIDE, crop_to_patches=True, max_patches=5)
+    image = Image.effect_noise(size, 80).convert("RGB")
+    described = ImageInput(patch_size=6, merge_size=1, image_size=24, max_tiles=5, mean=MEAN, std=STD)
+    expected = processor(images=[image], return_tensors="np")["pixel_values"]
+    assert len(expected) == num_tiles(width=size[0], height=size[1], image_input=described)
+    for tile, pixels in enumerate(expected):
+        check_patches(image, described, pixels, tile=tile)

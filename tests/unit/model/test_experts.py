@@ -10,9 +10,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from multimodal.model.experts.expert_mlp import Expert, ExpertMLP
-from multimodal.model.experts.grouped_linear import grouped_linear
-from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss
+from multimodal.model.expert_mlp import Expert, ExpertMLP, Router, RowSequences, attach_loss, sequence_balance_loss
+from multimodal.model.grouped_linear import grouped_linear
 from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import Experts, Role, Transformer, Unit

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.runtime.profiler import build_layer, synthetic_input
-from multimodal.model.inputs.noise_paths import NoisePath, draw_path
+from multimodal.model.latents import NoisePath, draw_path
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage

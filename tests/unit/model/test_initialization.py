@@ -5,8 +5,7 @@ import torch
 
 from multimodal.model.layers.registry import sharding_of
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.model.join_shards import join_shards
-from tests.unit.model.rank_groups import build_stage, groups_of
+from tests.unit.model.rank_groups import build_stage, groups_of, join_shards
 
 # megatron-core takes every group for one of size 1 while torch.distributed is not initialised.
 pytestmark = pytest.mark.usefixtures("world_of_one")

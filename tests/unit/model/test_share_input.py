@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.cost.token_shares import BlockShares, RankShare
 from multimodal.model.collectives import sequence_parts
-from multimodal.model.inputs.pixels import normalised_patches
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.model.latents import normalised_patches
 from multimodal.model.stage_input import PackedInput, find_row_ends, share_input
-from multimodal.values.model_graph import ImageInput
+from multimodal.values.model_graph import ImageInput, ModelGraph
+from tests.unit.model.rank_groups import build_stage, groups_of
 
 SHARES = BlockShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
 """Tokens 0 1 | 2 3 4 5 | 6 7 | 8; the last of four ranks has none."""
@@ -101,3 +103,32 @@ def test_parts_are_consecutive_and_alike_the_larger_ones_last(num_rows: int, num
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
     assert len(parts) == max(1, min(num_parts, num_rows))
     assert sizes[0] == min(sizes) and max(sizes) - min(sizes) <= 1
+
+
+SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
+GRAPH = ModelGraph.from_dict(
+    {
+        "units": {
+            "vision": {"role": "encoder", "image": {"patch_size": 2, "in_channels": 1}, **SHAPE},
+            "llm": {"role": "backbone", **SHAPE},
+        }
+    }
+)
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("unit", ["vision", "llm"])
+def test_the_four_products_of_a_transformer_layer_overlap(unit: str, num_parts: int) -> None:
+    stage = build_stage(GRAPH, unit, groups=groups_of(2), sequence_parallel=True, num_overlapped_parts=num_parts)
+    found = {
+        name: module.num_overlapped_parts
+        for name, module in stage.named_modules()
+        if isinstance(module, DeferrableColumnParallelLinear | DeferrableRowParallelLinear)
+    }
+    overlapped = {name for name, parts in found.items() if parts > 1}
+    expected = {
+        f"layers.1.{name}"
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    assert overlapped == (expected if num_parts > 1 else set())
+    assert all(found[name] == num_parts for name in expected)

@@ -8,10 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import describe_placement, plan_disaggregated, split_units
-from multimodal.plan.unit_grid import fold_stages
-from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.plan.plans_of_sizes import (
+    UnitSizes,
+    describe_placement,
+    fold_stages,
+    plan_colocated,
+    plan_disaggregated,
+    split_units,
+)
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan

@@ -43,8 +43,14 @@ def replay(
     return run_kernels({rank: issued.kernels for rank, issued in ranks.items()}, num_queues=num_queues).stuck
 
 
-def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], posted_ahead: int = 0) -> dict[int, Rank]:
-    """Return what every rank's host issues for its lane."""
+def issue_all(
+    schedule: Schedule,
+    *,
+    track_of: Callable[[Action], Hashable],
+    posted_ahead: int = 0,
+    seconds_of: Callable[[Action], float] = lambda action: 0.0,
+) -> dict[int, Rank]:
+    """Return what every rank's host issues for its lane; seconds_of: how long computations take."""
     step = schedule.shape
     ranks: dict[int, Rank] = defaultdict(Rank)
     for lane in schedule.lanes:
@@ -53,6 +59,7 @@ def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], pos
                 _issue(ranks[rank], action, step, track_of)
     for rank, issued in ranks.items():
         for action, kernel in issued.issued.items():
+            kernel.seconds = seconds_of(action) if ACTION_TABLE[action.kind].resource is Resource.COMPUTE else 0.0
             kernel.peers += [ranks[peer].issued[other] for peer, other in _peers(rank, action, step) if peer != rank]
     return dict(ranks)
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from multimodal.balance.placement import even_out_replicas
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
-from multimodal.plan.unit_grid import build_unit_plan
-from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.align_replicas import Join, Joins, align_replicas
+from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
+from multimodal.schedule.align_replicas import Join, Joins, align_replicas, check_expert_groups
 from multimodal.schedule.build_schedule import BuiltSchedule, build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.expert_groups import check_expert_groups
+from multimodal.schedule.execute_lanes import UnitCosts, execute_lanes
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.schedule.unit_cost import UnitCosts
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -31,7 +31,9 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import StepWork
 from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.cost.cost_cases import cluster_of
+from tests.unit.schedule.built_schedules import UniformCosts
 from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, deal, placed_case
+from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 LLM = build_graph()
 
@@ -110,11 +112,8 @@ def expert_case(*groupings: list[list[int]], pp: int = 1) -> PlacedCase:
 @pytest.mark.parametrize("builder", ["1f1b", "gpipe", "zb-h1"])
 def test_replicas_with_as_many_microbatches_compute_together(builder: str) -> None:
     case = expert_case([[0], [1], [2]], [[3], [4], [5]], pp=2)
-    built = BuiltSchedule(build_schedule(BUILDERS[builder], case.shape))
-    assert built.computes_together
-    assert not BuiltSchedule(
-        build_schedule(BUILDERS[builder], replace(case.shape, plan=shared_by(case.shape.plan, 1)))
-    ).computes_together
+    assert BuiltSchedule(BUILDERS[builder](case.shape)).computes_together
+    assert not BuiltSchedule(BUILDERS[builder](replace(case.shape, plan=shared_by(case.shape.plan, 1)))).computes_together
 
 
 def shared_by(plan: Plan, size: int) -> Plan:
@@ -223,3 +222,74 @@ def test_orders_that_never_meet_are_named_when_they_are_simulated() -> None:
     swapped = schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, lanes, strict=True))
     with pytest.raises(ScheduleError, match="computes in different orders"):
         simulate_schedule(swapped, UnitCosts(schedule.shape))
+
+
+DEEP = Replica((Stage((0,), ((0, 4),)), Stage((1,), ((4, 10),))))
+WIDE = Replica((Stage((2, 3), ((0, 7),), 2), Stage((4, 5), ((7, 10),), 2)))
+
+
+def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1)) -> StepShape:
+    """Two replicas of an LLM of ten layers: cut behind the fourth, and behind the seventh on twice as many ranks."""
+    samples = iter(range(sum(counts)))
+    placed = {"llm": tuple(tuple((Atom(next(samples)),) for _ in range(count)) for count in counts)}
+    return Assignment(placed).shape(graph, Plan({"llm": UnitPlan((DEEP, WIDE))}))
+
+
+WHOLE = """\
+lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0[0:4]
+lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; B llm/0/1/1; RG llm/0/1[3:6]; RG llm/0/1[0:3]
+lane 2,3: F llm/1/0/0; B llm/1/0/0; RG llm/1/0[4:7]; RG llm/1/0[0:4]
+lane 4,5: F llm/1/1/0; B llm/1/1/0; RG llm/1/1[0:3]
+"""
+BY_LAYER = """\
+lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; RG llm/0/0[1:4]; B llm/0/0/1; RG llm/0/0[0:1]
+lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; RG llm/0/1[4:6]; RG llm/0/1[3:4]; RG llm/0/1[1:3]; \
+B llm/0/1/1; RG llm/0/1[0:1]
+lane 2,3: F llm/1/0/0; RG llm/1/0[5:7]; RG llm/1/0[4:5]; RG llm/1/0[1:4]; B llm/1/0/0; RG llm/1/0[0:1]
+lane 4,5: F llm/1/1/0; RG llm/1/1[1:3]; B llm/1/1/0; RG llm/1/1[0:1]
+"""
+
+
+@pytest.mark.parametrize(("passes", "text"), [((), WHOLE), ((reduce_by_layer,), BY_LAYER)], ids=["whole", "by layer"])
+def test_reductions_are_cut_where_any_replica_is(passes, text):
+    step = build_step(build_graph())
+    schedule = BUILDERS["1f1b"](step)
+    for rewrite in passes:
+        schedule = rewrite(schedule)
+    validate_schedule(schedule)
+    assert schedule_to_text(schedule) == text
+    read = schedule_from_text(text, step)
+    assert read == schedule and read.shape.cuts == schedule.shape.cuts
+
+
+def test_layers_that_are_not_trained_are_not_reduced():
+    """Of a frozen encoder the projector alone, in its last layer."""
+    graph = build_graph("vision", frozen=["vision"])
+    vision = UnitPlan((DEEP, WIDE))
+    llm = UnitPlan((Replica((Stage((6,), ((0, 10),)),)),))
+    nothing = Assignment({"vision": ((), ()), "llm": ((),)})
+    work = BUILDERS["gpipe"](nothing.shape(graph, Plan({"vision": vision, "llm": llm}))).work
+    reduced = [action for action in work.computed if action.kind is ActionKind.REDUCE_GRADIENTS and action.unit == "vision"]
+    assert [(*action[2:4], action.covers) for action in reduced] == [(0, 1, LayerRange(3, 6)), (1, 1, LayerRange(0, 3))]
+
+
+class ReductionSeconds(UniformCosts):
+    """As long as layers are many."""
+
+    def collective_seconds(self, action: Action) -> float:
+        return float(action.covers.end - action.covers.first)
+
+
+def test_a_range_is_reduced_when_all_who_hold_it_have_come_to_it():
+    """The second replica's only microbatch is done long before the first one's three."""
+    schedule = BUILDERS["1f1b"](build_step(build_graph(), counts=(3, 1)))
+    assert not execute_lanes(schedule).stuck
+    events = simulate_schedule(schedule, ReductionSeconds()).timeline.events
+    last = max(event.end_seconds for event in events if event.action[:4] == (ActionKind.BACKWARD, "llm", 0, 1))
+    reduced = {
+        event.action[2:4]: event.end_seconds
+        for event in events
+        if event.action.kind is ActionKind.REDUCE_GRADIENTS and event.action.covers in (LayerRange(0, 3), LayerRange(3, 6))
+    }
+    # Layers 7 to 9 take 3 seconds after the first replica's last backward; then layers 4 to 6 take as many.
+    assert reduced[1, 1] == pytest.approx(last + 3) and reduced[0, 1] == pytest.approx(last + 6)

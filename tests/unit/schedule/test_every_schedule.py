@@ -3,10 +3,10 @@
 import math
 import pickle
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest.mock import patch
 
 import numpy as np
@@ -14,30 +14,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.cost.step_costs import ComputeCost
+from benchmarks.nccl_replay import run_kernels
+from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.plan.communicators import track_of
 from multimodal.references.simulate_events import simulate_events as simulate_events_reference
 from multimodal.schedule import fill_idle_lanes as filling
 from multimodal.schedule import list_schedule as listing
 from multimodal.schedule import simulate_events as events
-from multimodal.schedule.bubbles import BUBBLE_KINDS
+from multimodal.schedule.build_schedule import settle_fillers
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.settle_fillers import settle_fillers
-from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
+from multimodal.schedule.simulate import BUBBLE_KINDS, simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import cut_schedules
-from tests.unit.schedule.nccl_replay import replay
+from tests.unit.schedule.built_schedules import RandomCosts, costs_of, cut_schedules
+from tests.unit.schedule.nccl_replay import issue_all, replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.test_simulate import assert_alike
-from tests.unit.schedule.uniform_costs import RandomCosts
 from tests.unit.values.work.dependencies import dependencies
 
 KERNEL_USERS = (events, filling, listing)
@@ -102,8 +101,10 @@ def check_both_dialects(schedule: Schedule, *, num_queues: int, seed: int) -> No
     if not schedule.has_fillers:
         durations = [timeline_of_unit_costs(each).duration_seconds for each in (schedule, lowered)]
         assert durations[0] == durations[1] > 0, "messages take no time"
-    for tracks in (as_run, by_pair, all_on_one):
-        assert not replay(lowered, num_queues=num_queues, track_of=tracks)
+    placed = insert_communication(schedule, RandomCosts(seed=seed))
+    validate_schedule(placed)
+    for each, tracks in product((lowered, placed), (as_run, by_pair, all_on_one)):
+        assert not replay(each, num_queues=num_queues, track_of=tracks)
     assert_simulated_to_the_last_moment(lowered, RandomCosts(seed=seed))
 
 
@@ -183,6 +184,38 @@ def by_pair(action: Action) -> Hashable:
 def all_on_one(action: Action) -> Hashable:
     """One communicator."""
     return ""
+
+
+def spinning_share(schedule: Schedule, costs: StepCosts) -> tuple[float, float]:
+    """The most of the step that a rank of the LLM computes beside a receive that waits for its sender, and the step's seconds."""
+    ranks = issue_all(schedule, track_of=as_run, seconds_of=lambda action: costs.compute(action).seconds)
+    replayed = run_kernels({rank: issued.kernels for rank, issued in ranks.items()}, num_queues=33)
+    assert not replayed.stuck
+    seconds = []
+    for rank in schedule.shape.plan.units["llm"].ranks:
+        computed = [(each.started_at, each.started_at + each.seconds) for each in ranks[rank].computed]
+        spinning = [(each.started_at, each.met_at) for each in ranks[rank].kernels if each not in ranks[rank].computed]
+        spans = pairwise(sorted({time for span in (*computed, *spinning) for time in span}))
+        both = [end - start for start, end in spans if all(_covers(each, start, end) for each in (computed, spinning))]
+        seconds.append(sum(both))
+    return max(seconds) / replayed.seconds, replayed.seconds
+
+
+def _covers(spans: Sequence[tuple[float, float]], start: float, end: float) -> bool:
+    return any(first <= start and end <= last for first, last in spans)
+
+
+@pytest.mark.parametrize(("replicas", "slowness"), [(2, 3.0), (4, 6.0)])
+@pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])
+def test_receives_placed_by_durations_spin_half_as_long_at_most(builder: str, replicas: int, slowness: float) -> None:
+    """Where encoders are slow and unit costs have receives about half the step beside computations; no step takes longer."""
+    sizes, samples = {"vision": (replicas, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(16, replicas), "llm": deal(16, 1)}
+    schedule = BUILDERS[builder](build_case(build_graph("vision", frozen=("vision",)), sizes, samples))
+    costs = costs_of(vision=slowness, llm=1.0)
+    lowered = insert_communication(schedule), insert_communication(schedule, costs)
+    (early_share, whole), (share, seconds) = (spinning_share(each, costs) for each in lowered)
+    assert share < early_share / 2 and early_share >= 0.5
+    assert seconds <= whole
 
 
 @pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])

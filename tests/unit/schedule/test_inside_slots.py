@@ -10,11 +10,9 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.references.simulate_events import simulate_events as simulate_events_reference
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.schedule.passes.defer_receives import defer_receives
-from multimodal.schedule.passes.fill import fill
-from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.move_actions import defer_receives, fill
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import EventTimes
 from multimodal.schedule.validate import validate_schedule
@@ -22,10 +20,9 @@ from multimodal.values.action import Action, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import filled_schedules
+from tests.unit.schedule.built_schedules import RandomCosts, UniformCosts, filled_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
-from tests.unit.schedule.uniform_costs import RandomCosts, UniformCosts
 
 LOCAL = RunOptions(transformer_impl="local", sequence_parallel=False)
 

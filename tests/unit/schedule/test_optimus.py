@@ -10,15 +10,15 @@ import pytest
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
+from multimodal.plan.planners.search.filling_report import measure_filling
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_unit
-from multimodal.schedule.measure_filling import measure_filling
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.schedule import SlotMode
+from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
 from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, with_generator
-from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
 
 
 @pytest.mark.parametrize(

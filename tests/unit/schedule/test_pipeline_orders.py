@@ -21,9 +21,9 @@ from multimodal.values.action import ActionKind
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
+from tests.unit.schedule.built_schedules import most_kept
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
 from tests.unit.schedule.schedule_text import schedule_to_text
-from tests.unit.schedule.uniform_costs import most_kept
 
 ENCODER, STAGE = ("vision", 0, 0), ("llm", 0, 0)
 

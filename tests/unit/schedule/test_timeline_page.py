@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from multimodal.schedule.chrome_trace import write_timeline_page
 from multimodal.schedule.simulate import timeline_of_unit_costs
-from multimodal.schedule.timeline_page import write_timeline_page
 from tests.unit.schedule.test_simulate import lower, one_sample
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

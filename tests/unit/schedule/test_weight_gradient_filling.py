@@ -8,16 +8,15 @@ import pytest
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.one_f_one_b import forward_limits
-from multimodal.schedule.builders.room_ahead import FACTORS, MEMORY_SHARE, factors_within_memory
+from multimodal.schedule.builders.one_f_one_b import FACTORS, MEMORY_SHARE, factors_within_memory, forward_limits
+from multimodal.schedule.encoder_ranges import split_in_line, weights_before_forwards
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.shape import StepShape
+from tests.unit.schedule.built_schedules import UniformCosts, built, costs_of, most_kept, seconds_of
 from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, with_generator
 from tests.unit.schedule.schedule_text import schedule_to_text
-from tests.unit.schedule.uniform_costs import UniformCosts, built, costs_of, most_kept, seconds_of
 
 HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 

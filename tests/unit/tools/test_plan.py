@@ -1,20 +1,27 @@
+"""Training commands of Megatron become files that the run's own parser takes, and every flag of theirs is answered."""
+
 import json
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.validate import read_plan
 from tests.sanity.repository import ROOT
+from tools.from_megatron import main as from_megatron
+from tools.megatron_command import read_command
 from tools.plan import main
 from tools.simulate import main as simulate_main
 
-SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
-MODEL = {"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE, "vocab_size": 1024}}}
+UNIT_SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
+MODEL = {"units": {"vision": {"role": "encoder", **UNIT_SHAPE}, "llm": {"role": "backbone", **UNIT_SHAPE, "vocab_size": 1024}}}
 LENGTHS = "sample_id,image_sizes,text_tokens_gpt2\na,56x56;84x56,12\nb,,40\nc,112x112,7\nd,168x112,90\n"
 KEYS = ("planner", "iteration_seconds", "ideal_seconds", "mfu", "num_gpus_used", "tokens_per_second_per_gpu")
 KEYS += ("peak_memory_bytes", "units", "planning_seconds")
@@ -157,3 +164,139 @@ def test_templates_are_compared_by_their_first_replicas(flags, capsys):
     answer = json.loads(plan(capsys, *flags, *data))
     found = answer["compare"]["oobleck"]
     assert found["iteration_seconds"] > 0 and found["num_gpus_used"] == 4
+
+
+SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
+TRAINED = "--train-iters 4 --lr 1e-3 --micro-batch-size 1 --global-batch-size 8"
+ENCODED = """
+if [[ -z $WORKSPACE ]]; then echo "Please set WORKSPACE"; exit 1; fi
+which srun
+BATCH=$((1-$?))
+DEBUG=0
+SPECIAL="--special-tokens <image> <img> </img>"
+TP=4
+if [[ $DEBUG -eq 1 ]]; then BZ=8; EXTRA=""; else BZ=128; EXTRA="--freeze-LM"; fi
+[[ -n $TILED ]] && EXTRA+=" --pixel-shuffle --use-tiling --max-num-tiles 12 --use-thumbnail"
+OPTIONS=" --language-model-type=KIND --vision-model-type VISION --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
+    --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu --disable-bias-linear --use-te \\
+    --position-embedding-type rope --rotary-base 500000 --use-rope-scaling --untie-embeddings-and-output-weights \\
+    --tensor-model-parallel-size ${TP} --seq-length 256 --decoder-seq-length 4096 --train-samples 12800 \\
+    --lr-warmup-samples 1280 --micro-batch-size 1 --global-batch-size ${BZ} --lr 2e-4 --min-lr 0.0 --lr-decay-style cosine \\
+    --tokenizer-type MultimodalTokenizer --tokenizer-model some/model --tokenizer-prompt-format llama3p1 --bf16 \\
+    --data-path ${WORKSPACE}/blend.yaml --save ${WORKSPACE}/out --load ${WORKSPACE}/out --eval-iters 10 --eval-interval 500 \\
+    --split 100,0,0 --freeze-ViT --patch-dim 14 --img-h 448 --img-w 448 --disable-vision-class-token ${EXTRA} ${SPECIAL} \\
+    --image-tag-type internvl --log-params-norm --use-distributed-optimizer --allow-missing-vision-projection-checkpoint \\
+    --attention-dropout 0.0 --hidden-dropout 0.0 --ckpt-format torch --prompt-path x.json --dataloader-type external "
+START
+"""
+DIRECT = "torchrun --nproc_per_node 8 examples/multimodal/train.py ${OPTIONS} 2>&1 | tee log.txt"
+IN_SHELL = """run_cmd="python -u ${SOURCE}/examples/multimodal/train.py ${OPTIONS}"
+srun -l --container-image <path to docker image> --output=x_%j.log sh -c "echo ${run_cmd}; ${run_cmd}" """
+ARRAYS = """set -euo pipefail
+N=${N:-2}
+ROOT='./local'
+mkdir -p $ROOT
+CKPT=()
+if [ "${2:-None}" != "None" ]; then CKPT=(--language-model-checkpoint "$2"); fi
+DISTRIBUTED=(--nproc_per_node $N --nnodes 1)
+MODEL=(SHAPE --encoder-seq-length 512 --position-embedding-type rope)
+TRAINING=(TRAINED --data-path $1 #--packing-buffer-size 24
+  --tokenizer-type NullTokenizer ${CKPT[@]})
+for D in mock; do OWN+=(--dataset-provider $D); done
+/usr/bin/env python -c pass > /tmp/never-written
+uv run python -m torch.distributed.run ${DISTRIBUTED[@]} examples/mimo/train.py ${TRAINING[@]} "${MODEL[@]}" MORE
+""".replace("SHAPE", SHAPE).replace("TRAINED", TRAINED)
+
+
+def encoded(start: str, kind: str, vision: str) -> str:
+    return ENCODED.replace("START", start).replace("KIND", kind).replace("VISION", vision)
+
+
+HETERO = (
+    f"torchrun --nproc-per-node 8 -m examples.mimo.pretrain_mimo --model-provider mock --dataset-provider mock {SHAPE} {TRAINED}"
+)
+VLM = f"torchrun --nproc-per-node 4 pretrain_vlm.py {SHAPE} {TRAINED} --encoder-num-layers 2 --img-h 28 --img-w 28 --patch-dim 14"
+GPT = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SHAPE} {TRAINED} --seq-length 64 --data-path a --disable-bias-linear"
+BRIDGE = (
+    "torchrun --nproc-per-node=8 run_recipe.py --recipe r model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 "
+    "model.tensor_model_parallel_size=2 train.train_iters=4 train.global_batch_size=8 optimizer.lr=1e-3 dataset.seq_length=64 "
+    "model.freeze_language_model=false data.data_path=a"
+)
+SCRIPTS = {
+    "mistral and clip": encoded(DIRECT, "mistral_7b", "clip"),
+    "mistral and clip, batch": encoded(IN_SHELL, "mistral_7b", "clip"),
+    "llama and radio": encoded(IN_SHELL, "llama3.1_8b", "radio"),
+    "qwen and internvit": encoded(DIRECT, "qwen2.5_7B", "internvit"),
+    "yi and siglip": encoded(DIRECT, "yi-34b", "siglip"),
+    "mimo": ARRAYS.replace("MORE", "--model-provider mock ${OWN[@]}"),
+    "mimo, vision": ARRAYS.replace("MORE", "--model-provider llava_vlm"),
+    "mimo, vision and sound": ARRAYS.replace("MORE", "--model-provider llava_avlm --audio-encoder-model openai/whisper-base"),
+}
+COMMANDS = {
+    "mimo, hetero": f"{HETERO} --encoder-tp 2 --encoder-dp 2 --llm-offset 4 --llm-tp 2 --llm-pp 2 --llm-dp 1",
+    "vlm": f"{VLM} --mock-data --tokenizer-type NullTokenizer --tensor-model-parallel-size 2",
+    "vlm, own sizes": f"{VLM} --mock-data --encoder-tensor-model-parallel-size 1 --encoder-pipeline-model-parallel-size 1",
+    "gpt": f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --fp16 --num-experts 4",
+    "bridge": BRIDGE,
+}
+
+
+def convert(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """Return the configuration, the units and the report of a command."""
+    script = folder / "train.sh"
+    script.write_text(SCRIPTS.get(name, ""))
+    words = ["--", *COMMANDS[name].split()] if name in COMMANDS else [str(script), "WORKSPACE=/w", "TILED=1", "/data", "/ckpt"]
+    assert from_megatron(["--output", str(folder / "out"), *words]) == 0
+    config, model = (yaml.safe_load((folder / "out" / file).read_text()) for file in ("config.yaml", "model.yaml"))
+    return config, model["units"], (folder / "out" / "report.txt").read_text()
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *COMMANDS])
+def test_what_is_written_is_a_run(tmp_path: Path, name: str) -> None:
+    *_, report = convert(name, tmp_path)
+    world_size = report.partition("--nproc-per-node ")[2].split()[0]
+    parse_arguments(["--config", str(tmp_path / "out" / "config.yaml")], environ={"WORLD_SIZE": world_size})
+    assert "unknown:" not in report
+    assert not Path("/tmp/never-written").exists()
+
+
+def test_a_script_s_variables_branches_and_strings(tmp_path: Path) -> None:
+    config, units, report = convert("mistral and clip, batch", tmp_path)
+    assert (config["global-batch-size"], config["train-iters"], config["lr-warmup-iters"]) == (128, 100, 10)
+    assert config["freeze-LM"] and config["freeze-ViT"]
+    assert (config["tensor-model-parallel-size"], config["vision-tp"]) == (4, 4)
+    assert (config["save"], config["split"], config["seq-length"]) == ("/w/out", "99,1,0", 4096)
+    assert config["make-vocab-size-divisible-by"] == 512  # padded there to a multiple of 128 for each tensor parallel rank
+    assert units["vision"]["image"]["max_tiles"] == 12 and units["vision"]["image"]["merge_size"] == 2
+    assert units["llm"]["rotary_scaling"] == [8.0, 1.0, 4.0, 8192.0] and units["llm"]["ffn_hidden_size"] == 14336
+    assert "--special-tokens <image> <img> </img>: items take" in report
+
+
+def test_arrays_and_arguments(tmp_path: Path) -> None:
+    config, units, report = convert("mimo, vision and sound", tmp_path)
+    assert (config["data-path"], config["pretrained-checkpoint"]) == (["/data"], "/ckpt-braid")
+    assert list(units) == ["vision", "audio", "llm"] and units["audio"]["num_layers"] == 6
+    assert "convert.py --load-megatron /ckpt" in report
+
+
+def test_sizes_of_a_module_become_a_plan(tmp_path: Path) -> None:
+    config, *_ = convert("mimo, hetero", tmp_path)
+    plan = yaml.safe_load((tmp_path / "out" / config["plan"]).read_text())["units"]
+    ranks = {unit: [stage["ranks"] for replica in plan[unit]["replicas"] for stage in replica["stages"]] for unit in plan}
+    assert ranks == {"vision": [[0, 1], [2, 3]], "llm": [[4, 5], [6, 7]]}
+
+
+def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPTS["mimo, vision"].replace("MORE", "") + "\n: $LOAD_NAME")
+    assert read_command([str(script)]).unset == ("argument 1", "LOAD_NAME")
+
+
+def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"kill -9 $$\nfor ((i = 0; i < 300; i++)); do prepare_shard --number-of-the-shard $i {'--and-more ' * 40}; done\n"
+        "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --lr 1e-3 --min-lr 1e-4\n"
+    )
+    command = read_command([str(script)])
+    assert (command.program, command.world_size, command.flags["lr"]) == ("pretrain_gpt.py", 2, ("1e-3",))

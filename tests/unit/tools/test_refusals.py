@@ -16,8 +16,7 @@ import pytest
 
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from tests.sanity.repository import ROOT
-from tests.unit.tools.test_simulate import LENGTHS, MODEL, PLAN
-from tests.unit.tools.test_trace import timeline_of
+from tests.unit.tools.test_simulate import LENGTHS, MODEL, PLAN, timeline_of
 
 GOLDEN = ROOT / "tests" / "golden" / "tools.txt"
 RUN = "--cluster examples/clusters/a40.yaml --global-batch-size 8 --num-gpus"

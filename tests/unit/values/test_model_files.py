@@ -8,10 +8,17 @@ import pytest
 
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import DataError, ModelError
-from multimodal.values.length_arrays import LengthArrays
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
-from multimodal.values.parts.item_passes import count_llm_tokens, first_joined_token, list_conditions, pass_item, pass_items
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import (
+    ItemLengths,
+    LengthArrays,
+    SampleLengths,
+    count_llm_tokens,
+    first_joined_token,
+    list_conditions,
+    pass_item,
+    pass_items,
+)
 
 SHAPE = "num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32"
 TEXT = f"""\

@@ -88,7 +88,14 @@ class ProducedItems:
         for connection in self._connections.values():
             connection.forget()
         self._arrived.clear()
-        self._look_for_producers()
+        now = time.monotonic()
+        for address in self._addresses:
+            if address in self._connections or now - self._lost_at.get(address, -ABSENCE_SECONDS) < ABSENCE_SECONDS:
+                continue
+            try:
+                self._connections[address] = self._connect(address)
+            except (WireError, OSError) as problem:
+                self._lose(address, problem)
         self._ask(dict.fromkeys(wanted))
 
     def read(self, wanted: WantedItem) -> ItemPixels:
@@ -149,16 +156,6 @@ class ProducedItems:
             try:
                 self._connections[address].ask(items)
             except WireError as problem:
-                self._lose(address, problem)
-
-    def _look_for_producers(self) -> None:
-        now = time.monotonic()
-        for address in self._addresses:
-            if address in self._connections or now - self._lost_at.get(address, -ABSENCE_SECONDS) < ABSENCE_SECONDS:
-                continue
-            try:
-                self._connections[address] = self._connect(address)
-            except (WireError, OSError) as problem:
                 self._lose(address, problem)
 
     def _connect(self, address: str) -> Connection:

@@ -8,7 +8,6 @@ from multimodal.cost.memoize import memoized
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.step_estimate import (
     exposed_reduction_seconds,
@@ -16,9 +15,9 @@ from multimodal.plan.planners.estimate.step_estimate import (
     reduction_seconds,
     slowdown,
 )
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
-from multimodal.plan.unit_grid import place_stages
+from multimodal.plan.plans_of_sizes import place_stages
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 

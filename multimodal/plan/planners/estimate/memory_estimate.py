@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
-from multimodal.cost.layers.collectives import held_key_bytes
+from multimodal.balance.algorithms.post_balance import partition_longest_first
+from multimodal.cost.layers.collectives import LAYERS_AHEAD, held_key_bytes
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.memoize import memoized
@@ -106,7 +106,7 @@ def working_bytes(request: PlanningRequest, unit: str, size: StageSize) -> float
         working = samples * largest / size.tensor
     if request.zero_stage == 3:
         weights = max(layer_memory(request, unit, kind).num_weights for kind in kinds)
-        working += 2 * weights * request.cluster.bytes_per_element / size.tensor
+        working += (1 + LAYERS_AHEAD) * weights * request.cluster.bytes_per_element / size.tensor
     if size.context > 1:
         num_tokens = samples * request.loads.mean[unit][0]
         bytes_per_group = num_tokens * 2 * shape.head_channels * request.cluster.bytes_per_element

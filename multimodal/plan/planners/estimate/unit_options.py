@@ -6,9 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes, stage_sizes
-from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, layer_memory, samples_within, working_bytes
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout, layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.arrays.rows import Bools, Floats, Integers
 from multimodal.values.errors import NothingFitsError

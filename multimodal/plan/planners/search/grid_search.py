@@ -11,10 +11,17 @@ import numpy as np
 from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.partition_layers import Range
-from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
 from multimodal.plan.planners.estimate.grid import Grid, GridShape, build_grid, chain_pieces, cut_grid, list_shapes
 from multimodal.plan.planners.estimate.memory_estimate import heaviest_share, heavy_count, range_bytes, working_bytes
-from multimodal.plan.planners.estimate.step_estimate import heaviest_seconds, replicas_seconds, slowdown
+from multimodal.plan.planners.estimate.step_estimate import (
+    ChainRange,
+    chain_seconds,
+    chunks_in_flight,
+    heaviest_seconds,
+    num_nodes,
+    replicas_seconds,
+    slowdown,
+)
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 

@@ -15,7 +15,7 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_seconds
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
-from multimodal.plan.planners.encoders_replicated import RepeatedStep
+from multimodal.plan.planners.cornstarch import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.simulated_part import FINAL, WHOLE, Fidelity, choose_part

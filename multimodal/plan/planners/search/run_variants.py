@@ -10,10 +10,10 @@ import numpy as np
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.balance.placement import turns_of
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
-from multimodal.plan.planners.estimate.layer_times import unit_plan_times
+from multimodal.plan.planners.estimate.unit_layout import unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.unit_grid import fold_stages
+from multimodal.plan.plans_of_sizes import fold_stages
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES, Need
 from multimodal.values.plan import Plan

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from multimodal.balance.unlike_replicas import has_unequal_shares
+from multimodal.balance.placement import has_unequal_shares
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.plan import Plan, Replica, UnitPlan

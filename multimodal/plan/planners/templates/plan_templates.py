@@ -10,7 +10,7 @@ from multimodal.plan.planners.estimate.memory_estimate import layer_memory
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.templates.chain import Chain, StageMapping, StageTables, list_chain, map_stages
-from multimodal.plan.planners.templates.instantiate import instantiate
+from multimodal.plan.planners.templates.reconfigure import instantiate
 from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage, Tolerance
 from multimodal.values.errors import NothingFitsError, PlanError
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from multimodal.balance import BALANCERS, Placement
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.instantiate import share_batch
-from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer
+from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer, share_batch
 from multimodal.plan.planners.templates.template_set import Instance, PipelineTemplate, TemplateSet
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph

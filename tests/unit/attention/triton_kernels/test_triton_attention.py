@@ -1,20 +1,26 @@
 """The kernels in Triton's interpreter, which runs them on the CPU (see tests/conftest.py); `tests/gpu` runs them compiled."""
 
+import json
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
-if torch.cuda.is_available():
-    pytest.skip("with a GPU the kernels are compiled: tests/gpu has them", allow_module_level=True)
 
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options
 from multimodal.attention.triton_kernels.triton_attention import attend_by_triton
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, named_mask, output_and_gradients
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
+if torch.cuda.is_available():
+    pytest.skip("with a GPU the kernels are compiled: tests/gpu has them", allow_module_level=True)
+
 
 WIDE, NARROW = TileSizes(32, 16, 4, 1), TileSizes(16, 32, 4, 1)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -98,3 +104,25 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         choose_options(257, dtype=torch.float16, block_size=128)
     with pytest.raises(ConfigError, match="a block of 48 tokens is no power of two"):
         choose_options(64, dtype=torch.float16, block_size=48)
+
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
+
+ROOT = Path(__file__).parents[4]
+GPUS = ((128, 90, 227 * 1024), (80, 86, 99 * 1024))
+"""Channels of a head, compute capability, shared memory of a program in bytes."""
+
+
+@pytest.mark.deep(when=lambda gpu: gpu != GPUS[0])
+@pytest.mark.parametrize("gpu", GPUS, ids=["H100", "A40"])
+def test_kernels_compile_and_fit(tmp_path: Path, gpu: tuple[int, int, int]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, "tests/unit/attention/triton_kernels/compile_kernels.py", *map(str, gpu)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    kernels, (_, capability, shared_bytes) = [json.loads(line) for line in ended.stdout.splitlines()], gpu
+    assert all(kernel["shared_bytes"] <= shared_bytes for kernel in kernels)
+    assert [kernel["has_matrix_instructions"] for kernel in kernels] == [capability == 90] * 3 + [False] * 3
+    sizes = {size for kernel in kernels for size in kernel["specialized_sizes"]}
+    assert sizes == {"num_heads", "num_groups"}, "others change with the microbatch, and each variant takes a while to compile"

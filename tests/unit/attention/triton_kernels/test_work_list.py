@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.attention.attention_mask import AttentionMask
+from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.triton_kernels.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError

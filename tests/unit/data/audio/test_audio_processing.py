@@ -9,9 +9,8 @@ import pytest
 import torch
 from scipy.io import wavfile
 
-from multimodal.data.audio import audio_files
-from multimodal.data.audio.audio_files import read_audio, read_audio_length
-from multimodal.data.audio.audio_processing import SILENCE, audio_grid, audio_positions, audio_to_patches, log_mel
+from multimodal.data import audio
+from multimodal.data.audio import SILENCE, audio_grid, audio_positions, audio_to_patches, log_mel, read_audio, read_audio_length
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ModelGraph
@@ -126,7 +125,7 @@ def test_files_become_one_channel_at_16_khz(dtype: Any, data: DataFolder, tmp_pa
 
 def test_lengths_are_read_from_headers(data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / data.audio("a.wav", 5000))
-    monkeypatch.setattr(audio_files, "_to_unit_range", None)
+    monkeypatch.setattr(audio, "_to_unit_range", None)
     assert read_audio_length(path, where="here") == 5000
     assert isinstance(wavfile.read(path, mmap=True)[1], np.memmap)
 

@@ -1,16 +1,20 @@
 """Indices on disk: as in memory, found again, and never one that does not fit."""
 
+import io
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from multimodal.data.index import sample_indexer
-from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
-from multimodal.data.index.sample_index import build_index, read_index, write_index
+from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache, watch_indexing
+from multimodal.data.index.sample_index import SampleIndex, build_index, read_index, write_index
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -125,6 +129,17 @@ def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, 
         open_cached(IndexCache("bytes", chosen=tmp_path / "file"))
 
 
+@pytest.mark.parametrize("chosen", [None, "mine"])
+def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_written(chosen: str | None, tmp_path: Path) -> None:
+    def build() -> Iterator[SampleIndex]:
+        yield build_index(["why"])
+        raise PermissionError(13, "Permission denied", "part-2.jsonl")
+
+    cache = IndexCache("bytes", chosen=tmp_path / chosen if chosen else None)
+    with pytest.raises(DataError, match=r"the data cannot be read \(.*part-2.jsonl.*\); make them readable"):
+        cache.get(tmp_path, depends_on=(), build=build)
+
+
 def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
     """Two runs may write the same at once: the first stays, and nothing hidden is left."""
     write_index([build_index(["why"])], tmp_path / "index" / "a")
@@ -168,3 +183,28 @@ def test_blocks_of_several_processes_are_one_index(
     assert len([*(tmp_path / FOLDER_NAME).iterdir()]) == 1
     with pytest.raises(DataError, match="line 8 .*gone.png does not exist"):
         data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
+
+
+BLOCKS = [build_index(["why"] * number) for number in (2, 1, 3)]
+
+
+def watched(console: Console, seconds: list[float]) -> list[SampleIndex]:
+    passing = iter(seconds)
+    found = watch_indexing(iter(BLOCKS), path="data.json", console=console, clock=lambda: next(passing))
+    return list(found)
+
+
+def test_a_log_gets_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    console = Console(file=io.StringIO())
+    assert watched(console, [0.0, 10.0, 31.0, 31.0, 40.0]) == BLOCKS
+    assert caplog.messages == ["data.json: indexed 3 samples so far"]
+    caplog.set_level(logging.WARNING)
+    assert watched(console, []) == BLOCKS and len(caplog.messages) == 1
+
+
+def test_a_terminal_gets_a_bar(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    shown = io.StringIO()
+    assert watched(Console(file=shown, force_terminal=True, width=80), []) == BLOCKS
+    assert "indexing data.json: 6 samples" in shown.getvalue() and not caplog.messages

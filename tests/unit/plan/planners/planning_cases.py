@@ -6,8 +6,7 @@ from dataclasses import replace
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
-from multimodal.values.parts.item_passes import pass_item
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_item
 
 CLUSTER = Cluster(
     gpus_per_node=4, peak_tflops=100.0, memory_gb=16.0, intra_node=NodeLink(200.0, 3.0), inter_node=Network(25.0, 8.0, 2)

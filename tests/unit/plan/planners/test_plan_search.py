@@ -1,21 +1,28 @@
 """What a search tries, as rows of schedules and balancers say it."""
 
+import random
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from multimodal.balance import BALANCERS
-from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.braid import PlanSearch
-from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.plan.planners import PLANNERS, plan_or_advise
+from multimodal.plan.planners.allowed_sizes import fewest_enough
+from multimodal.plan.planners.braid import CHANCE, PlanSearch
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.simulated_part import QUICK, RANKING
+from multimodal.plan.planners.search.run_variants import neighbours
+from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
 from multimodal.plan.planners.search.trials import Trials
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
+from multimodal.values.errors import PlanError
 from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
+from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, TWO, random_lengths, request, with_memory
+from tests.unit.plan.planners.test_context_parallel_plans import without_items
 
 UNLIMITED = float("inf")
 
@@ -110,3 +117,145 @@ def test_a_run_that_does_not_fit_is_left_for_one_that_does_even_if_that_takes_lo
     search.trials.found[run.key, RANKING] = None
     found = search.closer_variant(run, glances)
     assert found is not None and found.run == longer
+
+
+def random_request(seed: int) -> PlanningRequest:
+    draw = random.Random(seed)
+    graph = GRAPHS[draw.choice(["text-only", "two", "three", "two-encoders"])]
+    lengths = random_lengths(graph, count=draw.choice((1, 8, 16)), seed=seed)
+    asked = request(
+        graph,
+        num_gpus=draw.choice((2, 4, 6)),
+        global_batch_size=draw.choice((6, 8, 12)),
+        lengths=lengths,
+        micro_batch_size=draw.choice((None, None, None, 2)),
+        time_budget_seconds=draw.choice((0.2, 0.6)),
+        num_batches=draw.choice((1, 2)),
+    )
+    return with_memory(asked, draw.choice((4.0, 16.0)))
+
+
+@pytest.mark.deep(when=lambda seed: seed >= 1)
+@pytest.mark.parametrize("seed", range(12))
+def test_no_planner_is_better_on_a_random_request(seed):
+    asked = random_request(seed)
+    best = PLANNERS["braid"].plan_best(asked).prediction.iteration_seconds
+    for name, row in PLANNERS.items():
+        try:
+            run, prediction = row.plan_best(asked)
+        except PlanError:
+            continue
+        if not run.repeats_encoders:
+            assert best <= prediction.iteration_seconds * (1 + 1e-9), name
+
+
+def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
+    lengths = tuple(replace(sample, items=()) for sample in random_lengths(TEXT_ONLY, count=64, seed=3))
+    asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=64, lengths=lengths)
+    by_size = {size: PLANNERS["disttrain"].plan_best(asked.changed(micro_batch_size=size)) for size in (1, 2, 4, 8, 16)}
+    tuned = PLANNERS["disttrain"].plan_best(asked)
+    seconds = {size: prediction.iteration_seconds for size, (_, prediction) in by_size.items()}
+    assert tuned.prediction.iteration_seconds <= min(seconds.values()) * (1 + 1e-9) < seconds[1]
+    assert tuned.run.balance != UNBALANCED
+
+
+def test_the_bound_of_a_run_is_below_its_step():
+    asked = request(num_gpus=2, global_batch_size=8)
+    trials = Trials(asked)
+    for name, row in PLANNERS.items():
+        run, prediction = row.plan_best(asked)
+        assert 0 < trials.least_step_seconds(run) <= prediction.iteration_seconds, name
+
+
+@pytest.mark.parametrize("planner", ["megatron", "disttrain"])
+def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
+    asked = request(num_gpus=8, global_batch_size=16, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
+    search = PlanSearch(asked.changed(time_budget_seconds=0.0))
+    first = search.trials.try_run(PLANNERS[planner](asked), FINAL)
+    assert first is not None
+    best = search.settle(first)
+    assert best.key < first.key
+    ranked = search.trials.try_run(best.run, RANKING)
+    assert ranked is not None
+    others = [*neighbours(best.run, asked)]
+    assert len(others) <= search.num_neighbours
+    for other in others:
+        near = search.trials.try_run(other, RANKING)
+        if near is not None and near.prediction.iteration_seconds <= CHANCE * ranked.prediction.iteration_seconds:
+            judged = search.trials.try_run(other, FINAL)
+            assert judged is None or judged.key >= best.key, other.flags
+
+
+def advised(name: str, asked: PlanningRequest) -> int:
+    """Return the number of GPUs in the error."""
+    with pytest.raises(PlanError) as caught:
+        plan_or_advise(PLANNERS[name], asked)
+    found = re.search(r"; (\d+) GPUs would be enough$", str(caught.value))
+    assert found, caught.value
+    return int(found[1])
+
+
+def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
+    search = partial(fewest_enough, too_few=0, first=1, most=64)
+    assert [search(lambda number, least=least: number >= least) for least in range(1, 66)] == [*range(1, 65), None]
+
+
+CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
+SOME = {
+    ("braid", "text-only"),
+    *((name, "two") for name in ("disttrain", "megatron", "optimus", "entrain")),
+    ("disttrain", "three"),
+}
+
+
+@pytest.mark.deep(when=lambda name, graph: (name, graph) not in SOME)
+@pytest.mark.parametrize(("name", "graph"), CASES)
+def test_the_advised_number_is_enough_and_one_fewer_is_not(name: str, graph: str) -> None:
+    asked = with_memory(request(GRAPHS[graph], num_gpus=1), 0.8)
+    enough = advised(name, asked)
+    assert enough > 1
+    found = plan_to_fit(PLANNERS[name], replace(asked, num_gpus=enough))
+    assert found.run.num_gpus <= enough and found.prediction.peak_memory_bytes <= asked.memory_bytes
+    with pytest.raises(PlanError):
+        plan_to_fit(PLANNERS[name], replace(asked, num_gpus=enough - 1))
+
+
+@pytest.mark.parametrize("name", ["disttrain", "megatron"])
+def test_recomputation_counts_where_nothing_else_fits(name: str) -> None:
+    """The planner alone needs more GPUs than with whole layers recomputed, which is tried before it gives up."""
+    asked = with_memory(request(TWO, num_gpus=1, micro_batch_size=8), 0.8)
+    enough = replace(asked, num_gpus=advised(name, asked))
+    assert plan_to_fit(PLANNERS[name], enough).run.recompute == "full"
+
+
+def test_units_without_work_are_no_reason_for_more_gpus() -> None:
+    idle = with_memory(without_items(GRAPHS["three"], "generator", num_gpus=1), 2.0)
+    assert advised("disttrain", idle) == advised("disttrain", replace(idle, graph=TWO))
+
+
+def test_fixed_sizes_that_need_more_gpus_say_how_many() -> None:
+    fixed = FixedSizes(tensor_parallel_size=4, pipeline_parallel_size=2)
+    assert advised("megatron", request(GRAPHS["text-only"], num_gpus=2, fixed_sizes={"llm": fixed})) == 8
+
+
+def test_the_card_and_what_may_be_used_of_it_are_named() -> None:
+    asked = with_memory(request(TWO, num_gpus=1, memory_headroom=0.25), 1.0)
+    plain = partial(plan_to_fit, PLANNERS["disttrain"])
+    for plan in (plain, PLANNERS["disttrain"].plan_best, partial(plan_per_gpu, plain)):
+        with pytest.raises(PlanError, match=r"no plan on 1 GPU fits the 1 GB of each, of which 0.75 GB may be used .* be enough"):
+            plan_or_advise(PLANNERS["disttrain"], asked, plan=plan)
+
+
+@pytest.mark.deep(when=lambda name: name not in ("alpa", "disttrain", "megatron"))
+@pytest.mark.parametrize("name", PLANNERS)
+def test_what_never_fits_is_named(name: str) -> None:
+    asked = with_memory(request(TWO), 0.002)
+    with pytest.raises(PlanError, match=r"unit 'vision' does not fit at any tensor, pipeline or data parallel size"):
+        plan_or_advise(PLANNERS[name], asked)
+
+
+def test_a_contradiction_gets_no_advice() -> None:
+    sizes = {"vision": FixedSizes(tensor_parallel_size=1), "llm": FixedSizes(tensor_parallel_size=2)}
+    with pytest.raises(PlanError, match=r"gives vision and llm one tensor parallel size") as caught:
+        plan_or_advise(PLANNERS["megatron-balanced"], request(TWO, fixed_sizes=sizes))
+    assert "enough" not in str(caught.value)

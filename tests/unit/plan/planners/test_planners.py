@@ -1,3 +1,6 @@
+"""The step that the baseline is predicted by: LLM stages that all run the encoders."""
+
+import itertools
 import time
 from dataclasses import replace
 from itertools import count, product
@@ -5,15 +8,34 @@ from itertools import count, product
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.unit_options import list_options
+from multimodal.plan.planners.baselines import plan_megatron
+from multimodal.plan.planners.cornstarch import RepeatedStep
+from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
+from multimodal.plan.planners.estimate.unit_options import list_options, pareto_rows
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import fed_encoders
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import PlanError
+from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_plan
-from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, THREE, TWO, frozen, request
+from tests.unit.plan.planners.planning_cases import (
+    CLUSTER,
+    GRAPHS,
+    TEXT_ONLY,
+    THREE,
+    TWO,
+    frozen,
+    random_lengths,
+    request,
+    with_memory,
+)
+from tests.unit.schedule.built_schedules import GivenCosts
+from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case
 
 FAST = tuple(name for name in PLANNERS if name != "braid")
 
@@ -173,3 +195,136 @@ def test_alpa_finds_the_least_latency_of_all_meshes():
     pairs = product(*(range(len(each)) for each in options))
     least = min(seconds(rows) for rows in pairs if sum(each.gpus[row] for each, row in zip(options, rows, strict=True)) <= 6)
     assert PLANNERS["alpa"](asked).objective_seconds == pytest.approx(least, rel=0.02)  # limits that are close are left out
+
+
+NUM_SAMPLES = 6
+
+
+def repeated_step(num_stages: int, *, dp: int = 1, encoders: tuple[str, ...] = ("vision",), **graph: list[str]) -> RepeatedStep:
+    """Encoders beside every stage of `dp` LLM replicas; their microbatches are dealt over all copies."""
+    groupings = dict.fromkeys(encoders, deal(NUM_SAMPLES, dp * num_stages)) | {"llm": deal(NUM_SAMPLES, dp)}
+    sizes = dict.fromkeys(encoders, (dp * num_stages, 1, 1)) | {"llm": (dp, num_stages, 1)}
+    return RepeatedStep(*placed_case(build_graph(*encoders, **graph), sizes, groupings, colocated=True))
+
+
+def built(step: RepeatedStep) -> Schedule:
+    return build_schedule(step.build, step.assignment.shape(step.original.graph, step.original.plan))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(num_stages: int, dp: int) -> None:
+    step = repeated_step(num_stages, dp=dp)
+    placed = step.assignment
+    taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in placed.units["llm"]]
+    for lane, actions in enumerate(lane.actions for lane in built(step).lanes):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            places = [action.place for action in actions if action.unit == "vision" and action.kind is kind]
+            samples = [placed.units["vision"][place.replica][place.microbatch][0].sample_id for place in places]
+            assert len(set(samples)) == len(samples)
+            assert set(samples) >= taken[lane // num_stages]
+
+
+def test_it_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> None:
+    """On the way in and out the LLM alone counts, as copies start at once and end beside.
+
+    The last stage takes longest, so that the first one, to which others send what they encode, is not late.
+    """
+    num_stages, encoders = 3, ("vision", "audio")
+
+    def seconds(action: Action) -> float:
+        length = 0.5 if action.unit in encoders else 4.0 if action.stage == num_stages - 1 else 1.0
+        return {ActionKind.FORWARD: length, ActionKind.BACKWARD: 2 * length}.get(action.kind, 0.0)
+
+    found = simulate_schedule(built(repeated_step(num_stages, encoders=encoders)), GivenCosts(seconds=seconds))
+    of_encoders = len(encoders) * 1.5
+    assert found.busy_seconds == pytest.approx([NUM_SAMPLES * (of_encoders + own) for own in (3.0, 3.0, 12.0)])
+    longest = NUM_SAMPLES * (of_encoders + 12.0)
+    assert longest < found.iteration_seconds <= longest + 2 * (num_stages - 1) * (of_encoders + 3.0)
+
+
+def exhaustive_seconds(problem):
+    """The best objective (DistTrain, Eq. 1 and 2) over every combination of rows, one at a time."""
+    best, llm = float("inf"), problem.llm
+    names = list(problem.others)
+    for row in range(len(llm)):
+        data, in_flight = int(llm.data[row]), int(llm.data[row] * llm.pipeline[row])
+        for rows in itertools.product(*(range(len(problem.others[name])) for name in names)):
+            chosen = [(name, problem.others[name], index) for name, index in zip(names, rows, strict=True)]
+            if llm.gpus[row] + sum(options.gpus[index] for _, options, index in chosen) > problem.num_gpus:
+                continue
+            behind = max(
+                (
+                    options.data[index] * options.pipeline[index]
+                    for name, options, index in chosen
+                    if name not in problem.upstream
+                ),
+                default=0,
+            )
+            if behind > llm.in_flight_downstream[row]:
+                continue
+            if any(
+                options.in_flight_downstream[index] < in_flight + behind
+                for name, options, index in chosen
+                if name in problem.upstream
+            ):
+                continue
+            warmup = llm.chain_seconds[row] / problem.virtual_stages
+            slowest = llm.stage_seconds[row]
+            for _, options, index in chosen:
+                warmup += data * options.chain_seconds[index] / options.data[index]
+                slowest = max(slowest, data * options.stage_seconds[index] / options.data[index])
+            best = min(best, warmup + (problem.num_microbatches / data - 1) * slowest)
+    return best
+
+
+@pytest.mark.parametrize("name", ["text-only", "two", "three"])
+@pytest.mark.parametrize(("num_gpus", "memory_gb"), [(4, 16.0), (7, 3.0), (8, 1.5)])
+def test_the_objective_is_that_of_exhaustive_search(name, num_gpus, memory_gb):
+    asked = with_memory(request(GRAPHS[name], num_gpus=num_gpus, global_batch_size=6), memory_gb)
+    problem = build_problem(asked)
+    found = next((choice.seconds for choice in rank_allocations(problem, slack=1.0)), float("inf"))
+    assert found == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
+
+
+def test_two_encoders_and_context_parallel_sizes_equal_exhaustive_search():
+    spread = {"num_gpus": 8, "global_batch_size": 4, "most_context_parallel": 8, "least_share_tokens": 64}
+    asked = [with_memory(request(GRAPHS[name], **spread), 1.5) for name in ("two", "three")]
+    for each in (request(GRAPHS["two-encoders"], num_gpus=5, global_batch_size=4), *asked):
+        problem = build_problem(each)
+        assert (len(set(problem.llm.context.tolist())) > 1) == (each in asked)
+        assert rank_allocations(problem, slack=1.0)[0].seconds == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
+
+
+def test_ranked_allocations_begin_with_the_best():
+    problem = build_problem(request(THREE))
+    ranked = rank_allocations(problem, slack=1.5)
+    best = rank_allocations(problem, slack=1.0)[0].seconds
+    assert ranked[0].seconds == best and len({choice.llm_row for choice in ranked}) == len(ranked) > 1
+    assert [choice.seconds for choice in ranked] == sorted(choice.seconds for choice in ranked)
+    assert ranked[-1].seconds <= 1.5 * best
+
+
+def test_virtual_stages_are_dealt_in_turn():
+    fixed = {"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=2)}
+    run = plan_disttrain(request(TWO, fixed_sizes=fixed))
+    assert run.schedule == "interleaved-1f1b"
+    stages = run.plan.units["llm"].replicas[0].stages
+    assert [stage.layer_ranges for stage in stages] == [((0, 3), (5, 7)), ((3, 5), (7, 10))]
+
+
+@pytest.mark.parametrize("name", ["three", "two-encoders"])
+@pytest.mark.parametrize("num_gpus", [16, 32])
+def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
+    """As many samples as GPUs: with a replica for each one there is nothing to fill a pipeline with, and much to reduce."""
+    graph = GRAPHS[name]
+    asked = request(graph, num_gpus=num_gpus, global_batch_size=num_gpus, lengths=random_lengths(graph)[:1])
+    found, rigid = (plan_to_fit(plan, asked).prediction for plan in (plan_disttrain, plan_megatron))
+    assert found.iteration_seconds <= 1.01 * rigid.iteration_seconds
+    problem = build_problem(asked)
+    alone = build_candidate(asked, problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
+    assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds
+
+
+def test_pareto_rows_keep_what_nothing_beats():
+    assert sorted(pareto_rows([1, 1, 2, 3, 3], [5, 4, 3, 3, 1]).tolist()) == [1, 2, 4]

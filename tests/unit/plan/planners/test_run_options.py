@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from multimodal.balance import BALANCERS
@@ -10,10 +11,23 @@ from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.baselines import proportional_gpus
+from multimodal.plan.planners.entrain import (
+    LARGEST_BATCH,
+    NUM_TRIALS,
+    gpu_block,
+    plan_entrain,
+    replica_allocation,
+    sample_work,
+    stable_batch_size,
+)
 from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
 from multimodal.plan.planners.estimate.memory_estimate import layer_memory, stage_bytes
+from multimodal.plan.planners.estimate.step_estimate import ChainRange, chain_seconds, chunks_in_flight, heaviest_seconds
+from multimodal.plan.planners.estimate.step_estimate import slowdown as slowdown_of
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
-from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import formed
@@ -21,7 +35,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import Experts
 from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
+from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, TWO, frozen, request, with_memory
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -115,3 +129,148 @@ def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_l
     overlapped = replace(run, tp_comm_overlap=True)
     assert "--tp-comm-overlap" in overlapped.flags and "--tp-comm-overlap" not in run.flags
     assert predict_run(overlapped, asked).iteration_seconds < predict_run(run, asked).iteration_seconds
+
+
+def test_the_paper_s_trials():
+    assert NUM_TRIALS == 59
+
+
+def test_varied_samples_need_larger_batches_and_the_batch_is_stable():
+    random = np.random.default_rng(3)
+    work = {"vision": random.exponential(1.0, 500), "llm": random.exponential(2.2, 500)}
+    size = stable_batch_size(work, num_gpus=16, data_parallel_size=1)
+    assert 8 < size < LARGEST_BATCH
+
+    def allocation() -> tuple[int, ...]:
+        rows = random.integers(0, 500, size)
+        means = {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
+        return tuple(proportional_gpus(means, fewest={"vision": 1, "llm": 1}, num_gpus=16).values())
+
+    draws = [allocation() for _ in range(200)]
+    most_common = max(set(draws), key=draws.count)
+    assert draws.count(most_common) >= 180, "a fresh batch disagrees with probability of at most about p_error"
+
+
+def test_proportional_gpus_respect_the_fewest_and_use_all():
+    assert proportional_gpus({"a": 1.0, "b": 9.0}, fewest={"a": 2, "b": 1}, num_gpus=10) == {"a": 2, "b": 8}
+    assert proportional_gpus({"a": 1.0, "b": 1.0, "c": 2.0}, fewest=dict.fromkeys("abc", 1), num_gpus=9) == {
+        "a": 2,
+        "b": 2,
+        "c": 5,
+    }
+
+
+def test_work_per_sample_follows_lengths_and_freezing():
+    asked, asked_frozen = request(TWO), request(frozen(TWO, "vision"))
+    full, forward_only = sample_work(asked)["vision"], sample_work(asked_frozen)["vision"]
+    tokens = asked.loads.of_samples["vision"][:, 0]
+    assert full[tokens == 0] == pytest.approx(0.0)
+    assert np.corrcoef(tokens, full)[0, 1] > 0.99
+    assert (forward_only[tokens > 0] < 0.5 * full[tokens > 0]).all()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.65, 0.9])
+def test_gpus_are_handed_out_in_blocks_and_none_is_lost(share):
+    found = replica_allocation({"vision": share, "llm": 1 - share}, num_gpus=64, data_parallel_size=4, block=2)
+    assert sum(found.values()) == 16
+    assert all(count >= 2 and count % 2 == 0 for count in found.values())
+
+
+def test_fixed_tensor_parallel_sizes_set_the_block():
+    assert gpu_block(request()) == 1
+    fixed = {"vision": FixedSizes(tensor_parallel_size=2), "llm": FixedSizes(tensor_parallel_size=2)}
+    assert gpu_block(request(fixed_sizes=fixed)) == 2
+    assert gpu_block(request(fixed_sizes={"llm": FixedSizes(tensor_parallel_size=4)})) == 4
+
+
+@pytest.mark.parametrize("num_text_tokens", [50, 300, 2000])
+def test_entrain_uses_all_gpus_when_tensor_parallelism_is_fixed(num_text_tokens):
+    fixed = {unit: FixedSizes(tensor_parallel_size=2, data_parallel_size=1) for unit in ("vision", "llm")}
+    samples = tuple(replace(sample, num_text_tokens=num_text_tokens) for sample in request(TWO).lengths)
+    run = plan_entrain(request(TWO, fixed_sizes=fixed, lengths=samples))
+    assert run.num_gpus == 8
+
+
+def test_entrain_splits_backwards_and_runs_ahead_where_memory_allows_it():
+    asked = request(TWO)
+    run = plan_entrain(asked)
+    assert (run.schedule, run.passes[-1]) == ("eager-1f1b", "split-backward")
+    sizes = {
+        unit: FixedSizes(each.tensor_parallel_size, len(each.replicas[0].stages), each.data_parallel_size)
+        for unit, each in run.plan.units.items()
+    }
+    for memory_gb in np.geomspace(asked.cluster.memory_gb, 1e-3, 200):  # the same plan with ever less memory
+        tight = plan_entrain(with_memory(request(TWO, fixed_sizes=sizes), memory_gb))
+        if tight.schedule == "1f1b":
+            break
+    assert tight.plan == run.plan and tight.passes == run.passes
+
+
+def text_only(*lengths: int) -> PlanningRequest:
+    return request(TEXT_ONLY, lengths=tuple(SampleLengths(index, (), tokens, 1) for index, tokens in enumerate(lengths)))
+
+
+def slowdown(asked: PlanningRequest, **shape: int) -> float:
+    return slowdown_of(asked, ["llm"], **shape)
+
+
+def test_uniform_lengths_slow_no_pipeline():
+    assert slowdown(text_only(512, 512, 512), num_stages=8, num_microbatches=32) == 1.0
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 4])
+def test_the_slowdown_is_that_of_a_simulation(virtual_stages):
+    lengths = (*[128] * 60, *[1024] * 4)
+    seconds = []
+    for asked in (text_only(*lengths), text_only(*[round(sum(lengths) / len(lengths))] * 64)):
+        asked = replace(asked.changed(micro_batch_size=2), num_gpus=2, global_batch_size=64)
+        num_pieces = len(chain_pieces(asked, StageSize(1)))
+        grid = cut_grid(asked, GridShape(StageSize(1), 2, 1, num_pieces), virtual_stages=virtual_stages)
+        run = replace(grid.to_run(asked, seconds=0.0), balance="llm-only", passes=())
+        found = predict_run(run, asked)
+        seconds.append((found.iteration_seconds - found.update_seconds, found.ideal_seconds))
+    (varied, varied_ideal), (even, even_ideal) = seconds
+    waits = slowdown(
+        text_only(*lengths).changed(micro_batch_size=2), num_stages=2, num_microbatches=32, num_chunks=virtual_stages
+    )
+    assert waits == pytest.approx(varied / varied_ideal / (even / even_ideal), rel=0.1)
+
+
+def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
+    asked = text_only(64, 2048)
+    one = asked.layer_costs
+    alone, shared = (heaviest_seconds(asked, "llm", StageSize(tensor)) for tensor in (1, 4))
+    body = one.seconds("llm", LLM.layers[1], request_load(asked, 2048))
+    assert alone > len(LLM.layers[1:-1]) * (body.forward + body.input_gradient + body.weight_gradient)
+    assert shared < alone
+
+
+def request_load(asked: PlanningRequest, tokens: int):
+    return replace(asked, lengths=(SampleLengths(0, (), tokens, 1),)).loads.of_average("llm", 1)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_fixed_microbatch_size_is_kept(size):
+    layouts = [layout for kind in best_layouts(request(micro_batch_size=size)) for layout in kind]
+    assert {layout.to_run().micro_batch_size for layout in layouts} == {size}
+
+
+def even(num_ranges):
+    return [ChainRange(1.0, 2.0)] * num_ranges
+
+
+def test_gathering_delays_the_first_forwards_and_reducing_follows_the_last_backwards():
+    plain = chain_seconds(even(4), num_lanes=2, num_microbatches=4)
+    first = [ChainRange(1.0, 2.0, gathering_seconds=5.0), *even(3)]
+    assert chain_seconds(first, num_lanes=2, num_microbatches=4) == pytest.approx(plain + 5.0)
+    # The first range's last backward ends the step; the last range's is long past, and hides its reduction.
+    first = [ChainRange(1.0, 2.0, reducing_seconds=5.0), *even(3)]
+    last = [*even(3), ChainRange(1.0, 2.0, reducing_seconds=1.0)]
+    assert chain_seconds(first, num_lanes=2, num_microbatches=4) == pytest.approx(plain + 5.0)
+    assert chain_seconds(last, num_lanes=2, num_microbatches=4) == pytest.approx(plain)
+
+
+def test_lanes_keep_as_many_microbatches_as_the_order_of_interleaved_1f1b_says():
+    states = chunks_in_flight(0, num_lanes=4, chunks=3, num_microbatches=16)
+    assert states.sum(axis=1).max() == 2 * 3 + 2 * 4 + 1
+    assert np.array_equal(states[-1], [0, 0, 0])

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags import device_defaults, flag_rules
+from megatron.runtime.flags import flag_rules, schedule_checks
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import EXCLUSIVE_FLAGS, IGNORED_FLAGS
+from megatron.runtime.flags.schedule_checks import with_device_defaults
 from megatron.runtime.flags.unit_flags import shown_flag
 from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import BraidError
 from tests.sanity.repository import ROOT
-from tests.unit.plan.planners.templates.test_plan_nodes import GRAPH, ONE_NODE
+from tests.unit.plan.planners.templates.test_plan_templates import GRAPH, ONE_NODE
 from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, write_hugging_face
 
 GOLDEN = ROOT / "tests" / "golden" / "flags.txt"
@@ -96,7 +96,7 @@ def machine_of(name: str) -> Iterator[bool]:
     has_cuda, engine = MACHINES[name]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(flag_rules, "_has_cuda", lambda: has_cuda)
-        for module in (importlib.util, device_defaults):
+        for module in (importlib.util, schedule_checks):
             patched.setattr(module, "find_spec", lambda name: object() if engine else None)
         if engine:
             patched.setattr(importlib.metadata, "version", lambda name: engine)

@@ -1,22 +1,38 @@
 """The command line, the configuration file, and which of them wins."""
 
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import build_plan, parse_arguments, with_epochs
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from multimodal.plan.unit_sizes import UnitSizes
+from megatron.runtime.flags.configuration import GROUPS, ModelConfig, ParallelismConfig, RunConfig, TrainingConfig
+from megatron.runtime.flags.field_flags import all_flags, field_docstrings, field_flags
+from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
+from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, MULTIMODAL, NOT_AVAILABLE
+from multimodal.attention.attention_backend import BACKEND_NAMES
+from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.share_tokens import TokenDistribution
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import Granularity, MicrobatchCount
+from multimodal.cost.layers.layer import Implementation, Recompute
+from multimodal.plan.planners.planned_run import Sharding
+from multimodal.plan.plans_of_sizes import UnitSizes
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
 from multimodal.values.errors import ConfigError, ModelError, PlanError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Transformer, Unit
+from tests.sanity.flag_tables import PAGE, phrases, with_tables
 from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER
 
 REQUIRED = {"data-path": "digits", "lr": 0.001, "train-iters": 10, "global-batch-size": 8}
@@ -143,3 +159,127 @@ except SystemExit as ended:
     root = Path(__file__).parents[4]
     ran = subprocess.run([sys.executable, "-c", program], cwd=root, env=environment, check=True, capture_output=True, text=True)
     assert ran.stdout.splitlines()[-1] == f"ended with {exit_code} []"
+
+
+GRAPH = ModelGraph.from_dict({"units": {"vision": {**ENCODER, "image": {}}, "language": BACKBONE}})
+SPELLINGS = frozenset(FlagParser(GRAPH).actions)
+TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
+LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
+LIST_FLAGS = """
+import argparse
+from megatron.training.arguments import add_megatron_arguments
+for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions:
+    print(*action.option_strings, sep="\\n")
+"""
+
+
+def explain(flag: str) -> str:
+    return explain_unknown(flag, spellings=SPELLINGS, graph=GRAPH)
+
+
+def test_a_letter_left_out_of_a_long_flag_is_found() -> None:
+    for spelling in sorted(spelling for spelling in SPELLINGS if len(spelling) > 12)[::4]:
+        assert "did you mean --" in explain(spelling[:3] + spelling[4:]), spelling
+
+
+def is_listed(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def test_no_flag_of_braid_is_listed_and_none_is_listed_twice() -> None:
+    assert not [spelling for spelling in SPELLINGS if is_listed(spelling[2:], LISTED)]
+    assert len(LISTED) == len(set(LISTED))
+
+
+def test_answers_name_flags_and_keys_that_exist() -> None:
+    spellings = SPELLINGS | set(FlagParser(None).actions)
+    answers = [
+        word.strip("();,.")
+        for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE, MULTIMODAL)
+        for words in table
+        for word in words.split()
+    ]
+    named = [word for word in answers if word.startswith("--")]
+    assert len(named) > 40
+    assert set(named) <= spellings
+    assert set(IN_MODEL_FILE) <= {field.name for kind in (Transformer, Unit) for field in dataclasses.fields(kind)}
+
+
+def test_megatron_s_switches_freeze_units() -> None:
+    flags = ["--freeze-LM", "--freeze-ViT", "--freeze", "language", "--freeze-vision-projection", "--lr", "1"]
+    given = FlagParser(GRAPH).parse_given(flags)
+    assert (set(given["freeze"]), given["freeze_projector"]) == ({"vision", "language"}, ("vision",))
+    text = ModelGraph.from_dict({"units": {"llm": BACKBONE}})
+    with pytest.raises(ConfigError, match="--freeze-ViT: the model has no encoder of images"):
+        FlagParser(text).parse_given(["--freeze-ViT"])
+
+
+def test_every_listed_flag_is_one_of_the_installed_megatron_s() -> None:
+    if find_spec("megatron.training") is None:
+        pytest.skip("this megatron-core comes without megatron.training")
+    root = Path(__file__).parents[4]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    shown = subprocess.run(
+        [sys.executable, "-c", LIST_FLAGS], cwd=root, env=environment, check=True, capture_output=True, text=True
+    )
+    installed = {line[2:] for line in shown.stdout.splitlines() if line.startswith("--")}
+    assert [pattern for pattern in LISTED if not any(fnmatchcase(name, pattern) for name in installed)] == []
+    unanswered = [name for name in installed if not is_listed(name, LISTED) and f"--{name}" not in SPELLINGS]
+    assert len(unanswered) < len(installed) / 10
+
+
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text()
+    assert text == with_tables(text), "run: python -m tests.sanity.flag_tables"
+    in_one_line = " ".join(text.split())
+    assert [phrase for phrase in phrases() if phrase not in in_one_line] == []
+
+
+@pytest.mark.parametrize("group", GROUPS.values())
+def test_every_field_has_a_docstring(group: type) -> None:
+    assert set(field_docstrings(group)) == {field.name for field in dataclasses.fields(group)}
+    assert all(text.endswith(".") for text in field_docstrings(group).values())
+
+
+def test_no_two_groups_share_a_field() -> None:
+    names = [flag.name for flag in all_flags()]
+    assert len(names) == len(set(names))
+
+
+def test_a_field_becomes_a_flag() -> None:
+    flags = {flag.name: flag for flag in all_flags()}
+    assert (flags["train_iters"].flag, flags["train_iters"].is_required) == ("--train-iters", True)
+    assert (flags["progress_bar"].flag, flags["progress_bar"].opposite) == ("--no-progress-bar", "--progress-bar")
+    assert flags["balance"].choices == ("none", "sorted", "llm-only", "whole-sample", "orchmllm", "disttrain", "entrain", "auto")
+    assert flags["freeze"].is_list
+    assert flags["model"].is_input_path
+    assert flags["exit_interval"].parse is not None
+    assert flags["exit_interval"].parse("3") == 3
+    assert "encoder_micro_batch_sizes" not in flags
+
+
+def choices(group: type, name: str) -> set[Any]:
+    """What a field may be, None apart."""
+    hint = get_type_hints(group)[name]
+    return {choice for part in (hint, *get_args(hint)) for choice in get_args(part) if isinstance(choice, str)}
+
+
+def test_balance_and_schedule_offer_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILDERS, "mine", BUILDERS["1f1b"])
+    monkeypatch.setitem(BALANCERS, "mine", BALANCERS["none"])
+    monkeypatch.setitem(PASSES, "mine", PASSES["fill"])
+    flags = {flag.name: flag for flag in field_flags("training")}
+    assert flags["schedule"].choices == tuple(BUILDERS) and "mine" in flags["schedule"].choices
+    assert flags["balance"].choices == tuple(BALANCERS)
+    assert flags["schedule_passes"].help.endswith(f": {', '.join(PASSES)}.")
+
+
+def test_other_choices_are_those_of_what_they_choose() -> None:
+    assert choices(ModelConfig, "attention_backend") == set(BACKEND_NAMES)
+    assert choices(ModelConfig, "attention_mask") == set(MaskMode)
+    assert choices(ModelConfig, "transformer_impl") == set(get_args(Implementation))
+    assert choices(ParallelismConfig, "context_parallel_distribution") == set(TokenDistribution)
+    assert choices(ParallelismConfig, "data_parallel_sharding_strategy") == set(get_args(Sharding))
+    assert choices(TrainingConfig, "balance_granularity") == set(Granularity)
+    assert choices(TrainingConfig, "balance_num_microbatches") == set(MicrobatchCount)
+    assert choices(TrainingConfig, "recompute_granularity") == set(get_args(Recompute))

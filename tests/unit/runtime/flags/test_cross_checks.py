@@ -1,7 +1,9 @@
 """Flags against each other, schedules against plans, and files with mistakes."""
 
+import json
 import random
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,25 +11,30 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.runtime.feed.data_sets import with_vocabulary
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
-from megatron.runtime.flags.configuration import UNIT_RATES
+from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
+from megatron.runtime.flags.cross_checks import check_plan
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
+from megatron.runtime.flags.schedule_checks import with_device_defaults
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.engine_limits import engine_products
+from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.data.length_table import uniform_lengths
+from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError, ConfigError, ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.mutations.mutation import Inputs, Mutation
 from tests.distributed.mutations.table import list_mutations
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.sanity.repository import ROOT
-from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, UNITS, Parse
-from tests.unit.runtime.flags.test_answers import LONG, MODELS
+from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, Parse, write_hugging_face
+from tests.unit.runtime.flags.test_answers import LONG, MODELS, machine_of
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
@@ -187,3 +194,142 @@ def test_every_mutation_of_a_file_is_refused_in_one_line_or_taken(area: str, tmp
         if mutation.must_be_refused and not message:
             wrong.append(f"{mutation.name}: taken")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_hugging_face(tmp_path / "model")
+
+
+def parse(line: str) -> RunConfig:
+    flags = f"{line} --data-path m.jsonl --lr 1e-3 --train-iters 2 --global-batch-size 2"
+    return parse_arguments(flags.split(), environ={})
+
+
+def test_the_folder_is_the_model(folder: Path) -> None:
+    config = parse(f"--load-hf {folder}")
+    assert config.model.model == config.checkpoint.load_hf == folder
+    model = parse(f"--model {folder}")
+    assert (model.checkpoint.load_hf, model.data.tokenizer_type) == (None, "ByteTokenizer")
+
+
+def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
+    taken = parse(f"--load-hf {folder}").data
+    assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"--load-hf .*: there is no tokenizer.json; copy the model's own there"):
+        parse(f"--load-hf {folder}")
+    assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_type == "ByteTokenizer"
+
+
+def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ModelError, match="cannot be trained here; expected one of LlamaForCausalLM"):
+        parse(f"--load-hf {folder}")
+
+
+def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
+    graph = read_model(folder)
+    assert with_vocabulary(graph, ByteTokenizer()).backbone.vocab_size == ByteTokenizer().vocab_size == 265
+    for frozen in (replace(graph.backbone, freeze_module=True), replace(graph.backbone, lora=Lora(2))):
+        for vocab_size, grown in ((260, 265), (320, 320)):
+            unit = with_vocabulary(replace(graph, units=(replace(frozen, vocab_size=vocab_size),)), ByteTokenizer()).backbone
+            assert (unit.vocab_size, unit.new_tokens) == (grown, (256, 265)), "also where there are rows to spare"
+            assert [bool(unit.new_rows(kind)) for kind in unit.layers] == [True, False, False, True]
+    (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "vocab_size": 255}))
+    with pytest.raises(
+        ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
+    ):
+        with_vocabulary(read_model(folder), ByteTokenizer())
+
+
+def write_adapter(folder: Path) -> Path:
+    """PEFT's files of one adapter of rank 2, by hand."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    entries = {
+        f"{name}.lora_A.weight": {"dtype": "F32", "shape": [2, 32], "data_offsets": [0, 256]},
+        f"{name}.lora_B.weight": {"dtype": "F32", "shape": [32, 2], "data_offsets": [256, 512]},
+    }
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(512)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
+    return folder
+
+
+def test_adapters_say_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    model = parse(f"--load-hf {folder} --load-adapter {adapter}").model
+    assert (model.lora_rank, model.lora_alpha, model.lora_targets) == (2, 8.0, ("llm.transformer.linear_proj",))
+    with pytest.raises(ConfigError, match=r"--lora-rank would be ignored: --load-adapter .* says which adapters there are"):
+        parse(f"--load-hf {folder} --load-adapter {adapter} --lora-rank 4")
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "lora_dropout": 0.05}))
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0.05 in adapter_config.json, .*; make it 0 there"):
+        parse(f"--load-hf {folder} --load-adapter {adapter}")
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
+    (adapter / "adapter_model.safetensors").write_bytes(b"not a file of tensors")
+    with pytest.raises(ConfigError, match="adapter_model.safetensors: is no safetensors file"):
+        parse(f"--load-hf {folder} --load-adapter {adapter}")
+    with pytest.raises(ConfigError, match="nowhere: there is no adapter_config.json; give a folder that save_pretrained"):
+        parse(f"--load-hf {folder} --load-adapter {tmp_path / 'nowhere'}")
+
+
+DOCS = Path(__file__).parents[4] / "docs"
+
+
+VARIANTS = {
+    "plain": "",
+    "HF": "--save-hf out",
+    "LoRA": "--lora-rank 4",
+    "experts": "",
+    "FP8": "--fp8-format hybrid",
+    "zero bubble": "--schedule zb-h1 --llm-pp 2",
+    "waits": "--schedule optimus --llm-tp 2",
+    "ZeRO-3": "--data-parallel-sharding-strategy optim_grads_params",
+    "resume": "--load saved",
+}
+EXAMPLES = sorted((DOCS.parent / "examples" / "models").glob("*.yaml"))
+
+
+def with_experts(model: Path, folder: Path) -> Path:
+    """The model with experts in its LLM, which have no biases."""
+    document = yaml.safe_load(model.read_text())
+    llm = document["units"][read_model(model).backbone.name]
+    for name in ("add_bias_linear", "add_mlp_bias"):
+        llm.pop(name, None)
+    llm.setdefault("experts", {"num_experts": 4})
+    changed = folder / model.name
+    changed.write_text(yaml.safe_dump(document, sort_keys=False))
+    return changed
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_example_has_layers_of_transformer_engine(tmp_path: Path, variant: str) -> None:
+    trained, in_bfloat16 = 0, set()
+    given = f"--data-path digits --global-batch-size 16 --train-iters 1 --lr 1e-3 {VARIANTS[variant]}"
+    with machine_of("CUDA"):
+        for model in EXAMPLES if variant in ("plain", "FP8") else EXAMPLES[::8]:
+            path = with_experts(model, tmp_path) if variant == "experts" else model
+            graph = read_model(path)
+            if variant == "waits" and not graph.encoders:
+                continue
+            sharing = "--colocate-units" if len(graph.units) > 1 else ""
+            config = parse_arguments(f"--model {path} {given} {sharing}".split(), environ={"WORLD_SIZE": "8"})
+            graph = choose_trained(graph, config.model)
+            plan = build_plan(config, graph, 8)
+            found = with_device_defaults(config, graph=graph, plan=plan, has_cuda=True)
+            check_plan(found, graph=graph, plan=plan)
+            assert (found.training.dtype, found.model.transformer_impl) == ("bfloat16", "transformer_engine"), model.name
+            trained += 1
+            for unit in graph.units if variant == "FP8" else ():
+                products = engine_products(graph, unit, max(plan.units[unit.name].tensor_sizes), "tensorwise")
+                in_bfloat16 |= {(model.stem, product.name) for product in products if not product.is_in_fp8}
+    assert trained >= (40 if variant in ("plain", "FP8") else 5)
+    assert in_bfloat16 == ({(name, product) for name in NARROW for product in MLP} if variant == "FP8" else set())
+
+
+MLP = ("linear_fc1", "linear_fc2")
+NARROW = {"entrain-llama-1b", "entrain-llama-3b", "qwen2.5-omni-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b"}
+"""Their vision encoders' MLP is 3,420 wide."""

@@ -32,18 +32,21 @@ class RecordedLayer:
         self.gathered[self.name] -= 1
         self.calls.append(f"release {self.name}")
 
-    def start_reduction(self, *, is_joined: bool) -> None:
-        self.calls.append(f"reduce {self.name}{' nothing' * is_joined}")
+    def take_gradients(self) -> None:
+        self.calls.append(f"keep {self.name}")
+
+    def start_reduction(self) -> None:
+        self.calls.append(f"reduce {self.name}")
 
     def finish_reduction(self) -> None:
         pass
 
 
-def calls_of(visits: list[Visit], act: Callable[[LayerPass], None], *, is_joined: bool = False) -> list[str]:
+def calls_of(visits: list[Visit], act: Callable[[LayerPass], None], *, reduces: bool = True) -> list[str]:
     calls: list[str] = []
     gathered: dict[int, int] = {}
-    layers = {index: RecordedLayer(index, calls, gathered) for index in range(3)}
-    through = LayerPass(ActionKind.BACKWARD, visits, layers, is_joined=is_joined)  # type: ignore[arg-type]
+    layers = {visit.layer: RecordedLayer(visit.layer, calls, gathered) for visit in visits}
+    through = LayerPass(ActionKind.BACKWARD, visits, layers, reduces=reduces)  # type: ignore[arg-type]
     act(through)
     through.finish()
     assert not any(gathered.values()), "nothing stays gathered"
@@ -60,17 +63,19 @@ def in_order(visits: list[Visit]) -> Callable[[LayerPass], None]:
     return act
 
 
-def test_the_next_layer_is_gathered_while_one_computes():
-    assert calls_of(FORWARD, in_order(FORWARD)) == [
-        *("gather 0", "gather 1", "have 0", "release 0"),
-        *("gather 2", "have 1", "release 1"),
-        *("have 2", "release 2"),
+def test_the_next_two_layers_are_gathered_while_one_computes():
+    visits = [*FORWARD, Visit(3, (3,), ())]
+    assert calls_of(visits, in_order(visits)) == [
+        *("gather 0", "gather 1", "gather 2", "have 0", "release 0"),
+        *("gather 3", "have 1", "release 1"),
+        *("have 2", "release 2", "have 3", "release 3"),
     ]
 
 
 def test_gradients_are_reduced_where_a_layer_is_trained():
-    found = [call for call in calls_of(BACKWARD, in_order(BACKWARD)) if call.startswith("reduce")]
-    assert found == ["reduce 2", "reduce 0"]
+    for name, reduces in (("reduce", True), ("keep", False)):
+        calls = calls_of(BACKWARD, in_order(BACKWARD), reduces=reduces)
+        assert [call for call in calls if call.startswith(("reduce", "keep"))] == [f"{name} 2", f"{name} 0"]
 
 
 @pytest.mark.parametrize("visits", [FORWARD, BACKWARD, TIED], ids=["forward", "backward", "tied"])
@@ -79,12 +84,6 @@ def test_whatever_computes_the_calls_are_the_same(visits: list[Visit]):
     expected = calls_of(visits, in_order(visits))
     for asked in ([], [visits[0].layer], [visits[-1].layer], [visit.layer for visit in visits]):
         assert calls_of(visits, lambda through, asked=asked: [through.enter(layer) for layer in asked]) == expected  # type: ignore[misc, func-returns-value]
-
-
-def test_who_joins_makes_the_same_calls_with_nothing_to_add():
-    joined = calls_of(TIED, lambda through: None, is_joined=True)
-    assert [call.removesuffix(" nothing") for call in joined] == calls_of(TIED, in_order(TIED))
-    assert [call for call in joined if "nothing" in call] == ["reduce 2 nothing", "reduce 1 nothing", "reduce 0 nothing"]
 
 
 def test_a_layer_where_the_pass_does_not_stop_is_nothing_to_it():

@@ -11,7 +11,7 @@ import torch
 from megatron.runtime.hugging_face import file_layout
 from megatron.runtime.hugging_face.file_layout import cut_into_files, like_files
 from megatron.runtime.hugging_face.named_weights import NamedWeights, Shape
-from megatron.runtime.hugging_face.save_adapter import check_adapter_target
+from megatron.runtime.hugging_face.save_weights import check_adapter_target
 from megatron.runtime.hugging_face.weight_files import SavedWeight
 from megatron.runtime.hugging_face.write_folder import check_links
 from multimodal.cost.layers.adapters import adapt_units

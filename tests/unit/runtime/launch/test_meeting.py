@@ -1,19 +1,32 @@
-"""Ranks that meet in a store: who failed first, who still answers, and whether all were told the same."""
+"""Ranks that meet in a store: who failed first, who still answers, whether all were told the same; and how runs end early."""
 
+import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, Store
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.runtime.launch import meeting as meeting_module
 from megatron.runtime.launch.distributed_setup import World, agree_on_start
-from megatron.runtime.launch.failure import RanksLostError, explain_lost_ranks
+from megatron.runtime.launch.failure import (
+    Ending,
+    InterruptedRunError,
+    RanksLostError,
+    StopReason,
+    StopRequests,
+    explain_lost_ranks,
+    report,
+    tell_launcher,
+)
 from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
 from multimodal.values.errors import ConfigError
@@ -211,3 +224,68 @@ def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(
         for done in [pool.submit(enter, rank) for rank in (2, 1, 0)]:
             done.result(30)
     assert order[0] == 0 and sorted(order) == [0, 1, 2]
+
+
+class RecordedEnding(Ending):
+    """Remembers what would have ended the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[InterruptedRunError] = []
+
+    def fail(self, problem: BaseException) -> None:  # type: ignore[override]
+        assert isinstance(problem, InterruptedRunError)
+        self.problems.append(problem)
+
+
+@pytest.mark.parametrize(
+    ("is_training", "signals", "ends", "reason"),
+    [
+        (False, {0: signal.SIGTERM}, ("ended by SIGTERM before training", 143), StopReason.NONE),
+        (True, {}, None, StopReason.NONE),
+        (True, {0: signal.SIGTERM, 1: signal.SIGTERM}, None, StopReason.SIGTERM),  # the same, from srun and from torchrun
+        (True, {0: signal.SIGTERM, 60: signal.SIGTERM}, ("ended by SIGTERM while training", 143), StopReason.SIGTERM),
+        (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), StopReason.NONE),
+    ],
+)
+def test_what_signals_end_and_what_they_ask_for(
+    is_training: bool,
+    signals: dict[int, signal.Signals],
+    ends: tuple[str, int] | None,
+    reason: StopReason,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """signals: by the second in which they come; ends: what ends the process at once, and its exit code."""
+    ending, now = RecordedEnding(), time.monotonic()
+    requests = StopRequests(ending)
+    if is_training:
+        requests.begin_training()
+    for second, number in signals.items():
+        monkeypatch.setattr(time, "monotonic", lambda second=second: now + second)
+        requests.take(number)
+    assert [(str(problem), problem.exit_code) for problem in ending.problems] == ([ends] if ends else [])
+    assert requests.reason(exit_duration_minutes=None) is reason
+
+
+def test_a_time_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, now = StopRequests(RecordedEnding()), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 119.0)
+    assert requests.reason(exit_duration_minutes=2) is StopReason.NONE
+    monkeypatch.setattr(time, "monotonic", lambda: now + 121.0)
+    assert requests.reason(exit_duration_minutes=2) is StopReason.DURATION
+
+
+def test_torchrun_ends_with_the_message_of_the_rank_that_failed_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
+        if rank == 1:
+            report(ConfigError("--lr is missing"), rank)
+        else:
+            tell_launcher("ended because another rank failed", seconds_later=1)
+    failures = {rank: ProcessFailure(rank, 7, 2, str(tmp_path / f"{rank}.json")) for rank in (0, 1)}
+    before, _, behind = str(ChildFailedError("pretrain_mllm.py", failures)).partition("Root Cause")
+    assert "traceback : ended because another rank failed" in before
+    assert behind.strip("=\n").endswith("traceback : ConfigError: --lr is missing")
+    assert capsys.readouterr().err == "pretrain_mllm.py: error: --lr is missing [ConfigError, rank 1]\n"

@@ -1,21 +1,31 @@
-"""What a planner is asked, and what becomes of its answer."""
+"""What a planner is asked, what becomes of its answer and how it is held against measurements, and values in the user's cache."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.orchestrator import orchestrate as module
 from megatron.runtime.orchestrator.choose_plan import Choice, build_request, choose_plan, planned_config
-from megatron.runtime.orchestrator.measure_machine import profiled_sizes
-from multimodal.cost.cluster import Cluster
+from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
+from megatron.runtime.orchestrator.orchestrate import PlanReview, Verdict
+from megatron.runtime.orchestrator.profile_layers import profiled_sizes
+from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.timeline import Timeline, TimelineEvent
 from tests.distributed.launch import REPOSITORY
 
 DIGITS = REPOSITORY / "examples" / "digits"
@@ -98,3 +108,103 @@ def test_layers_are_profiled_at_sizes_that_the_data_has_and_that_take_no_long_ti
     slow = asked(configured()).changed(cluster=replace(CLUSTER, peak_tflops=1e-5))
     slow.__dict__.pop("layer_costs", None)
     assert profiled_sizes(slow, GRAPH.backbone)[-1] < profiled_sizes(request, GRAPH.backbone)[-1]
+
+
+PLAN = Plan({"llm": UnitPlan((Replica((Stage((0,), ((0, 4),)),)),))})
+NODE = Cluster(1, 1.0, 8.0, NodeLink(1.0, 1.0), Network(1.0, 1.0, 1))
+CHOICE = Choice(PlannedRun(PLAN), NODE, 0.2, ("plan: this", "predicted: that", "why: so"), "units: {}\n")
+
+
+def reviewed(**changes: Any) -> PlanReview:
+    """Return a review of three steps, which has seen two that took twice what was profiled."""
+    planned = SimpleNamespace(choice=CHOICE, request=None)
+    made = PlanReview(planned, 3, **{"may_change": True, **changes})  # type: ignore[arg-type]
+    made._costs = lambda step: SimpleNamespace(compute=lambda action: SimpleNamespace(seconds=0.05))  # type: ignore[method-assign]
+    events = [
+        TimelineEvent(Action(ActionKind.FORWARD, "llm", 0, 0, 0), 0, 0.0, 0.1),
+        TimelineEvent(Action(ActionKind.FORWARD, "llm", 0, 0, 1), 0, 0.1, 0.2),
+    ]
+    for seconds in (0.5, 0.3):
+        made.add(SimpleNamespace(), Timeline(((0,),), tuple(events)), seconds=seconds)  # type: ignore[arg-type]
+    return made
+
+
+def test_steps_up_to_the_review_are_measured_but_for_the_first() -> None:
+    review = reviewed(first_step=10)
+    assert [number for number in range(10, 16) if review.measures(number)] == [12, 13]
+    assert [number for number in range(10, 16) if review.is_due(number)] == [13]
+    alone = PlanReview(reviewed().planned, 1, may_change=False)
+    assert alone.measures(1) and alone.is_due(1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "may_change", "said", "is_taken"),
+    [
+        (0.39, True, "no plan was found to be more than 5% better", False),
+        (0.2, False, "plan: this would take 0.2 s a step, the current plan 0.4 s; --replan would go on under it", False),
+        (0.2, True, "plan: this would take 0.2 s a step, the current plan 0.4 s; going on under it", True),
+    ],
+)
+def test_a_better_plan_is_told_of_and_taken(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, may_change: bool, said: str, is_taken: bool
+) -> None:
+    review = reviewed(may_change=may_change)
+    better = Choice(CHOICE.run, NODE, seconds, CHOICE.lines, CHOICE.text)
+    review._plan_again = lambda: (0.4, better)  # type: ignore[method-assign]
+    review.planned.request = SimpleNamespace()  # type: ignore[misc]
+    kept: list[Choice] = []
+    monkeypatch.setattr(module, "keep_choice", lambda request, choice: kept.append(choice))
+    verdict = review.conclude(3)
+    assert said in verdict.line and verdict.line.startswith("plan review after step 3: a step takes 0.4 s, predicted 0.2 s")
+    assert "computations take 2.00 times as long in llm" in verdict.line
+    assert (verdict.choice == better) == is_taken == bool(kept)
+    assert Verdict.from_text(verdict.to_text()) == verdict
+
+
+def test_a_plan_that_was_taken_is_held_against_the_one_before() -> None:
+    after = reviewed().after_change(reviewed().planned, number=3)
+    assert after.is_due(6) and not after.may_change
+    again = reviewed(seconds_before=after.seconds_before, may_change=False)
+    assert again.conclude(6).line.endswith("; under the plan before it took 0.4 s")
+
+
+def test_a_profile_is_scaled_unit_by_unit() -> None:
+    curves = LayerCurves(Quadratic(1.0, 2.0), Quadratic(), Quadratic(0.0, 1.0))
+    profile = LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves, ("vision", "transformer", 1, 1): curves})
+    scaled = profile.times({"llm": 3.0}).curves
+    assert scaled["llm", "transformer", 1, 1].forward == Quadratic(3.0, 6.0)
+    assert scaled["vision", "transformer", 1, 1] == curves
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "braid"
+
+
+def test_what_was_kept_is_found_under_all_that_it_depends_on(cache: Path) -> None:
+    keep_value("layers", key_of(("CPU", 2)), {"seconds": 0.1})
+    assert find_value("layers", key_of(("CPU", 2))) == {"seconds": 0.1}
+    assert find_value("layers", key_of(("CPU", 3))) is None
+    assert find_value("machines", key_of(("CPU", 2))) is None
+    assert key_of(("ab", "c")) != key_of(("a", "bc"))
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[1]", "\xff"])
+def test_what_cannot_be_read_was_not_kept(cache: Path, damaged: str) -> None:
+    keep_value("layers", "a", {})
+    (cache / "layers" / "a.json").write_text(damaged, encoding="latin-1")
+    assert find_value("layers", "a") is None
+
+
+def test_a_file_is_placed_whole_where_it_can_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = place_file("plans/x", "plan.yaml", "units: {}\n")
+    assert path == cache / "plans" / "x" / "plan.yaml" and path.read_text() == "units: {}\n"
+    assert place_file("plans/x", "plan.yaml", "other\n").read_text() == "other\n"
+    assert [entry.name for entry in path.parent.iterdir()] == ["plan.yaml"]
+    (cache / "blocked").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "blocked"))
+    elsewhere = place_file("plans/x", "plan.yaml", "third\n")
+    assert elsewhere.read_text() == "third\n" and cache not in elsewhere.parents
+    keep_value("layers", "a", {"lost": True})
+    assert find_value("layers", "a") is None

@@ -1,16 +1,160 @@
-"""A rank that leaves, and one whose thread cannot."""
+"""A supervisor takes over a node that another one has started before, and what forks ranks outlives requests to stop."""
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.runtime.launch.meeting import wait_until
-from megatron.runtime.recovery import member
-from megatron.runtime.recovery.connections import Connections
+from megatron.runtime.launch.rank_place import read_token
+from megatron.runtime.recovery import ledger, member, supervisor
+from megatron.runtime.recovery.connections import Connections, CutError, drop
+from megatron.runtime.recovery.ledger import Ledger, keep
 from megatron.runtime.recovery.member import LeftBehindError, Member, find_standstill
+from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
+from multimodal.values.errors import ConfigError
+from tools.launch import free_port
+
+TOKEN = "known to all of the run"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give supervisors the token."""
+    monkeypatch.setenv("BRAID_ELASTIC_TOKEN", TOKEN)
+
+
+def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
+    """Signs of life of the old one, and the order to end it, are not taken for those of the new one."""
+    port = free_port()
+    before = Ledger(keep("127.0.0.1", port), TOKEN.encode())
+    before.set_flag("processes/3", "1:40,41")
+    flags, command = read_flags(["--nodes", "5", "--node", "3", "--nodes-here", "2", "--port", str(port), "program.py"])
+    assert [node.incarnation for node in Supervisor(flags, command)._nodes] == [1, -1]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_message(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port, thaw = free_port(), threading.Event()
+    kept = [keep("127.0.0.1", port)]
+    flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
+    supervised = Supervisor(flags, command)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    if is_frozen:
+        monkeypatch.setattr(supervised, "_patience_seconds", 0.1)
+        monkeypatch.setattr(supervised._ledger, "tell", lambda *args, **values: thaw.wait())
+    else:
+        monkeypatch.setattr(supervised, "_start", lambda node: supervised._ledger.flag("other"))
+        kept.clear()
+    assert supervised.run() == 1
+    reason = " (the store in which the ranks meet does not answer" if is_frozen else ""
+    assert f"the store at 127.0.0.1:{port} is gone{reason}" in capsys.readouterr().err
+    thaw.set()
+
+
+def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks() -> None:
+    """Slurm sends it to every process of a step; a rank, which is told so by the supervisor, too, handles it itself."""
+    program = """
+import os, signal
+from megatron.runtime.recovery.preloaded import die_with_supervisor
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGUSR1)
+print("alive", flush=True)
+die_with_supervisor()
+os.kill(os.getpid(), signal.SIGTERM)
+print("still alive")
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
+
+
+def test_the_store_listens_at_its_address_only() -> None:
+    port = free_port()
+    kept = keep("127.0.0.1", port)
+    socket.create_connection(("127.0.0.1", port), timeout=20).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)
+    del kept
+
+
+def test_a_name_that_means_this_machine_only_to_itself_is_listened_to_everywhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Debian gives a machine's own name 127.0.1.1, where ranks of other machines would look in vain."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **how: found)
+    with ledger._listen("node1", 0) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+    assert "node1 is 127.0.1.1 on this machine" in caplog.text
+
+
+def test_a_port_that_is_taken_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["--keeps-store", "--nodes", "1", "--port", str(port), "program.py"]) == 2
+    assert f"the store cannot listen at 127.0.0.1:{port} (Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--nodes-here", "1"], "need a token that all of them know"),
+        (["--keeps-store", "--supervisors", "2"], "need a token that all of them know"),
+        (["--token", "nowhere"], "--token nowhere: the run's token cannot be read (No such file or directory)"),
+        (["--token", "/dev/null"], "--token /dev/null: the token has 0 bytes, expected at least 16"),
+    ],
+)
+def test_supervisors_without_a_common_token_are_told_how_to_make_one(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
+    assert main(["--nodes", "2", *flags, "program.py"]) == 2
+    message = capsys.readouterr().err
+    assert expected in message and "secrets.token_hex()" in message
+
+
+def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
+    found = [read_flags(["--keeps-store", "--nodes", "2", "program.py"])[0].secret for _ in range(2)]
+    assert found[0] != found[1] and min(map(len, found)) >= 32
+
+
+def test_a_token_in_a_file_is_read_without_space_and_has_no_zeros(tmp_path: Path) -> None:
+    path, secret = tmp_path / "token", b"0123456789abcdef"
+    for content in (secret + b"\n", secret):
+        path.write_bytes(content)
+        assert read_token(path, flag="--token") == secret
+    path.write_bytes(secret + b"\0" + secret)
+    with pytest.raises(ConfigError, match="^--token .*token: the token has 33 bytes, expected at least 16, none zero; make one"):
+        read_token(path, flag="--token")
+
+
+def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "open_ledger", lambda *args: ledger.open_ledger(*args, seconds=1))
+    port = free_port()
+    assert main(["--nodes", "1", "--port", str(port), "program.py"]) == 1
+    assert f"supervisor: error: the store at 127.0.0.1:{port} cannot be reached" in capsys.readouterr().err
+
+
+def test_ranks_may_abort_communicators_without_being_ended_by_torch() -> None:
+    flags, command = read_flags(["--nodes", "1", "--port", str(free_port()), "program.py"])
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._flags, supervisor._command = flags, command
+    assert supervisor._environment(SimpleNamespace(number=0, incarnation=0), 0)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
 def start(work: Callable[[], object]) -> threading.Thread:
@@ -114,3 +258,117 @@ def test_a_thread_stands_still_only_while_it_waits_for_others(pipe: Pipe) -> Non
     waiting.join(20)
     reading.join(20)
     assert find_standstill(waiting) is None
+
+
+Connect = Callable[[], list[socket.socket]]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Open a listening socket and both ends of a connection to it, until the test ends."""
+    with ExitStack() as stack:
+
+        def connect() -> list[socket.socket]:
+            listening = socket.create_server(("127.0.0.1", 0))
+            there = socket.create_connection(listening.getsockname(), timeout=20)
+            return [stack.enter_context(each) for each in (listening, listening.accept()[0], there)]
+
+        yield connect
+
+
+def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connect: Connect) -> None:
+    others, connections = connect(), Connections()
+    with connections.opening():
+        own = connect()
+    received: list[bytes] = []
+    thread = threading.Thread(target=lambda: received.append(own[2].recv(1)))
+    thread.start()
+    connections.cut()
+    thread.join(20)
+    assert received == [b""]
+    others[1].send(b"x")
+    assert others[2].recv(1) == b"x"
+    socket.create_connection(own[0].getsockname()).close()  # a listening socket goes on
+
+
+def test_what_is_opened_after_a_cut_is_cut_as_well(connect: Connect) -> None:
+    connections = Connections()
+    with pytest.raises(CutError), connections.opening():
+        connections.cut()
+        sockets = connect()
+        connections.cut_new()
+        assert sockets[2].recv(1) == b""
+    with pytest.raises(CutError):
+        connections.check()
+    connections.forget()
+    connections.check()
+
+
+def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late(connect: Connect) -> None:
+    connections = Connections()
+    connections.cut()
+    connections.forget()
+    with connections.opening():
+        sockets = connect()
+        connections.cut_new()
+    connections.cut_new()
+    sockets[1].send(b"x")
+    assert sockets[2].recv(1) == b"x"
+
+
+class LeavingStore(dist.Store):
+    """A rank's store: it tells where the rank can be reached, and then the rank leaves."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError(f"left before {key}")
+
+    def wait(self, *keys: object) -> None:
+        raise RuntimeError(f"left before {keys}")
+
+
+def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up() -> None:
+    """Which of the two connects, their addresses decide: in a few tries both cases come up."""
+    for number in range(6):
+        connections, store = Connections(), dist.PrefixStore(str(number), dist.HashStore())
+        thread = threading.Thread(target=make_group, args=(store, 0), daemon=True)
+        with pytest.raises(CutError), connections.opening():
+            thread.start()
+            make_group(LeavingStore(store), 1)
+            for _ in range(400):
+                connections.cut()
+                thread.join(0.05)
+                if not thread.is_alive():
+                    break
+            assert not thread.is_alive(), "it waits for a connection"
+
+
+def test_groups_whose_threads_wait_are_dropped_without_a_wait() -> None:
+    """gloo waits for its threads when a group is taken down, and one of them for a rank that never takes part."""
+    store, groups = dist.HashStore(), dict[int, dist.ProcessGroupGloo]()
+
+    def make(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=3))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work = groups[0].allreduce([torch.ones(1)])
+    forgotten: list[object] = [groups.pop(0)]
+    drop(forgotten)
+    assert not work.is_completed()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        work.wait()
+
+
+def make_group(store: dist.Store, rank: int) -> None:
+    with suppress(RuntimeError):  # of a rank whose waits were ended only what it does next fails
+        dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))

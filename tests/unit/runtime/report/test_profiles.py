@@ -17,8 +17,7 @@ from megatron.runtime.execution.step_clock import StepClock
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.reporting import ConsoleReporter
-from megatron.runtime.report.step_profile import StepProfile
-from megatron.runtime.report.stragglers import Stragglers
+from megatron.runtime.report.step_profile import StepProfile, Stragglers
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.unit.runtime.report.test_reporting import BALANCE, STEP

@@ -1,11 +1,14 @@
 """What the person and the files are told, and what happens when they cannot be."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
-from collections.abc import Callable
-from contextlib import closing, suppress
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +18,12 @@ from PIL import Image
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
+from megatron.runtime.report.trackers import JsonLog
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
 from multimodal.balance.rearrange_nodes import NodeBytes
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
-from tests.unit.runtime.report.test_json_log import room_for
 
 STEP = StepReport(1.5, 0.0, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 12.5, 1000, 2_500_000_000)
 BALANCE = BalanceReport(
@@ -237,3 +240,97 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
         "<title>Braid: 2 steps, loss 1.0000</title>" in page and "<td>charts</td><td>1.2500</td><td>0.5000</td><td></td>" in page
     )
     assert "<td>how &lt;many&gt;</td><td>two</td><td>three</td>" in page and "<pre>llm: dp 4</pre>" in page
+
+
+def entry(step: int) -> dict[str, object]:
+    return {"step": step, "loss": 1 / step, "text": "x" * 20}
+
+
+def write(path: Path, steps: range, *, keep_until: int = 0) -> None:
+    log = JsonLog(path, keep_until=keep_until)
+    for step in steps:
+        log.append(entry(step))
+    log.close()
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def room_for(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond; the system then refuses to write as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_new_run_starts_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "log.jsonl"
+    write(path, range(1, 4))
+    write(path, range(1, 6))
+    assert read(path) == [entry(step) for step in range(1, 6)]
+    log = JsonLog(path, keep_until=3)
+    assert [kept["step"] for kept in log.kept] == [1, 2, 3]
+    log.append(entry(4))
+    assert read(path) == [entry(step) for step in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [
+        b'{"step": 4, "lo',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[1]\n",
+        b'{"loss": 1}\n',
+        b'{"step": "4", "loss": 1}\n',
+        b'{"step": 2}\n',
+    ],
+)
+def test_what_is_no_entry_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    """The last line of a run that was killed, and whatever else got in."""
+    path = tmp_path / "log.jsonl"
+    write(path, range(1, 4))
+    path.write_bytes(path.read_bytes() + torn)
+    write(path, range(4, 6), keep_until=3)
+    assert read(path) == [entry(step) for step in range(1, 6)]
+
+
+def test_a_line_that_does_not_fit_is_undone(tmp_path: Path) -> None:
+    """When there is room again, later lines follow whole ones."""
+    path = tmp_path / "log.jsonl"
+    log = JsonLog(path, keep_until=0)
+    log.append(entry(1))
+    with room_for(path.stat().st_size + 10), pytest.raises(OSError) as problem:
+        log.append(entry(2))
+    assert problem.value.errno == errno.EFBIG
+    log.append(entry(3))
+    assert read(path) == [entry(1), entry(3)]
+
+
+def test_a_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "log.jsonl")
+    write(tmp_path / "log.jsonl", range(1, 4))
+    write(tmp_path / "link.jsonl", range(3, 5), keep_until=2)
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert read(tmp_path / "log.jsonl") == [entry(step) for step in range(1, 5)]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_device_is_written_to_and_not_replaced() -> None:
+    log = JsonLog(Path("/dev/full"), keep_until=2)
+    with pytest.raises(OSError) as problem:
+        log.append(entry(3))
+    assert problem.value.errno == errno.ENOSPC
+    assert Path("/dev/full").is_char_device()
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path, tmp_path / "file" / "log.jsonl", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=f"--log-json {wrong}: cannot be written .*; give another path"):
+            JsonLog(wrong, keep_until=0)

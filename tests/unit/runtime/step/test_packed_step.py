@@ -1,21 +1,88 @@
-"""A step on its way from a loader to the training process."""
+"""Every rank works out alike which tokens each holds, takes and gives, from lengths alone."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from megatron.runtime.execution.step_inputs import StepInputs
-from megatron.runtime.feed.step_planner import StepOptions
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.step.step import ROUTES, FoldedLengths, Step
-from megatron.runtime.step.token_placement import ContextSharing
+from megatron.runtime.step.token_placement import WHOLE, ContextSharing
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.errors import DataError
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from tests.distributed.gradient_case import plan_all
 from tests.distributed.spread_case import build_case, unit_plan
+
+CASE = build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=3), painter=unit_plan(0, cp=2))
+FIRST = MicrobatchPlace("llm", 0, 0)
+
+
+def plan_on(rank: int, *, knows_starts: bool = True, plan: Plan = CASE.plan) -> Step:
+    lengths = [CASE.source.lengths(index) for index in range(len(CASE.source))]
+    if not knows_starts:
+        lengths = [replace(sample, item_starts=None) for sample in lengths]
+    return plan_step(
+        CASE.source,
+        lengths=lengths,
+        assignment=CASE.assignment,
+        options=StepOptions(ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)),
+    )
+
+
+def test_ranks_hold_every_token_once_and_agree_who_holds_it() -> None:
+    steps = [plan_on(rank) for rank in range(3)]
+    held = [step.inputs[FIRST][0].share for step in steps]
+    assert all(share is not None and np.array_equal(share.shares.owners, held[0].shares.owners) for share in held if held[0])
+    positions = sorted(position for share in held if share for position in share.positions.tolist())
+    assert positions == list(range(steps[0].num_tokens_of(FIRST)))
+    targets = [sample for step in steps for sample in step.target_samples[FIRST]]
+    assert {sample: targets.count(sample) for sample in set(targets)} == {0: 4, 1: 5}
+
+
+def test_what_ranks_take_along_routes_fills_the_rows_they_hold() -> None:
+    steps = [plan_on(rank) for rank in range(3)]
+    for rank, step in enumerate(steps):
+        item_rows = step.inputs[FIRST][0].item_rows
+        shares = [step.placement.row_shares(route) for route in step.routes.to_target[FIRST]]
+        assert item_rows is not None
+        assert len(item_rows) == sum(len(share.taken[rank]) for share in shares if share is not None)
+
+
+def test_units_that_spread_nothing_have_no_shares() -> None:
+    plan = Plan({name: unit_plan(0) for name in CASE.plan.units})
+    step = plan_on(0, knows_starts=False, plan=plan)
+    assert step.inputs[FIRST][0].share is None
+    assert all(step.placement.row_shares(route) is None for route in step.routes.to_target[FIRST])
+
+
+def test_lengths_must_say_where_items_begin() -> None:
+    with pytest.raises(
+        DataError, match=r"sample 0: its lengths have its items begin at tokens \[0, 2, 6\], its text at \[1, 4, "
+    ):
+        plan_on(0, knows_starts=False)
+
+
+def test_what_a_loader_worker_worked_out_comes_along() -> None:
+    step = pickle.loads(pickle.dumps(plan_on(1)))
+    route = step.routes.to_target[FIRST][0]
+    known = step.placement.row_shares(route)
+    assert known is step.placement.row_shares(route)
+    with patch("megatron.runtime.step.token_placement.share_tokens", side_effect=AssertionError("dealt again")):
+        assert step.placement.own_share(FIRST, part=WHOLE, rank=2).num_tokens == step.num_tokens_of(FIRST) - sum(
+            step.placement.own_share(FIRST, part=WHOLE, rank=rank).num_tokens for rank in (0, 1)
+        )
+
 
 CPU = torch.device("cpu")
 

@@ -7,22 +7,38 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.orchestrator import machine
+from megatron.runtime.training import prediction
 from megatron.runtime.training.measuring import lost_by_exchanging
-from megatron.runtime.training.prediction import build_predictor, describe_better_pair, describe_small_batch
+from megatron.runtime.training.prediction import (
+    LeastMemory,
+    build_predictor,
+    check_memory,
+    describe_better_pair,
+    describe_small_batch,
+    estimate,
+    least_memory,
+)
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.schedule.build_schedule import ScheduleCache
-from multimodal.schedule.builders import BUILDERS
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
+from multimodal.plan.plans_of_sizes import plan_colocated, plan_disaggregated
+from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
+from multimodal.schedule.builders import BUILDERS, fed_encoders
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, request
+from tests.unit.runtime.training.conftest import open_example
 
 WIDE = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
@@ -145,3 +161,88 @@ def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path: Path) -> Non
     assert warning_of_size(tmp_path, "--llm-pp 4 --global-batch-size 8", is_skewed=False) is None
     assert warning_of_size(tmp_path, "--llm-dp 4 --global-batch-size 8") is None
     assert warning_of_size(tmp_path, "--llm-pp 4 --global-batch-size 8 --lengths-from decode") is None
+
+
+SOME_PLANNERS = ("disttrain", "megatron", "megatron-balanced", "optimus", "encoders-colocated")
+
+
+def is_deep(model: str, planner: str, recompute: str | None) -> bool:
+    """Tell most rows of all, so that each planner and each model has both left."""
+    return (list(GRAPHS).index(model) - SOME_PLANNERS.index(planner)) % 5 != (recompute is None)
+
+
+@pytest.mark.deep(when=is_deep)
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("planner", SOME_PLANNERS)
+@pytest.mark.parametrize("model", GRAPHS)
+def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner: str, recompute: str | None) -> None:
+    if fed_encoders(GRAPHS[model]) and not PLANNERS[planner].takes_fed_encoders:
+        pytest.skip("the planner has no plan for it")
+    asked = request(GRAPHS[model], transformer_impl="local", micro_batch_size=1)
+    found = PLANNERS[planner](asked)
+    shares = []
+    for schedule, row in fitting_schedules(found, asked):
+        run = formed(found, (schedule, "none"), asked)
+        if run is None or (schedule == "encoders-colocated" and planner != "encoders-colocated"):
+            continue
+        options = BalanceOptions(vocab_size=asked.vocab_size)
+        assignment = BALANCERS["none"](asked.lengths, graph=asked.graph, plan=run.plan, options=options)
+        run_options = RunOptions(recompute, transformer_impl="local")
+        costs = ModelCosts(
+            assignment.shape(asked.graph, run.plan), assignment, asked.lengths, CLUSTER, asked.vocab_size, run_options
+        )
+        simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.shape, costs=costs), costs)
+        for lane, ranks in enumerate(run.plan.lanes):
+            peak = simulated.peak_total_bytes[lane]
+            least = least_memory(costs.memory, rank=ranks[0], schedule=row).total_bytes
+            assert 0 < least <= peak * (1 + 1e-9), (schedule, lane)
+            shares.append(least / peak)
+    assert shares and max(shares) > 0.6
+
+
+def estimates(example: str, line: str, *, num_ranks: int) -> tuple[ModelGraph, list[LeastMemory]]:
+    """Estimate every rank of an example."""
+    config, inputs = open_example(line, example=example, num_ranks=num_ranks)
+    plan = build_plan(config, inputs.graph, num_ranks)
+    return inputs.graph, [estimate(config, inputs, plan, rank=rank, num_copies=None) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("example", ["digits", "digits_generator"])
+@pytest.mark.parametrize("more", ["", "--lengths-from decode"])
+def test_an_example_needs_its_weights_and_little_more(example: str, more: str) -> None:
+    graph, needed = estimates(example, f"--dtype float32 {more}", num_ranks=4)
+    num_weights = sum(
+        describe_layer(graph, unit, kind, vocab_size=384).num_held_weights for unit in graph.units for kind in unit.layers
+    )
+    least = num_weights * (4 + 4 + 8)  # weights, gradients and two moments, each on one rank at least
+    assert least <= sum(each.state_bytes for each in needed) < 3 * least
+    assert all(each.total_bytes < 1e9 for each in needed)
+    assert more or all(each.activation_bytes > 0.05 * each.state_bytes for each in needed)
+
+
+@pytest.mark.parametrize(
+    ("line", "free", "says"),
+    [
+        ("", 1e6, "raise the parallel sizes (such as --llm-tensor-model-parallel-size"),
+        ("--micro-batch-size 32 --vision-dp 1 --llm-pp 3", 1e7, "add --recompute-granularity full, or lower --micro-batch-size"),
+        ("--vision-dp 1 --llm-pp 1", 1e6, "add --data-parallel-sharding-strategy optim_grads_params"),
+    ],
+)
+def test_a_rank_without_memory_is_refused(line: str, free: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, inputs = open_example(line, num_ranks=4)
+    plan = build_plan(config, inputs.graph, 4)
+    check_memory(config, inputs, plan, rank=3, num_copies=None)
+    monkeypatch.setattr(prediction, "free_memory_bytes", lambda: free)
+    with pytest.raises(ConfigError, match=r"rank 3 needs at least .* GB are free; .*--allow-low-memory") as problem:
+        check_memory(config, inputs, plan, rank=3, num_copies=None)
+    assert says in str(problem.value)
+
+
+def test_ranks_of_a_node_share_what_it_has_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "_node_bytes", lambda: 8_000)
+    found = []
+    for num_ranks in (1, 4):
+        monkeypatch.setattr(machine, "ranks_on_node", lambda count=num_ranks: count)
+        found.append(machine.free_memory_bytes())
+    assert found == [8_000, 2_000]

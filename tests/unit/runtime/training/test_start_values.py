@@ -17,7 +17,7 @@ from megatron.runtime.training.describe_run import _shown_stages
 from megatron.runtime.training.prediction import predict_layer_seconds
 from megatron.runtime.training.resumption import Start, choose_start
 from megatron.runtime.training.start_values import BY_CONTENT, MAY_DIFFER, collect_start_values
-from multimodal.plan.unit_grid import EVEN
+from multimodal.plan.plans_of_sizes import EVEN
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.runtime.training.conftest import open_example

@@ -19,13 +19,12 @@ from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_e
 from multimodal.plan.planners.search.prediction import judge_run, predict_run
 from multimodal.plan.planners.search.run_variants import with_first_balance
 from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
-from multimodal.plan.planners.search.trials import shortest_run, simulate_run
-from multimodal.plan.planners.search.tune_planner import climb
+from multimodal.plan.planners.search.trials import climb, shortest_run, simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, TWO_ENCODERS, VISION, request, with_memory
-from tests.unit.plan.planners.test_idle_units import without_items
+from tests.unit.plan.planners.test_context_parallel_plans import without_items
 
 
 def colocated(*, encoder_tensor: int, encoder_data: int, tensor: int, data: int, pipeline: int) -> Candidate:

@@ -1,19 +1,91 @@
-from dataclasses import replace
+"""A plain simulation of 1F1B, action by action, and the formula of templates, to hold other formulas and searches against."""
 
+import random
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
 import pytest
 
 from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.templates.chain import Chain
+from multimodal.plan.planners.templates.chain import Chain, StageTables, map_stages
 from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
-from multimodal.plan.planners.templates.template_plan import plan_instances
-from multimodal.plan.planners.templates.template_set import Instance, TemplateSet
+from multimodal.plan.planners.templates.reconfigure import Pipeline
+from multimodal.plan.planners.templates.template_plan import plan_instances, plan_nodes
+from multimodal.plan.planners.templates.template_set import (
+    ChainUnit,
+    Instance,
+    PipelineTemplate,
+    PipelineTimes,
+    TemplateSet,
+    TemplateStage,
+)
 from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, frozen, request, with_memory
+from tests.unit.without_kernels import without_kernels
 from tools.show_plans import describe_templates
+
+
+def simulate_1f1b(forward, backward, *, num_microbatches):
+    """Return the seconds of a step."""
+    orders = [_order(len(forward) - 1 - stage, num_microbatches) for stage in range(len(forward))]
+    ends, clocks, seconds = {}, [0.0] * len(forward), {"F": forward, "B": backward}
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                kind, microbatch = order[0]
+                need = _need(kind, stage, microbatch, last=len(forward) - 1)
+                if need is not None and need not in ends:
+                    break
+                clocks[stage] = max(clocks[stage], ends.get(need, 0.0)) + seconds[kind][stage]
+                ends[kind, stage, microbatch] = clocks[stage]
+                order.pop(0)
+    return max(clocks)
+
+
+def _need(kind, stage, microbatch, *, last):
+    if kind == "F":
+        return ("F", stage - 1, microbatch) if stage else None
+    return ("F", stage, microbatch) if stage == last else ("B", stage + 1, microbatch)
+
+
+def _order(behind, count):
+    ahead = min(behind, count)
+    steady = [each for index in range(count - ahead) for each in (("F", ahead + index), ("B", index))]
+    return [("F", index) for index in range(ahead)] + steady + [("B", index) for index in range(count - ahead, count)]
+
+
+def idle_ticks(through, *, behind, forward, backward, num_microbatches):
+    """Return the waiting time of a 1F1B stage between its first forward and its last backward; whole numbers in and out.
+
+    through: ticks of one microbatch through the `behind` stages after it, there and back. Before the first microbatch is back,
+    the stage runs `behind` more forwards; after the last one has left, as many backwards. The rest of `through` is idle time.
+    With too few microbatches for a steady phase both waits are the same, and the longer one counts.
+    """
+    ahead = min(behind, num_microbatches - 1)
+    before, after = max(0, through - ahead * forward), max(0, through - ahead * backward)
+    return before + after if behind < num_microbatches - 1 else max(before, after)
+
+
+def step_ticks(forward, backward, *, num_microbatches):
+    """Return the ticks of a step of 1F1B: T1 + T2 + T3 of Oobleck 2.4.1.2, but never less than the slowest stage works.
+
+    The path through stage k takes one microbatch through the stages before it, there and back, all microbatches in stage k
+    itself, and its idle time (`idle_ticks`); the longest of these paths counts. If later stages are nearly as slow as stage k
+    this is the formula of the paper, sum(t) + (N - S + k - 1) t_k + sum(t_k ...); if they are much faster, that formula counts
+    less than the work of stage k. forward, backward: of each stage.
+    """
+    step = through = 0
+    for behind, (ahead, back) in enumerate(zip(reversed(forward), reversed(backward), strict=True)):
+        idle = idle_ticks(through, behind=behind, forward=ahead, backward=back, num_microbatches=num_microbatches)
+        step = max(step + ahead + back, num_microbatches * (ahead + back) + idle)
+        through += ahead + back
+    return step
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -156,3 +228,177 @@ def test_a_template_takes_as_long_as_the_simulator_says(size):
         simulated = predict_run(run, asked.changed(global_batch_size=template.num_microbatches))
         assert 0.9 * simulated.iteration_seconds < template.iteration_seconds <= simulated.iteration_seconds * (1 + 1e-9)
         assert simulated.peak_memory_bytes <= asked.memory_bytes
+
+
+VISION = Unit(
+    "vision",
+    Role.ENCODER,
+    Transformer(1, 16, 2, 32),
+    image=ImageInput(patch_size=2, merge_size=1, in_channels=1, min_pixels=4, max_pixels=64),
+)
+GRAPH = ModelGraph((VISION, Unit("llm", Role.BACKBONE, Transformer(2, 16, 2, 32))), (("vision", "llm"),))
+"""A chain of 3 + 4 layers."""
+
+
+def stage(first: int, last: int, *, node: int = 0, gpus: int = 1) -> TemplateStage:
+    return TemplateStage(first, last, gpus, node, 0.01, 0.02)
+
+
+def templates(*stages: tuple[TemplateStage, ...], num_nodes: int, fault_tolerance: int, gpus: int = 1) -> TemplateSet:
+    """Return a set whose smallest template is used at first."""
+    least = 1 + max(each.node for each in stages[0])
+    made = tuple(PipelineTemplate(least + index, 4, 0.1, each) for index, each in enumerate(stages))
+    instances = tuple(Instance(least, 8 // (num_nodes // least)) for _ in range(num_nodes // least))
+    chain = (ChainUnit("vision", 3), ChainUnit("llm", 4))
+    return TemplateSet(num_nodes, gpus, fault_tolerance, 1, 8, None, chain, (1000,) * 7, instances, made)
+
+
+ONE_NODE = templates((stage(0, 4), stage(5, 6)), num_nodes=4, fault_tolerance=1, gpus=2)
+
+
+def test_a_stage_may_end_one_unit_and_begin_the_next() -> None:
+    found = plan_nodes(ONE_NODE, range(4), graph=GRAPH)
+    first = found.plan.units["vision"].replicas[1], found.plan.units["llm"].replicas[1]
+    assert [(each.ranks, each.layer_ranges) for each in first[0].stages] == [((2,), ((0, 3),))]
+    assert [(each.ranks, each.layer_ranges) for each in first[1].stages] == [((2,), ((0, 2),)), ((3,), ((2, 4),))]
+    assert found.nodes == (0, 1, 2, 3) and found.how == "start"
+
+
+def test_ranks_are_numbered_in_the_order_of_the_nodes_that_are_left() -> None:
+    before = plan_nodes(ONE_NODE, range(4), graph=GRAPH).pipelines
+    found = plan_nodes(ONE_NODE, (3, 1, 0), graph=GRAPH, before=before, holding=(3, 1))
+    assert found.nodes == (3, 1, 0)
+    assert sum(each.num_microbatches for each in found.pipelines) == 8
+    by_node = {each.nodes: found.plan.units["llm"].replicas[index].ranks for index, each in enumerate(found.pipelines)}
+    assert by_node == {(3,): (0, 1), (1,): (2, 3), (0,): (4, 5)}
+
+
+def test_a_node_that_was_lost_and_is_back_counts_as_new() -> None:
+    before = (Pipeline((0,), 4), Pipeline((1,), 4))
+    found = plan_nodes(ONE_NODE, (1, 0), graph=GRAPH, before=before, holding=(1,))
+    assert sorted(each.nodes for each in found.pipelines) == [(0,), (1,)]
+
+
+def test_tensor_parallel_stages_share_a_node() -> None:
+    wide = templates((stage(0, 6, gpus=2),), num_nodes=2, fault_tolerance=0, gpus=2)
+    plan = plan_nodes(wide, (1, 0), graph=GRAPH).plan
+    assert plan.units["llm"].tensor_parallel_size == 2
+    assert sorted(replica.ranks for replica in plan.units["llm"].replicas) == [(0, 1), (2, 3)]
+
+
+def test_replicas_may_differ_so_that_all_nodes_are_used() -> None:
+    two = (stage(0, 4), stage(5, 6, node=1))
+    three = (stage(0, 3), stage(4, 4, node=1), stage(5, 6, node=2))
+    found = plan_nodes(templates(two, three, num_nodes=4, fault_tolerance=1), (0, 1, 2, 3, 4), graph=GRAPH)
+    assert sorted(len(each.nodes) for each in found.pipelines) == [2, 3]
+    assert found.nodes == (0, 1, 2, 3, 4) and found.plan.units["llm"].is_unlike
+
+
+def test_too_few_nodes_are_refused() -> None:
+    with pytest.raises(PlanError, match="1 nodes are left, but 2 replicas of 1 nodes need 2; wait for nodes to return"):
+        plan_nodes(ONE_NODE, (2,), graph=GRAPH, before=(Pipeline((2,), 8),), holding=(2,))
+
+
+def random_tables(draw):
+    """Tables of up to six layers, some frozen, on stages of 1, 2 and 4 GPUs; half of them with little memory."""
+    count, sizes = draw.randint(1, 6), np.array([1, 2, 4][: draw.randint(1, 3)])
+    forward = [draw.randint(1, 6) for _ in range(count)]
+    backward = [draw.choice([0, each, 2 * each]) for each in forward]
+    memory = draw.choice([10**6, draw.randint(2, 20)])
+    tables = np.zeros((3, len(sizes), count, count + 1), np.int64)
+    for row, first in product(range(len(sizes)), range(count)):
+        for end in range(first + 1, count + 1):
+            slowdown = 12 * (1 + 0.3 * row) / sizes[row]
+            tables[:, row, first, end] = (
+                sum(int(slowdown * each) for each in forward[first:end]),
+                sum(int(slowdown * each) for each in backward[first:end]),
+                max(0, memory * sizes[row] // (end - first) - 1),
+            )
+    return StageTables(*tables, sizes)
+
+
+def shortest_step(tables, num_gpus, num_microbatches):
+    """Try every mapping; None if none fits."""
+    count, found = tables.forward.shape[1], []
+
+    def extend(end, used, stages):
+        if end == 0 and used == num_gpus:
+            times = [[int(table[each]) for each in stages] for table in tables[:2]]
+            found.append(step_ticks(*times, num_microbatches=num_microbatches))
+        for row, first in product(range(len(tables.sizes)), range(end)):
+            stage, gpus = (row, first, end), used + int(tables.sizes[row])
+            if gpus <= num_gpus and tables.capacities[stage] >= min(len(stages) + 1, num_microbatches):
+                extend(first, gpus, [stage, *stages])
+
+    extend(count, 0, [])
+    return min(found, default=None)
+
+
+def test_mappings_are_those_of_an_exact_search():
+    draw, num_impossible = random.Random(0), 0
+    for _ in range(60):
+        tables = random_tables(draw)
+        gpus, counts = ([draw.randint(1, most) for _ in range(2)] for most in (10, 30))
+        for mapping, *case in zip(map_stages(tables, num_gpus=gpus, num_microbatches=counts), gpus, counts, strict=True):
+            assert (mapping and mapping.ticks) == shortest_step(tables, *case)
+            num_impossible += mapping is None
+            if mapping is not None:
+                assert sum(mapping.gpus) == case[0] and mapping.ends[-1] == tables.forward.shape[1]
+                bounds = list(zip((0, *mapping.ends), mapping.ends, strict=False))
+                rows = [tables.sizes.tolist().index(each) for each in mapping.gpus]
+                times = [[int(table[row, *bound]) for row, bound in zip(rows, bounds, strict=True)] for table in tables[:2]]
+                assert step_ticks(*times, num_microbatches=case[1]) == mapping.ticks
+    assert 10 < num_impossible < 110
+
+
+def test_without_kernels_there_are_no_templates():
+    with pytest.raises(PlanError, match="planned by the C\\+\\+ kernels.*pip install"):
+        without_kernels(map_stages)(random_tables(random.Random(1)), num_gpus=[2], num_microbatches=[2])
+
+
+def test_a_step_is_at_most_the_simulated_one_and_equal_where_stages_are_alike():
+    draw = random.Random(2)
+    for _ in range(200):
+        count = draw.randint(1, 7)
+        forward = [draw.randint(5, 10) for _ in range(count)]
+        backward = [2 * each for each in forward]
+        num_microbatches = draw.randint(1, 4 * count)
+        simulated = simulate_1f1b(forward, backward, num_microbatches=num_microbatches)
+        step = step_ticks(forward, backward, num_microbatches=num_microbatches)
+        assert 0.9 * simulated < step <= simulated
+        assert step >= num_microbatches * 3 * max(forward)
+    alike = step_ticks([4] * 6, [8] * 6, num_microbatches=24)
+    assert alike == (24 + 6 - 1) * 12 == simulate_1f1b([4] * 6, [8] * 6, num_microbatches=24)
+
+
+def random_times(draw):
+    forward = tuple(draw.uniform(0.1, 1.0) for _ in range(draw.randint(1, 8)))
+    return PipelineTimes(forward, tuple(2 * each for each in forward))
+
+
+def test_seconds_are_the_simulated_ones_nearly_always():
+    draw, num_equal = random.Random(0), 0
+    for _ in range(300):
+        times = random_times(draw)
+        count = draw.randint(times.num_stages, 5 * times.num_stages)
+        simulated = simulate_1f1b(times.forward, times.backward, num_microbatches=count)
+        assert 0.95 * simulated < times.seconds(count) <= simulated * (1 + 1e-12)
+        num_equal += times.seconds(count) == pytest.approx(simulated, rel=1e-12)
+    assert num_equal > 250
+
+
+def test_most_microbatches_inverts_seconds():
+    draw = random.Random(1)
+    for _ in range(200):
+        times = random_times(draw)
+        count = draw.randint(1, 40)
+        seconds = times.seconds(count)
+        assert times.most_microbatches(seconds) == count
+        assert times.most_microbatches(0.999 * seconds) < count
+    assert times.seconds(0) == 0 and times.most_microbatches(0.0) == 0
+
+
+def test_more_microbatches_take_longer():
+    times = random_times(random.Random(2))
+    steps = [times.seconds(count) for count in range(1, 30)]
+    assert steps == sorted(steps) and steps[0] == pytest.approx(sum(times.forward) + sum(times.backward))

@@ -1,12 +1,30 @@
+import random
 from functools import cache
+from itertools import combinations_with_replacement
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer, change_least, copy_seconds, deal_copies
-from multimodal.values.errors import PlanError
+from multimodal.plan.planners.templates.reconfigure import (
+    Pipeline,
+    Reconfigurer,
+    change_least,
+    copy_seconds,
+    deal_copies,
+    instantiate,
+    share_batch,
+)
+from multimodal.plan.planners.templates.simulate_trace import (
+    NodeChange,
+    Pauses,
+    read_trace,
+    simulate_restarts,
+    simulate_templates,
+)
+from multimodal.plan.planners.templates.template_set import PipelineTimes
+from multimodal.values.errors import ConfigError, PlanError
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request, with_memory
 
 NUM_NODES = 9
@@ -129,3 +147,133 @@ def test_copies_are_spread_over_those_that_have_a_layer():
     assert sorted(copy.source for copy in copies) == [0, 0, 1, 1]
     assert copy_seconds(copies, bytes_per_second=100.0) == 2.0
     assert deal_copies({0: [0]}, {1: [1]}, [5, 5]) == ((), (0,))
+
+
+def random_templates(draw, *, least):
+    """Pipelines of consecutive numbers of nodes: more nodes are faster, not always in proportion."""
+    found = {}
+    for nodes in range(least, least + draw.randint(1, 4)):
+        stages = [draw.uniform(0.5, 1.0) / nodes for _ in range(nodes)]
+        found[nodes] = PipelineTimes(tuple(stages), tuple(2 * each for each in stages))
+    return found
+
+
+def least_step(times, sizes, count):
+    """Try every share of the batch."""
+
+    def steps(left, rest):
+        if len(rest) == 1:
+            yield times[rest[0]].seconds(left)
+            return
+        for own in range(1, left - len(rest) + 2):
+            yield from (max(times[rest[0]].seconds(own), other) for other in steps(left - own, rest[1:]))
+
+    return min(steps(count, sizes))
+
+
+def test_shares_are_the_best_of_all():
+    draw = random.Random(0)
+    for _ in range(40):
+        times = random_templates(draw, least=1)
+        sizes = [draw.choice(list(times)) for _ in range(draw.randint(1, 4))]
+        count = draw.randint(len(sizes), 12)
+        found = share_batch(times, sizes, num_microbatches=count)
+        assert found.step_seconds == pytest.approx(least_step(times, sizes, count))
+        assert sum(each.num_microbatches for each in found.instances) == count
+        assert sorted(each.nodes for each in found.instances) == sorted(sizes)
+        assert min(each.num_microbatches for each in found.instances) >= 1
+
+
+def test_instances_are_the_best_of_all_combinations():
+    draw = random.Random(1)
+    for _ in range(40):
+        times = random_templates(draw, least=draw.randint(1, 2))
+        num_nodes, num_microbatches, least_replicas = draw.randint(3, 8), draw.randint(3, 12), draw.randint(1, 2)
+        combinations = [
+            sizes
+            for count in range(least_replicas, num_microbatches + 1)
+            for sizes in combinations_with_replacement(times, count)
+            if sum(sizes) == num_nodes
+        ]
+        if not combinations:
+            with pytest.raises(PlanError):
+                instantiate(times, num_nodes, num_microbatches, least_replicas)
+            continue
+        wanted = min(share_batch(times, sizes, num_microbatches=num_microbatches).step_seconds for sizes in combinations)
+        found = instantiate(times, num_nodes, num_microbatches, least_replicas)
+        assert found.step_seconds == pytest.approx(wanted)
+        assert sum(each.nodes for each in found.instances) == num_nodes
+        assert len(found.instances) >= least_replicas
+
+
+def test_what_cannot_be_is_refused_with_what_would_work():
+    times = {2: PipelineTimes((1.0, 1.0), (2.0, 2.0))}
+    with pytest.raises(PlanError, match="3 nodes cannot hold 2 replicas of at least 2 nodes each; use 4 nodes"):
+        instantiate(times, 3, 8, 2)
+    with pytest.raises(PlanError, match="1 microbatches cannot be shared by 2 replicas; make it at least 2"):
+        instantiate(times, 4, 1, 2)
+    with pytest.raises(PlanError, match="5 nodes cannot all be used by at most 8 replicas"):
+        instantiate(times, 5, 8)
+    with pytest.raises(PlanError, match="make it at least 3 microbatches"):
+        share_batch(times, [2, 2, 2], num_microbatches=2)
+
+
+PAUSES = Pauses(recovery=3.0, restart=100.0, checkpoint_interval=50.0)
+
+
+@cache
+def reconfigurer_of_trace():
+    asked = with_memory(request(TEXT_ONLY, num_gpus=24, micro_batch_size=1), 0.5)
+    return Reconfigurer(plan_templates(asked, fault_tolerance=1), 25e9)
+
+
+def test_spans_follow_each_other_and_a_loss_costs_the_running_step():
+    one = reconfigurer_of_trace()
+    changes = [NodeChange(20.0, -1), NodeChange(40.0, 1), NodeChange(41.0, -2)]
+    found = simulate_templates(one, changes, until=100.0, pauses=PAUSES)
+    for span, following in zip(found.spans, found.spans[1:], strict=False):
+        assert span.end == following.start and span.end > span.start
+    assert found.spans[0].num_nodes == 6
+    assert [span.state for span in found.spans][:3] == ["train", "recover", "train"]
+    assert found.spans[1].end - found.spans[1].start >= 3.0
+    assert found.num_steps < sum(span.num_steps for span in found.spans) + 1
+    assert len(found.changes) == 3 and found.spans[-1].num_nodes == 4
+
+
+def test_with_too_few_nodes_a_run_waits_and_then_restarts():
+    one = reconfigurer_of_trace()
+    found = simulate_templates(one, [NodeChange(10.0, -3), NodeChange(30.0, 2)], until=300.0, pauses=PAUSES)
+    states = [(span.state, span.start, span.end) for span in found.spans]
+    assert states[1] == ("wait", 10.0, 30.0) and states[2] == ("restart", 30.0, 130.0) and states[3][0] == "train"
+
+
+def test_a_restart_loses_what_was_done_since_the_newest_checkpoint():
+    def step_seconds(num_nodes):
+        return 1.0 if num_nodes >= 4 else None
+
+    found = simulate_restarts(step_seconds, [NodeChange(70.0, -1)], num_nodes=6, until=270.0, pauses=PAUSES)
+    assert [(span.state, span.end) for span in found.spans] == [("train", 70.0), ("restart", 170.0), ("train", 270.0)]
+    assert found.num_steps == 50 + 100
+    waiting = simulate_restarts(step_seconds, [NodeChange(70.0, -3)], num_nodes=6, until=100.0, pauses=PAUSES)
+    assert waiting.spans[-1].state == "wait" and waiting.num_steps == 50
+    assert simulate_restarts(step_seconds, [], num_nodes=6, until=270.5, pauses=PAUSES).num_steps == 270
+
+
+def test_traces_are_read_and_wrong_lines_named(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("# spot\nseconds,nodes\n10,-2\n\n20.5,+1 # one returns\n")
+    assert read_trace(path, num_nodes=4) == (NodeChange(10.0, -2), NodeChange(20.5, 1))
+    cases = [
+        ("10,-2\n5,1\n", "line 2: 5 s is before 10 s"),
+        ("10,-5\n", "line 1: -1 nodes would be there, of 4 at the start"),
+        ("10,1\n", "line 1: 5 nodes would be there"),
+        ("10\n", "line 1: expected seconds,nodes such as 3600,-2, found '10'"),
+        ("nan,1\n", "line 1: nan s is before"),
+        ("1,1.5\n", "line 1: expected seconds,nodes"),
+    ]
+    for text, problem in cases:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            read_trace(path, num_nodes=4)
+    with pytest.raises(ConfigError, match="no such file"):
+        read_trace(tmp_path / "none.csv", num_nodes=4)

@@ -1,5 +1,7 @@
-"""Producers whose work is done by threads of the test's process."""
+"""A producer in the process of a test, whose work is done by threads."""
 
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -7,7 +9,39 @@ from typing import Any
 import pytest
 
 from megatron.runtime.feed.producers.producer import Producer
-from tests.unit.runtime.feed.producers.serving import Serving
+
+TOKEN = b"0123456789abcdef"
+
+
+class Serving:
+    """A producer in this process, whose decoding threads a test may hold."""
+
+    def __init__(self, token: bytes = TOKEN, cache_bytes: int = 2**20) -> None:
+        self.producer = Producer(token=token, num_workers=2, cache_bytes=cache_bytes)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, and all of its connections."""
+        self.producer.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(20)
+
+    def close_after(self, most: int) -> list[int]:
+        """Let it answer so many requests, and end at the next; returns a list with the number of requests so far."""
+        answer, asked = self.producer._answer, [0]
+
+        async def answer_some(*arguments: Any) -> None:
+            asked[0] += 1
+            if asked[0] > most:
+                self.producer.close()
+                return
+            await answer(*arguments)
+
+        self.producer._answer = answer_some  # type: ignore[method-assign]
+        return asked
 
 
 @pytest.fixture(autouse=True)

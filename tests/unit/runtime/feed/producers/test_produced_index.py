@@ -21,7 +21,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.runtime.feed.producers.serving import TOKEN, Serving
+from tests.unit.runtime.feed.producers.conftest import TOKEN, Serving
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}

@@ -22,7 +22,7 @@ from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.runtime.feed.producers.serving import TOKEN, Serving
+from tests.unit.runtime.feed.producers.conftest import TOKEN, Serving
 
 TEXTS, OPTIONS = TextSettings("ByteTokenizer"), IndexOptions(64)
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}

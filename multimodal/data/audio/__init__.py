@@ -1,1 +1,0 @@
-"""Sound: from audio files to the frames from which encoders make tokens."""

@@ -1,1 +1,0 @@
-"""Experts: MLPs, of which a router selects a few for every token."""

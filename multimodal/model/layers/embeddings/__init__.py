@@ -1,1 +1,0 @@
-"""First layers of encoders: hidden states from patches of images, frames of spectrograms, or outputs of other encoders."""

@@ -1,1 +1,0 @@
-"""Last layers of encoders: from hidden states to the rows that the LLM takes."""

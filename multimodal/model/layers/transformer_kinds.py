@@ -1,0 +1,175 @@
+"""Transformer layers with something else in them: a mixture of experts, windows, or modulation by the time of a flow."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import Module
+
+from multimodal.attention.core_attention import WindowedAttention
+from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.layers.transformer import NUM_MODULATIONS
+from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.expert_mlp import ExpertMLP, RowSequences
+from multimodal.model.latents import NUM_TIMES, NoisePath
+from multimodal.model.layers.generator_ends import position_features, random_path
+from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
+from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
+from multimodal.model.norm import Norm
+from multimodal.model.stage_input import pad_rows
+from multimodal.values.model_graph import Unit
+
+
+class MoeTransformerKind(TransformerKind):
+    """A transformer layer with another MLP, which several ranks may share (expert parallelism); it runs as a whole."""
+
+    num_segments = 1
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build the layer without an MLP, and the experts."""
+        shape = context.unit.transformer
+        assert shape.experts is not None, "a model with such layers describes their experts"
+        layer = super().build(context, index)
+        layer.mlp = mlp = ExpertMLP(context.config, shape.experts, shape.expert_hidden_size, context.groups)
+        if context.implementation != "local":
+            options = context.options
+            mlp.use_engine(
+                accumulates=accumulates_in_engine(options),
+                delays=options.delays_weight_gradients,
+                row_multiple=options.row_multiple,
+            )
+        return layer
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Leave the MLP out of the spec, and with it the norm that Transformer Engine fuses with it."""
+        spec.submodules.mlp, spec.submodules.pre_mlp_layernorm = IdentityOp, Norm
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Run the layer on packed sequences, which the loss that balances experts distinguishes."""
+        mlp = layer.mlp
+        assert isinstance(mlp, ExpertMLP)
+        wants_loss = mlp.experts_shape.aux_loss_coeff > 0 and mlp.router.weight.requires_grad and torch.is_grad_enabled()
+        mlp.sequences = _sequences(mlp, given, len(hidden)) if wants_loss else None
+        mlp.num_step_tokens = given.num_step_tokens
+        output = super().run(layer, hidden, given)
+        mlp.sequences = None
+        return output
+
+    segments = LayerKind.segments  # it is not cut
+
+
+def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
+    """Return the sequences of this rank's rows; num_rows: of this rank."""
+    tensor = mlp.groups.tp
+    numbers = given.lengths.sequence_numbers(given.batch.positions.device)[: given.batch.num_tokens]
+    num_all = num_rows * (tensor.size() if mlp.is_sequence_parallel else 1)
+    padded = torch.nn.functional.pad(numbers, (0, num_all - len(numbers)), value=-1)
+    groups = [mlp.groups.cp, *([tensor] if mlp.is_sequence_parallel else [])]
+    return RowSequences(
+        padded.chunk(tensor.size())[tensor.rank()] if mlp.is_sequence_parallel else padded,
+        given.batch.lengths,
+        tuple(group for group in groups if group.size() > 1),
+    )
+
+
+class WindowedTransformerKind(TransformerKind):
+    """A transformer layer whose core attention takes tokens window by window."""
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Wrap the core attention in one that reorders tokens."""
+        attention = spec.submodules.self_attention.submodules
+        inner = attention.core_attention
+        attention.core_attention = ModuleSpec(module=WindowedAttention, params={"inner": inner})
+
+    def prepare(self, packed: PackedLengths, context: InputContext) -> None:
+        """Derive masks and the other inputs of attention, for windows."""
+        super().prepare(packed.window_sequences, context)
+
+    def core_attention(self, layer: Module) -> None:
+        """Return None: its time is linear in tokens, like that of products."""
+
+
+class SlidingTransformerKind(TransformerKind):
+    """A transformer layer of the LLM whose tokens attend to the last ones before them."""
+
+    def window(self, unit: Unit) -> int | None:
+        """Return the unit's window."""
+        return unit.transformer.sliding_window
+
+    def frequencies(self, given: StagePass) -> Tensor | None:
+        """Return the angles of layers with windows, if the unit has some of their own."""
+        return given.frequencies if given.local_frequencies is None else given.local_frequencies
+
+
+class SlidingMoeTransformerKind(SlidingTransformerKind, MoeTransformerKind):
+    """The same with experts in place of the MLP."""
+
+
+class Modulation(torch.nn.Module):
+    """Maps an item's time to shift, scale and gate of both branches; the same on every tensor parallel rank.
+
+    DiT, section 3.2. Every layer has both of its maps, where DiT's layers share the first: no stage then shares weights with
+    another.
+    """
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__()
+        self.wide, self.hidden_size = context.options.precision.rotary_dtype, context.config.hidden_size
+        size, num_outputs = self.hidden_size, NUM_MODULATIONS * self.hidden_size
+        self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
+        self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, times: Tensor) -> Tensor:
+        """times: [num_items], in (0, 1); returns [num_items, 6 x hidden_size]."""
+        places = (NUM_TIMES * times.to(self.wide))[:, None].expand(-1, 2)
+        features = position_features(places, hidden_size=self.hidden_size, base=NUM_TIMES, dtype=self.wide)
+        inner = deferrable_linear(features.to(self.weight.dtype), self.time_weight, self.time_bias)
+        return deferrable_linear(torch.nn.functional.silu(inner), self.weight, self.bias)
+
+
+class ModulatedTransformerKind(TransformerKind):
+    """Reads `batch.path` as well. It is megatron-core's own layer with a `modulation`, and runs as a whole."""
+
+    num_segments = 1
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build the layer and its modulation."""
+        layer = super().build(context, index)
+        layer.modulation = Modulation(context)
+        return layer
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Run both branches on packed sequences."""
+        path: NoisePath = given.batch.path  # type: ignore[assignment]
+        rows = _items_of_rows(path.items, layer, num_rows=hidden.shape[0])
+        values = layer.modulation(path.times).index_select(0, rows)  # type: ignore[operator]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values[:, None].chunk(NUM_MODULATIONS, dim=-1)
+        attended, bias = layer.self_attention(  # type: ignore[operator]
+            torch.addcmul(shift, layer.input_layernorm(hidden), 1 + scale),  # type: ignore[operator]
+            attention_mask=None,
+            rotary_pos_emb=self.frequencies(given),
+            packed_seq_params=given.lengths,
+        )
+        hidden = torch.addcmul(hidden, gate, attended if bias is None else attended + bias)
+        mapped, bias = layer.mlp(torch.addcmul(mlp_shift, layer.pre_mlp_layernorm(hidden), 1 + mlp_scale))  # type: ignore[operator]
+        return torch.addcmul(hidden, mlp_gate, mapped if bias is None else mapped + bias)
+
+    def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Start with zeros behind the last map, so that every layer first hands on its input (adaLN-Zero)."""
+        return torch.zeros(shape) if name == "modulation.weight" else super().initial_matrix(name, shape)
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Return a time for each item."""
+        return random_path(context, num_tokens, num_sequences), None
+
+
+def _items_of_rows(items: Tensor, layer: Module, *, num_rows: int) -> Tensor:
+    """Return the item of each row of this rank's hidden states; padding counts as the first."""
+    group: Any = layer.self_attention.pg_collection.tp  # type: ignore[union-attr]
+    is_sharded = layer.config.sequence_parallel  # type: ignore[union-attr]
+    rows = pad_rows(items, num_rows * group.size() if is_sharded else num_rows)
+    return rows[group.rank() * num_rows :][:num_rows] if is_sharded else rows

@@ -1,0 +1,272 @@
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
+from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from multimodal.model.layers import backbone_ends
+from multimodal.model.layers.backbone_ends import vocab_parallel_cross_entropy
+from multimodal.model.layers.registry import sharding_of
+from multimodal.model.norm import Norm
+from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, mark_sharding, take_shard
+from multimodal.model.rotary import axes_of_pairs, rotary_frequencies
+from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config, gelu_tanh
+from multimodal.values.model_graph import ModelGraph
+from tests.unit.model.rank_groups import LiveBytes, join_shards
+
+
+def build(normalization: str, dtype: torch.dtype, *, sequence_parallel: bool = False) -> Norm:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=6,
+        num_attention_heads=2,
+        normalization=normalization,
+        params_dtype=dtype,
+        tensor_model_parallel_size=2,
+        sequence_parallel=sequence_parallel,
+    )
+    norm = Norm(config, 6, eps=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(6, generator=generator))
+    return norm
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_equals_the_formula_in_float64(normalization: str) -> None:
+    norm = build(normalization, torch.float64)
+    hidden = torch.randn(5, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 0.5
+    centred = hidden - hidden.mean(-1, keepdim=True) if normalization == "LayerNorm" else hidden
+    expected = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-3) * norm.weight
+    expected = expected if norm.bias is None else expected + norm.bias
+    assert (norm.bias is None) == (normalization == "RMSNorm")
+    assert norm(hidden).dtype == torch.float64
+    assert torch.allclose(norm(hidden), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_bfloat16_is_normalised_in_float32(normalization: str) -> None:
+    norm = build(normalization, torch.bfloat16)
+    hidden = torch.randn(5, 1, 6, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wide = build(normalization, torch.float32)
+    wide.load_state_dict({name: value.float() for name, value in norm.state_dict().items()})
+    assert norm(hidden).dtype == torch.bfloat16
+    assert torch.equal(norm(hidden), wide(hidden.float()).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "is_fused"),
+    [
+        ({"activation": "gelu_tanh", "add_bias_linear": True}, torch.bfloat16, True),
+        ({"activation": "geglu_tanh"}, torch.float32, True),
+        ({"activation": "swiglu"}, torch.float64, True),
+        ({"activation": "gelu_tanh"}, torch.bfloat16, False),
+        ({"activation": "geglu_tanh"}, torch.float64, False),
+        ({"activation": "gelu", "add_bias_linear": True}, torch.bfloat16, False),
+        ({"activation": "quick_gelu", "add_bias_linear": True}, torch.bfloat16, False),
+        ({"activation": "geglu_tanh", "experts": {"num_experts": 2, "router_topk": 1}}, torch.bfloat16, False),
+    ],
+)
+def test_activations_are_fused_where_the_kernel_computes_the_same(changes: dict, dtype: torch.dtype, is_fused: bool) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
+    graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **sizes, **changes}}})
+    for fuses in (False, True):
+        options = BuildOptions(Precision(dtype), fuses_kernels=fuses)
+        config = build_transformer_config(graph.backbone, tensor_parallel_size=1, options=options)
+        assert config.bias_activation_fusion == (fuses and is_fused)
+        own_gelu = changes["activation"] == "gelu" or (fuses and is_fused and changes["activation"] != "swiglu")
+        assert (config.activation_func is torch.nn.functional.gelu) == own_gelu
+
+
+def test_the_fused_kernels_compute_gelu_by_tanh() -> None:
+    """Run step by step, as a CPU needs a compiler for them."""
+    draw = torch.Generator().manual_seed(3)
+    values, bias, gradient = (3 * torch.randn(*shape, generator=draw) for shape in ((7, 1, 8), (8,), (7, 1, 8)))
+
+    def gated(values: torch.Tensor) -> torch.Tensor:
+        gate, inner = values.chunk(2, dim=-1)
+        return gelu_tanh(gate) * inner
+
+    for fused, plain in (
+        (bias_gelu_impl, lambda given, added: gelu_tanh(given + added)),
+        (bias_geglu_impl, lambda given, added: gated(given + added)),
+        (lambda given, added: bias_geglu_impl(given, None), lambda given, added: gated(given)),
+    ):
+        found = []
+        for function in (fused, plain):
+            leaves = [each.clone().requires_grad_() for each in (values, bias)]
+            with torch.compiler.set_stance("force_eager"):
+                output = function(*leaves)
+                output.backward(gradient[..., : output.shape[-1]])
+            found.append([output, *(each.grad for each in leaves if each.grad is not None)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_parameters_are_marked_for_the_sum_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+    norm = build("LayerNorm", torch.float32, sequence_parallel=sequence_parallel)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * 2
+
+
+def rotate(vector: torch.Tensor, position: list[int], *, base: float = 100.0) -> torch.Tensor:
+    """As megatron-core's attention rotates a query of one head."""
+    positions = torch.tensor([position] if len(position) > 1 else position)
+    frequencies = rotary_frequencies(positions, head_channels=len(vector), base=base, dtype=torch.float64)
+    return _apply_rotary_pos_emb_bshd(vector.view(1, 1, 1, -1), frequencies).flatten()
+
+
+def test_text_rotates_each_pair_of_channels_by_position_times_its_frequency() -> None:
+    vector = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    expected = []
+    for channel, angle in ((0, 5.0), (1, 5.0 / math.sqrt(100.0))):
+        number = complex(vector[channel], vector[channel + 2]) * complex(math.cos(angle), math.sin(angle))
+        expected.append(number)
+    found = rotate(vector, [5])
+    assert found.tolist() == pytest.approx([n.real for n in expected] + [n.imag for n in expected], abs=1e-12)
+
+
+def test_images_give_half_of_the_pairs_to_rows_and_half_to_columns() -> None:
+    angles = rotary_frequencies(torch.tensor([[2, 3]]), head_channels=8, base=100.0, dtype=torch.float64)
+    half = [2.0, 2.0 / 10, 3.0, 3.0 / 10]
+    assert angles.shape == (1, 1, 1, 8)
+    assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
+
+
+def test_staggered_axes_take_turns_in_the_frequencies_of_one() -> None:
+    places = torch.tensor([[2, 3]])
+    angles = rotary_frequencies(places, head_channels=8, base=10000.0, dtype=torch.float64, is_staggered=True)
+    half = [2.0, 2.0 / 100, 3.0 / 10, 3.0 / 1000]
+    assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
+
+
+@pytest.mark.parametrize(("first", "second", "shift"), [([3], [1], [4]), ([3, 1], [0, 2], [5, 7])])
+def test_only_distances_count(first: list[int], second: list[int], shift: list[int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = torch.randn(2, 8, dtype=torch.float64, generator=generator)
+    moved = [[a + b for a, b in zip(position, shift, strict=True)] for position in (first, second)]
+    before = rotate(query, first) @ rotate(key, second)
+    after = rotate(query, moved[0]) @ rotate(key, moved[1])
+    assert float(before) == pytest.approx(float(after), abs=1e-12)
+    assert float(before) != pytest.approx(float(query @ key), abs=1e-3)
+
+
+def test_sections_follow_each_other_or_take_turns() -> None:
+    assert axes_of_pairs((1, 3, 2), is_interleaved=False) == [0, 1, 1, 1, 2, 2]
+    assert axes_of_pairs((3, 1, 2), is_interleaved=True) == [0, 1, 2, 0, 0, 2]
+    assert axes_of_pairs((24, 20, 20), is_interleaved=True) == [0, 1, 2] * 20 + [0] * 4
+
+
+@given(size=st.integers(1, 4), blocks=st.integers(1, 2), rows=st.integers(1, 3), dimension=st.sampled_from([None, 0, 1]))
+def test_shards_join_to_the_whole(size: int, blocks: int, rows: int, dimension: int | None) -> None:
+    sharding = ParameterSharding(dimension, blocks)
+    full = torch.arange(4 * (size * blocks * rows) ** 2).reshape(2 * size * blocks * rows, -1)
+    shards = [take_shard(full, sharding, rank=rank, tensor_parallel_size=size) for rank in range(size)]
+    assert torch.equal(join_shards(shards, sharding), full)
+    assert full_shape(shards[0].shape, sharding, tensor_parallel_size=size) == tuple(full.shape)
+    assert sum(shard.numel() for shard in shards) == full.numel() * (size if dimension is None else 1)
+
+
+def test_each_rank_holds_its_share_of_gate_and_up() -> None:
+    gate, up = torch.arange(4), torch.arange(10, 14)
+    shards = [take_shard(torch.cat((gate, up)), ParameterSharding(0, 2), rank=rank, tensor_parallel_size=2) for rank in range(2)]
+    assert [shard.tolist() for shard in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_gated", "expected"),
+    [
+        ("layers.1.self_attention.linear_qkv.weight", True, ParameterSharding(0)),
+        ("layers.1.self_attention.linear_qkv.bias", True, ParameterSharding(0)),
+        ("layers.1.self_attention.linear_proj.weight", True, ParameterSharding(1)),
+        ("layers.1.self_attention.linear_proj.bias", True, WHOLE),
+        ("layers.1.mlp.linear_fc1.weight", True, ParameterSharding(0, 2)),
+        ("layers.1.mlp.linear_fc1.weight", False, ParameterSharding(0)),
+        ("layers.1.mlp.linear_fc2.weight", True, ParameterSharding(1)),
+        ("layers.1.mlp.linear_fc2.bias", True, WHOLE),
+        ("layers.1.input_layernorm.weight", True, WHOLE),
+        ("layers.0.word_embeddings.weight", False, ParameterSharding(0)),
+        ("layers.3.output_layer.weight", False, ParameterSharding(0)),
+        ("layers.0.weight", False, WHOLE),
+    ],
+)
+def test_every_parameter_knows_its_split(name: str, is_gated: bool, expected: ParameterSharding) -> None:
+    shape = {"num_layers": 2, "hidden_size": 4, "num_attention_heads": 1, "ffn_hidden_size": 4}
+    described = {"role": "backbone", "activation": "swiglu" if is_gated else "gelu", **shape}
+    llm = ModelGraph.from_dict({"units": {"llm": described}}).backbone
+    assert sharding_of(llm, name) == expected
+
+
+@pytest.mark.parametrize(("sharding", "is_split", "dimension"), [(ParameterSharding(1), True, 1), (WHOLE, False, -1)])
+def test_marks_tell_megatron_what_is_split(sharding: ParameterSharding, is_split: bool, dimension: int) -> None:
+    parameter = torch.zeros(2, 2)
+    mark_sharding(parameter, sharding)
+    assert (parameter.tensor_model_parallel, parameter.partition_dim) == (is_split, dimension)
+
+
+@pytest.mark.parametrize("chunk_entries", [2**24, 14, 1])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_losses_and_gradients_equal_torch(
+    world_of_one: dist.ProcessGroup, dtype: torch.dtype, tolerance: float, chunk_entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backbone_ends, "CHUNK_ENTRIES", chunk_entries)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(5, 7, generator=generator, dtype=torch.float64) * 30).to(dtype).requires_grad_()
+    targets = torch.randint(7, (5,), generator=generator)
+    weights = torch.rand(5, generator=generator, dtype=torch.float64).to(dtype)
+    losses = vocab_parallel_cross_entropy(logits, targets, group=world_of_one)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    (expected_gradient,) = torch.autograd.grad((expected * weights).sum(), logits)
+    assert losses.dtype == dtype
+    assert torch.allclose(losses, expected, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(gradient, expected_gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one: dist.ProcessGroup) -> None:
+    logits = torch.tensor([[1.0, 2.0, 300.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([1]), group=world_of_one)
+    loss.sum().backward()
+    assert loss.dtype == torch.float32 and float(loss) == 298.0
+    assert logits.grad is not None and logits.grad.tolist() == [[0.0, -1.0, 1.0]]
+
+
+def test_no_targets_give_no_losses_but_a_graph(world_of_one: dist.ProcessGroup) -> None:
+    logits = torch.zeros(0, 3, requires_grad=True)
+    losses = vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), group=world_of_one)
+    assert losses.shape == (0,) and losses.requires_grad
+
+
+def test_what_pads_the_vocabulary_has_no_part(world_of_one: dist.ProcessGroup) -> None:
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 3, 2, 1])
+    losses = vocab_parallel_cross_entropy(logits, targets, group=world_of_one, num_tokens_known=4)
+    expected = torch.nn.functional.cross_entropy(logits[:, :4], targets, reduction="none")
+    assert torch.allclose(losses, expected, rtol=0, atol=1e-14)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
+    assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-14) and not gradient[:, 4:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_more_than_four_bytes_a_logit_beside_the_logits(
+    world_of_one: dist.ProcessGroup, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient, which takes as much as the logits, and a few rows."""
+    monkeypatch.setattr(backbone_ends, "CHUNK_ENTRIES", 4 * 2048)
+    monkeypatch.setattr(backbone_ends, "MOST_CHUNKS", 64)
+    logits, targets = torch.randn(256, 2048).to(dtype).requires_grad_(), torch.randint(2048, (256,))
+    with LiveBytes() as forward:
+        losses = vocab_parallel_cross_entropy(logits, targets, group=world_of_one)
+    with LiveBytes() as backward:
+        losses.sum().backward()
+    chunks = 3 * 4 * 2048 * 4
+    assert forward.peak < chunks + 100 * 256
+    assert logits.nbytes <= backward.peak < logits.nbytes + chunks + 100 * 256
