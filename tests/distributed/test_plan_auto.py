@@ -18,7 +18,7 @@ from tests.distributed.small_run import SIZED_OTHERWISE, working_flags, write_wo
 
 NUM_STEPS, STEPS_OF_TWO_RUNS = 5, 7
 BAD = "plan: vision tp 1 x pp 1 x dp 1"
-AUTO = {"--plan": "auto", "--plan-time-budget": 0.5}
+AUTO = {"--plan": "auto", "--plan-time-budget": 0.5, "--plan-trial-iters": 0}
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,15 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
         assert first.outputs[0].count(said) == first.output.count(said) == 1, first.output
     assert first.output.count("plan review after step 3: a step takes ") == 1
 
-    second, losses = train(folder, {"--plan-review-iters": 0})
+    plant_bad_plan(folder, as_second=True)
+    second, losses = train(folder, {"--plan-review-iters": 0, "--plan-trial-iters": 1})
+    assert f"plan trial: 1 steps are done; as many under {BAD}, llm" in second.output, second.output
+    assert "under the second; going on under the " in second.output, second.output
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert "links as kept" in second.output and "layers as kept" in second.output and "(as planned before)" in second.output
     assert "plan review" not in second.output
 
+    assert not json.loads(kept_choice(folder).read_text())["second"], "the trial's result is not kept"
     planted = plant_bad_plan(folder)
     third, losses = train(folder, {"--plan-review-iters": 2, "--replan": None, "--save": folder / "saved"})
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
@@ -84,16 +88,17 @@ def kept_choice(folder: Path) -> Path:
     return kept
 
 
-def plant_bad_plan(folder: Path) -> dict[str, Any]:
-    """Put a plan in the place of the one that was kept whose encoder waits for most of a step, in microbatches of one sample."""
+def plant_bad_plan(folder: Path, *, as_second: bool = False) -> dict[str, Any]:
+    """Put a plan in the place of the one that was kept, or behind it, whose encoder waits for most of a step."""
     graph = ModelGraph.from_file(folder / "model.yaml")
     sizes = {"vision": UnitSizes(data_parallel_size=1), "llm": UnitSizes(data_parallel_size=1)}
-    choice: dict[str, Any] = json.loads(kept_choice(folder).read_text())
+    kept: dict[str, Any] = json.loads(kept_choice(folder).read_text())
+    choice = kept | {"second": None}
     choice["plan"] = plan_disaggregated(graph, sizes=sizes, world_size=2).to_dict()
-    choice["flags"] |= {"schedule": "gpipe", "passes": [], "balance": "none", "micro_batch_size": 1, "sharding": "optim"}
+    choice["flags"] = choice["flags"] | {"schedule": "gpipe", "passes": [], "balance": "none", "micro_batch_size": 1}
     choice["text"] = json.dumps(choice["plan"])  # which is YAML, too
-    choice["lines"][0] = f"{BAD}, llm tp 1 x pp 1 x dp 1"
-    kept_choice(folder).write_text(json.dumps(choice))
+    choice["lines"] = [f"{BAD}, llm tp 1 x pp 1 x dp 1", *kept["lines"][1:]]
+    kept_choice(folder).write_text(json.dumps(kept | {"second": choice} if as_second else choice))
     return choice
 
 

@@ -114,6 +114,9 @@ class ParallelismConfig:
     word auto: measure the data, the layers and the links, and search a plan in which sizes that are given are kept."""
     plan_time_budget: float = field(default=10.0, metadata={"above": 0, "maximum": 10**5})
     """--plan auto: nominal seconds of simulation that the search may use up."""
+    plan_trial_iters: int = field(default=3, metadata={"minimum": 0, "maximum": 10**6})
+    """--plan auto: measure so many steps under the best plan and under the second best, if that is predicted to take at most 10 %
+    longer, and go on under the faster one; 0: go by the prediction."""
     plan_review_iters: int = field(default=20, metadata={"minimum": 0, "maximum": 10**9})
     """--plan auto: hold the prediction against the measurement after so many steps, and tell of a better plan; 0: never."""
     replan: bool = False

@@ -102,7 +102,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     *_where(
         "plan",
         lambda c: not c.parallelism.plans_itself,
-        {"plan_time_budget plan_review_iters replan": "the plan is given; use --plan auto"},
+        {"plan_time_budget plan_trial_iters plan_review_iters replan": "the plan is given; use --plan auto"},
     ),
     *_where(
         "data_parallel_sharding_strategy",

@@ -13,6 +13,7 @@ from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes
+from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -20,10 +21,12 @@ from multimodal.values.sample_lengths import SampleLengths
 
 PLANNER, BASELINE = "braid", "megatron"
 PLAN_NAME = "plan.yaml"
+CLOSE = 1.1
+"""A run tries the second best plan if its step is predicted to be at most this many times as long as the best one's."""
 _FIXED = {each.name: each.name for each in fields(FixedSizes) if each.name != "virtual_stages"}
 _FIXED["virtual_pipeline_size"] = "virtual_stages"
 """Field of `UnitSizes` -> of `FixedSizes`."""
-_ONLY_AUTO = {"plan_time_budget", "plan_review_iters", "replan"}
+_ONLY_AUTO = {"plan_time_budget", "plan_trial_iters", "plan_review_iters", "replan"}
 _FREE = {"context_parallel_distribution", "context_parallel_block_size"}
 """Flags that have no effect under some plans."""
 _CHOSEN = {"plan", "schedule", "schedule_passes", "balance", "micro_batch_size", "transformer_impl"}
@@ -45,13 +48,16 @@ class Choice:
     """The content of the plan file."""
     profile: LayerProfile | None = None
     """The layers that it was planned with; steps of the run are predicted by them, too."""
+    second: "Choice | None" = None
+    """The second best plan, if it is close enough for a trial."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
         flags = {name: getattr(self.run, name) for name in _IN_CHOICES}
         profile = self.profile and self.profile.to_dict()
         plain = {"plan": self.run.plan.to_dict(), "flags": flags, "cluster": self.cluster.to_dict()}
-        return {**plain, "seconds": self.seconds, "lines": self.lines, "text": self.text, "profile": profile}
+        second = self.second and self.second.to_dict()
+        return {**plain, "seconds": self.seconds, "lines": self.lines, "text": self.text, "profile": profile, "second": second}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Choice":
@@ -59,7 +65,8 @@ class Choice:
         flags = {**value["flags"], "passes": tuple(value["flags"]["passes"])}
         run = PlannedRun(Plan.from_dict(value["plan"]), planner=PLANNER, **flags)
         profile = value["profile"] and LayerProfile.from_dict(value["profile"])
-        return cls(run, Cluster.from_dict(value["cluster"]), value["seconds"], tuple(value["lines"]), value["text"], profile)
+        cluster, second = Cluster.from_dict(value["cluster"]), value["second"] and cls.from_dict(value["second"])
+        return cls(run, cluster, value["seconds"], tuple(value["lines"]), value["text"], profile, second)
 
 
 def build_request(
@@ -105,10 +112,19 @@ def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: 
     may_share_weights: if nothing fits otherwise. made_for, cluster_name: for the plan file, as in `plan_text`.
     """
     planned = _plan(request, may_share_weights=may_share_weights)
-    run, prediction = planned
-    text = plan_text(PLAN_NAME, run, prediction, made_for=made_for, cluster=cluster_name)
-    lines = tuple(_describe(planned, request))
-    return Choice(run, request.cluster, prediction.iteration_seconds, lines, text, request.profile)
+
+    def chosen(found: PredictedRun, reason: str, second: Choice | None = None) -> Choice:
+        text = plan_text(PLAN_NAME, found.run, found.prediction, made_for=made_for, cluster=cluster_name)
+        lines = (*_describe(found, request), f"why: {reason}")
+        return Choice(found.run, request.cluster, found.prediction.iteration_seconds, lines, text, request.profile, second)
+
+    reason = _compare_with_one_grid(planned, request)
+    if planned.run.second is None:
+        return chosen(planned, reason)
+    second = PredictedRun(planned.run.second, judge_run(planned.run.second, request))
+    is_close = second.prediction.iteration_seconds <= CLOSE * planned.prediction.iteration_seconds
+    fits = second.prediction.peak_memory_bytes <= request.memory_bytes
+    return chosen(planned, reason, chosen(second, "faster in a trial than the best of the search") if is_close and fits else None)
 
 
 def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
@@ -142,7 +158,7 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
 
 
 def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
-    """Yield three lines: the plan, its prediction, and the reason for it."""
+    """Yield two lines: the plan and its prediction."""
     run, prediction = planned
     yield f"plan: {_sizes(run)}; {run.flags}"
     yield (
@@ -150,17 +166,19 @@ def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
         f"computations without idle time ({describe_kinds(prediction)}); {prediction.peak_memory_bytes / 1e9:.3g} GB of "
         f"{request.cluster.memory_gb:.3g} GB"
     )
-    looked_at = run.notes[0] if run.notes else "one plan of each planner"
+
+
+def _compare_with_one_grid(planned: PredictedRun, request: PlanningRequest) -> str:
+    looked_at = planned.run.notes[0] if planned.run.notes else "one plan of each planner"
     try:
         other = PLANNERS[BASELINE].plan_best(request)
     except BraidError as problem:
-        yield f"why: the shortest step of {looked_at}; there is no plan of one grid ({problem})"
-    else:
-        ratio = other.prediction.iteration_seconds / prediction.iteration_seconds
-        yield (
-            f"why: the shortest step of {looked_at}; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, "
-            f"would take {ratio:.3g} times as long"
-        )
+        return f"the shortest step of {looked_at}; there is no plan of one grid ({problem})"
+    ratio = other.prediction.iteration_seconds / planned.prediction.iteration_seconds
+    return (
+        f"the shortest step of {looked_at}; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, "
+        f"would take {ratio:.3g} times as long"
+    )
 
 
 def _sizes(run: PlannedRun) -> str:

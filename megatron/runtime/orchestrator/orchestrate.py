@@ -1,15 +1,14 @@
-"""Turns `--plan auto` into a plan, which rank 0 makes for all, and plans again once the run's own steps are measured.
+"""Turns `--plan auto` into a plan, which rank 0 makes for all.
 
 Measurements are kept for later runs on this machine, and so is the plan, under everything that it depends on.
 """
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count, islice
-from statistics import median
 from typing import NamedTuple
 
 import yaml
@@ -20,18 +19,13 @@ from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.orchestrator.choose_plan import PLAN_NAME, Choice, build_request, choose_plan, planned_config
 from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
 from megatron.runtime.orchestrator.profile_layers import describe_machine, measure_cluster, profile_model
-from megatron.runtime.step.step import Step
-from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.prediction import judge_run
-from multimodal.values.action import ACTION_TABLE, Resource
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 MOST_SAMPLES = 4096
@@ -176,113 +170,3 @@ def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES
     drawn = (sample for step in count() for sample in batches.batch(step))
     for number, sample in enumerate(islice(drawn, min(most, len(source)))):
         yield replace(source.lengths(sample.source_index), sample_id=number)
-
-
-CLEARLY = 1.05
-"""Another plan is reported if the current one's steps are predicted to be more than this many times as long."""
-MOST_MEASURED = 8
-"""Most steps before the review that are measured; the first step sets connections up and is never measured."""
-
-
-class Verdict(NamedTuple):
-    """The result of a review."""
-
-    line: str
-    choice: Choice | None
-    """The plan to continue under; None: the current one."""
-
-    def to_text(self) -> str:
-        """Return the text form, read by `from_text`."""
-        return json.dumps([self.line, self.choice and self.choice.to_dict()])
-
-    @classmethod
-    def from_text(cls, text: str) -> "Verdict":
-        """Parse the text form."""
-        line, choice = json.loads(text)
-        return cls(line, choice and Choice.from_dict(choice))
-
-
-@dataclass
-class PlanReview:
-    """The steps of one plan up to its review. All ranks have one; rank 0 has the request, and measures."""
-
-    planned: Planned
-    num_steps: int
-    may_change: bool
-    """True if a better plan is taken (--replan)."""
-    first_step: int = 0
-    """Steps that were done when the plan began."""
-    seconds_before: float | None = None
-    """Seconds of a step of the previous plan, if there was one: then the review only compares."""
-    _seconds: list[float] = field(default_factory=list)
-    _measured: dict[str, float] = field(default_factory=dict)
-    _predicted: dict[str, float] = field(default_factory=dict)
-    """Unit -> seconds of its computations, over all lanes and measured steps."""
-
-    def measures(self, number: int) -> bool:
-        """Return True for the steps that are measured."""
-        last = self.first_step + self.num_steps
-        return max(last - MOST_MEASURED, self.first_step + (self.num_steps > 1)) < number <= last
-
-    def is_due(self, number: int) -> bool:
-        """Return True after the last of these steps."""
-        return number == self.first_step + self.num_steps
-
-    def add(self, step: Step, timeline: Timeline, *, seconds: float) -> None:
-        """Add a measured step, on rank 0."""
-        self._seconds.append(seconds)
-        costs = self._costs(step)
-        for event in timeline.events:
-            if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
-                unit = event.action.unit
-                self._measured[unit] = self._measured.get(unit, 0.0) + event.end_seconds - event.start_seconds
-                self._predicted[unit] = self._predicted.get(unit, 0.0) + costs.compute(event.action).seconds
-
-    def _costs(self, step: Step) -> ModelCosts:
-        request, options = self._request, self._request.run_options(self.planned.choice.run)
-        lengths = tuple(step.lengths.values())
-        return ModelCosts(step.shape, step.assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
-
-    @property
-    def _request(self) -> PlanningRequest:
-        assert self.planned.request is not None, "only rank 0 measures"
-        return self.planned.request
-
-    @property
-    def factors(self) -> Mapping[str, float]:
-        """Unit -> ratio of its measured computations to profiled ones: in training, ranks share resources that one had alone."""
-        return {unit: self._measured[unit] / seconds for unit, seconds in self._predicted.items() if seconds > 0}
-
-    def conclude(self, number: int) -> Verdict:
-        """Compare, and plan again with the measurements, on rank 0."""
-        measured = median(self._seconds)
-        factors = ", ".join(f"{factor:.2f} times as long in {unit}" for unit, factor in self.factors.items())
-        line = (
-            f"plan review after step {number}: a step takes {measured:.4g} s, predicted {self.planned.choice.seconds:.4g} s; "
-            f"against the profile, computations take {factors}"
-        )
-        if self.seconds_before is not None:
-            return Verdict(f"{line}; under the plan before it took {self.seconds_before:.4g} s", None)
-        current, other = self._plan_again()
-        if current <= CLEARLY * other.seconds:
-            return Verdict(f"{line}; with these, no plan was found to be more than {CLEARLY - 1:.0%} better", None)
-        line += f"; with these, {other.lines[0]} would take {other.seconds:.4g} s a step, the current plan {current:.4g} s"
-        if not self.may_change:
-            return Verdict(f"{line}; --replan would go on under it", None)
-        keep_choice(self._request, other)  # for the next start
-        return Verdict(f"{line}; going on under it", other)
-
-    def _plan_again(self) -> tuple[float, Choice]:
-        """Return the current plan's step and the best plan for measured layers; the names of weights must not change."""
-        run, request = self.planned.choice.run, self._request
-        assert request.profile is not None
-        corrected = replace(request, profile=request.profile.times(self.factors), sharding=run.sharding)
-        current = judge_run(run, corrected)
-        made_for = {"what was measured": "times what was profiled, " + str(dict(self.factors))}
-        other = choose_plan(corrected, may_share_weights=False, made_for=made_for, cluster_name="cluster.yaml")
-        return current.iteration_seconds, other
-
-    def after_change(self, planned: Planned, *, number: int) -> "PlanReview":
-        """Return the review of the plan under which the run continues."""
-        before = median(self._seconds) if self._seconds else 0.0
-        return PlanReview(planned, self.num_steps, may_change=False, first_step=number, seconds_before=before)

@@ -16,7 +16,8 @@ from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS, 
 from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_adapter, save_hugging_face
 from megatron.runtime.launch.failure import StopReason
-from megatron.runtime.orchestrator.orchestrate import Planned, Verdict, under_choice
+from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
+from megatron.runtime.orchestrator.plan_review import Verdict
 from megatron.runtime.recovery.member import NodesJoinError
 from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, StepReport
 from megatron.runtime.report.step_profile import StepProfile, Stragglers
@@ -152,25 +153,25 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
 def _review_plan(
     run: Run, reporter: Reporter, number: int, *, step: Step, report: StepReport, events: tuple[TimelineEvent, ...]
 ) -> bool:
-    """Add a step to the review, and conclude it when due; collective. Returns True if the run has another plan now."""
+    """Add a step to the trial or review, and conclude it when due; collective. Returns True if the run has another plan now."""
     review = run.review
     if review is None or not review.measures(number):
         return False
     timeline = run.session.gather_timeline(events)
     if timeline is not None:
-        review.add(step, timeline, seconds=report.step_seconds)
+        review.add(step, timeline, seconds=report.step_seconds, tflops=report.tflops_per_device)
     if not review.is_due(number):
         return False
-    run.review = None
+    planned = review.planned
     verdict = Verdict.from_text(run.world.from_first(f"review/{number}", lambda: review.conclude(number).to_text()))
     reporter.say(verdict.line)
-    if verdict.choice is None:
-        return False
-    with run.world.in_turn(f"plan/{number}"):
-        config = under_choice(run.config, verdict.choice)
-    change_plan(run, config)
-    run.review = review.after_change(Planned(config, verdict.choice, review.planned.request), number=number)
-    return True
+    if verdict.choice is not None:
+        with run.world.in_turn(f"plan/{number}"):
+            config = under_choice(run.config, verdict.choice)
+        change_plan(run, config)
+        planned = Planned(config, verdict.choice, planned.request)
+    run.review = review.after(planned, number=number)
+    return verdict.choice is not None
 
 
 def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:

@@ -29,7 +29,8 @@ from megatron.runtime.launch.distributed_setup import StartValues, World
 from megatron.runtime.launch.failure import Ending, StopReason, StopRequests
 from megatron.runtime.launch.rank_place import find_ranks_per_node
 from megatron.runtime.orchestrator.machine import ranks_on_node
-from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, PlanReview, orchestrate
+from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
+from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, watch_plan
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
@@ -79,8 +80,8 @@ class Run:
     """Returns True if nodes wait to be taken into an elastic run."""
     measured: MeasuredCosts | None = None
     """The layers' seconds that steps are decided by, once the run has measured them."""
-    review: PlanReview | None = None
-    """The review of a plan that the run made by itself."""
+    review: PlanTrial | PlanReview | None = None
+    """The trial or the review of a plan that the run made by itself."""
     decisions_name: str | None = None
     """The name under which a node's ranks share assignments (`NodeDecisions`); None: each rank decides for itself."""
     bad_samples: BadSamples | None = None
@@ -137,8 +138,8 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     run = build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
     if ranks_on_node() > 1:
         run.decisions_name = world.from_first("decisions", partial(secrets.token_hex, 16))
-    if planned and config.parallelism.plan_review_iters:
-        run.review = PlanReview(planned, config.parallelism.plan_review_iters, may_change=config.parallelism.replan)
+    if planned:
+        run.review = watch_plan(planned, config.parallelism)
     return run
 
 

@@ -99,7 +99,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     extent += f"; no neighbour is better ({search.num_neighbours} tried)" if search.num_neighbours else ""
     described = dict.fromkeys(map(describe, search.trials.fitting(FINAL)))  # runs may differ only in what is not told
     notes = (extent, *islice(described, NUM_REPORTED))
-    return replace(best.run, objective_seconds=best.prediction.iteration_seconds, notes=notes)
+    return replace(best.run, objective_seconds=best.prediction.iteration_seconds, notes=notes, second=search.second(best.run))
 
 
 class PlanSearch:
@@ -294,6 +294,12 @@ class PlanSearch:
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best simulated runs that can train, by their expected seconds."""
         return list(islice((each for each in self.trials.expected() if not each.run.repeats_encoders), count))
+
+    def second(self, best: PlannedRun) -> PlannedRun | None:
+        """Return the best run of another plan for the same processes, whose weights lie alike, so that a run can change to it."""
+        others = (each.run for each in self.best(len(self.trials.found)) if each.run.plan != best.plan)
+        alike = (best.num_gpus, best.sharding, best.transformer_impl)
+        return next((run for run in others if (run.num_gpus, run.sharding, run.transformer_impl) == alike), None)
 
     def choose(self) -> PredictedRun:
         """Judge the best runs as every planner's plan is judged in the end, and return the best plan of all that fit.

@@ -40,6 +40,8 @@ class PlannedRun:
     """Nominal seconds of the simulations by which the planner chose it, which searches add to their own."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Notes about the search, for the user."""
+    second: "PlannedRun | None" = field(default=None, compare=False, repr=False)
+    """The run of another plan with as many ranks that the search expects to be the next best."""
     repeats_encoders: bool = False
     """True if every stage of the LLM computes all encoders (`RepeatedStep`): a baseline that is predicted and never run."""
 

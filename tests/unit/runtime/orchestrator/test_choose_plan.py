@@ -10,10 +10,11 @@ import pytest
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.orchestrator import orchestrate as module
+from megatron.runtime.orchestrator import plan_review as module
 from megatron.runtime.orchestrator.choose_plan import Choice, build_request, choose_plan, planned_config
 from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
-from megatron.runtime.orchestrator.orchestrate import PlanReview, Verdict
+from megatron.runtime.orchestrator.orchestrate import Planned
+from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, Verdict, watch_plan
 from megatron.runtime.orchestrator.profile_layers import profiled_sizes
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
@@ -125,7 +126,7 @@ def reviewed(**changes: Any) -> PlanReview:
         TimelineEvent(Action(ActionKind.FORWARD, "llm", 0, 0, 1), 0, 0.1, 0.2),
     ]
     for seconds in (0.5, 0.3):
-        made.add(SimpleNamespace(), Timeline(((0,),), tuple(events)), seconds=seconds)  # type: ignore[arg-type]
+        made.add(SimpleNamespace(), Timeline(((0,),), tuple(events)), seconds=seconds, tflops=1.0)  # type: ignore[arg-type]
     return made
 
 
@@ -162,10 +163,32 @@ def test_a_better_plan_is_told_of_and_taken(
 
 
 def test_a_plan_that_was_taken_is_held_against_the_one_before() -> None:
-    after = reviewed().after_change(reviewed().planned, number=3)
-    assert after.is_due(6) and not after.may_change
+    review = reviewed()
+    assert review.after(review.planned, number=3) is None
+    after = review.after(reviewed().planned, number=3)
+    assert after is not None and after.is_due(6) and not after.may_change
     again = reviewed(seconds_before=after.seconds_before, may_change=False)
     assert again.conclude(6).line.endswith("; under the plan before it took 0.4 s")
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_trial_settles_on_the_faster_plan_for_good(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
+    kept: list[Choice] = []
+    monkeypatch.setattr(module, "keep_choice", lambda request, choice: kept.append(choice))
+    other = replace(CHOICE, seconds=0.21)
+    first = Planned(configured(), replace(CHOICE, second=other), SimpleNamespace())  # type: ignore[arg-type]
+    trial = watch_plan(first, configured().parallelism)
+    assert isinstance(trial, PlanTrial)
+    for numbers, rate in ((range(2, 5), 2.0), (range(6, 9), 3.0 if is_faster else 1.0)):
+        assert [number for number in range(10) if trial.measures(number)] == list(numbers)
+        for _ in numbers:
+            trial.add(SimpleNamespace(), SimpleNamespace(), seconds=1.0, tflops=rate)  # type: ignore[arg-type]
+        assert trial.is_due(numbers[-1])
+        verdict = trial.conclude(numbers[-1])
+        watched = trial.after(first if verdict.choice is None else first._replace(choice=verdict.choice), number=numbers[-1])
+        trial = watched if isinstance(watched, PlanTrial) else trial
+    assert kept == [other if is_faster else CHOICE] and verdict.choice == (None if is_faster else CHOICE)
+    assert isinstance(watched, PlanReview) and watched.first_step == 8 and watched.is_due(28)
 
 
 def test_a_profile_is_scaled_unit_by_unit() -> None:
