@@ -7,10 +7,12 @@ import math
 import os
 import re
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from PIL import Image
@@ -262,10 +264,11 @@ def room_for(num_bytes: int) -> Iterator[None]:
     """Files of this process cannot grow beyond; the system then refuses to write as it does on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with patch.object(sys, "dont_write_bytecode", True):  # Python would leave what it imports now in part, for every later import
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_new_run_starts_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
