@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from torch import Tensor
 
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker
@@ -158,10 +159,14 @@ class Session:
 
     def forward_backward(self, step: Step) -> StepResult:
         """Run a step's schedule; after `finish_gradients`, gradients are those of its global batch."""
+        return self.start(step)()
+
+    def start(self, step: Step) -> Callable[[], StepResult]:
+        """Do the same, and let a device go on with it: what is returned waits for the results."""
         self.zero_gradients()
         if not step.cuts.gathers_parameters:
             self.complete_parameters()
-        return self.executor.execute(step)
+        return self.executor.start(step)
 
     def take_expert_losses(self) -> float:
         """Return this rank's share of the loss that balances experts, summed over layers and tokens since the last call."""
@@ -196,8 +201,8 @@ class Session:
         origin_seconds = self.executor.clock.origin_seconds
         return gather_timeline(events, origin_seconds=origin_seconds, plan=self.plan, rank=dist.get_rank())
 
-    def gradient_norm(self) -> float:
-        """Return the global norm of the gradients, ready for the step; once one rank knows it, all ranks have all gradients."""
+    def gradient_norm(self) -> Tensor:
+        """Return the global norm [1] of the gradients, ready for the step; once one rank knows it, all have all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         counted = []
@@ -207,14 +212,13 @@ class Session:
             counted.append((optimizer, optimizer.config.use_distributed_optimizer or is_first))
         return global_gradient_norm(counted, device=platform.device())
 
-    def step_optimizers(self, norm: float, *, gathers_later: bool) -> None:
-        """Clip by the global norm and step; needs no other rank if updated parameters are gathered later."""
-        if math.isfinite(norm):
-            for key, optimizer in self.optimizers.items():
-                if optimizer.config.clip_grad > 0:
-                    clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
-                with self.gradients[key.unit].updating(gathers_later=gathers_later):
-                    optimizer.step_with_ready_grads()
+    def step_optimizers(self, norm: Tensor, *, gathers_later: bool) -> None:
+        """Clip by the global norm [1] and step; needs no other rank if updated parameters are gathered later."""
+        for key, optimizer in self.optimizers.items():
+            if optimizer.config.clip_grad > 0:
+                clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
+            with self.gradients[key.unit].updating(gathers_later=gathers_later):
+                optimizer.step_with_ready_grads()
 
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())

@@ -55,7 +55,8 @@ class BuildOptions:
     transformer_impl: str = "local"
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
     fuses_kernels: bool = False
-    """SwiGLU, approximated GELU with its bias, and rotation each as one kernel, if the implementation has such kernels."""
+    """SwiGLU, approximated GELU with its bias, sums of branch, bias and residual, and rotation each as one kernel, if the
+    implementation has such kernels."""
     accumulates_in_products: bool = False
     """Products add their weight gradients to float32 buffers themselves."""
     delays_weight_gradients: bool = False
@@ -121,7 +122,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
+        bias_dropout_fusion=options.fuses_kernels and (shape.biases["linear_proj"] or shape.biases["linear_fc2"]),
         bias_activation_fusion=fuses_gelu or (options.fuses_kernels and shape.activation == "swiglu"),
         apply_rope_fusion=options.fuses_kernels and shape.has_rotary_positions and fused_apply_rotary_pos_emb is not None,
         fp8=options.fp8_format,

@@ -92,8 +92,10 @@ class BuiltSchedule:
     def to_run(self, costs: StepCosts) -> Schedule:
         """Return the schedule for a step of these costs: with its messages and every filler in their final places.
 
-        All ranks must do this for the same steps, whatever they have built before: it depends on nothing else.
+        All ranks must do this for the same steps, whatever they have built before: it depends on nothing else. Raises
+        ScheduleError if replicas share experts, and their orders differ.
         """
+        self.check_experts()
         if self.costs is not None:
             return settle_fillers(self.schedule, costs)
         placed = _lower(self.computed, costs, is_checked=not self._checked)
@@ -110,13 +112,10 @@ class BuiltSchedule:
         """The schedule of replicas that share their weights, and the computations that lanes join."""
         return _place_together(self.computed, self.schedule)
 
-    @cached_property
-    def computes_together(self) -> bool:
-        """True if replicas share experts, and compute in one order; raises ScheduleError if their orders differ."""
-        if not self.computed.shape.plan.units_with_shared_experts:
-            return False
-        check_expert_groups(self.schedule)
-        return True
+    def check_experts(self) -> None:
+        """Raise ScheduleError if replicas share experts, and their orders differ."""
+        if not self._checked and self.computed.shape.plan.units_with_shared_experts:
+            check_expert_groups(_lower(self.computed, None))
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
+from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, EventTimes, NodeKind, simulate_events
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SegmentRange
@@ -18,7 +19,7 @@ from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, row_st
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, RESOURCE_NUMBERS, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, RESOURCE_NUMBERS, StepWork, step_work
 
 
 def unit_cost(action: Action, shape: StepShape) -> int:
@@ -128,24 +129,24 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     and completes with its send. Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time.
     Work inside a computation prolongs it, completes with it, and its time is an event.
 
-    seconds: of every computation and collective, [num_computed]; unit costs by default, for which a schedule runs once.
+    seconds: of every computation and collective, [num_computed], with which replicas that share experts compute together; unit
+    costs by default, for which a schedule runs once.
     O((actions + dependencies) log lanes).
     """
     if seconds is None and _EXECUTION in schedule.made:
         return cast(Execution, schedule.made[_EXECUTION])
     work, num_pieces = schedule.work, schedule.work.num_pieces(lowered=schedule.lowered)
-    collectives, member_starts, members = work.collective_rows
+    collectives, member_starts, members = work.collective_rows if seconds is None else _joint_rows(work)
     collectives, never = collectives[:num_pieces], num_pieces + len(member_starts) - 1
     # Nodes: pieces, whole collectives, and one that needs itself, for work that is missing from one of its lanes.
     node_of_piece = np.where(collectives < 0, np.arange(num_pieces), num_pieces + collectives)
     durations = np.zeros(never + 1)
     durations[: work.num_computed] = unit_costs(schedule.shape) if seconds is None else seconds
-    np.maximum.at(durations, node_of_piece[members], durations[members])
     need_starts, needs = work.needs_in(lowered=schedule.lowered)
     if schedule.has_inside:
         inside = InsideSlots.of(schedule)
         need_starts, needs = inside.joined_needs()
-        node_of_piece[inside.pieces] = inside.carriers
+        node_of_piece[inside.pieces] = node_of_piece[inside.carriers]
         carriers = np.unique(inside.carriers)
         durations[carriers] += time_carriers(
             inside,
@@ -155,6 +156,7 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
             durations=durations[inside.pieces],
             behind=np.zeros(len(inside.pieces)),
         ).added
+    np.maximum.at(durations, node_of_piece[members], durations[members])
     joint_starts, joint_needs = take_rows(need_starts, needs, members)
     ends = need_starts[-1] + np.append(joint_starts[member_starts[1:]], len(joint_needs) + 1)
     needs = np.append(node_of_piece[np.append(needs, joint_needs)], never)
@@ -182,6 +184,20 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
+
+
+def _joint_rows(work: StepWork) -> tuple[Integers, Integers, Integers]:
+    """Return `work.collective_rows` in which what replicas with shared experts compute together counts as a collective."""
+    collectives, starts, members = work.collective_rows
+    if (joined := computed_together(work)) is None:
+        return work.collective_rows
+    joined = joined[: work.num_computed]
+    firsts, sizes = np.unique(joined, return_counts=True)
+    together = np.flatnonzero(np.isin(joined, firsts[sizes > 1]))
+    together = together[np.argsort(joined[together], kind="stable")]
+    collectives = collectives.copy()
+    collectives[together] = len(starts) - 1 + np.unique(joined[together], return_inverse=True)[1]
+    return collectives, np.append(starts, starts[-1] + np.cumsum(sizes[sizes > 1])), np.append(members, together)
 
 
 def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Floats, Floats]:

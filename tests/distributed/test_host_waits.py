@@ -1,4 +1,4 @@
-"""No step makes the host wait for a CUDA device between its first and its last action, nor a device for the host.
+"""No step makes the host wait for a CUDA device between its first action and its update, nor a device for the host.
 
 What would make it wait is counted on the CPU, where all of it works.
 """
@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.optimizer import Adam
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,11 +21,17 @@ from benchmarks.nccl_replay import Replayed, hosts_of, run_kernels
 from benchmarks.recorded_calls import Call, EventKind, Recorded, recording_calls
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.session import Session
+from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.schedule.passes import PASSES
 from multimodal.values.action import Action
+from multimodal.values.plan import Plan
 from multimodal.values.schedule import Lane
 from tests.distributed import test_plan_change, test_reduce_by_layer
-from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_on_rank, run_step
+from tests.distributed.dealt_case import UNITS, dealt_case
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_on_rank
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
 from tests.distributed.test_inside_waits import PAIRS
@@ -81,18 +88,27 @@ def counting_host_waits() -> Iterator[list[str]]:
 
 
 @contextmanager
-def counting_in_lanes() -> Iterator[list[str]]:
-    """Count between the first and the last action of every step that runs inside."""
+def counting_until_updated() -> Iterator[list[str]]:
+    """Count between the first action of a step inside and its update, but for Adam, which waits on the CPU alone."""
     found: list[str] = []
-    original = LaneRun.run
+    run, step_optimizers = LaneRun.run, Session.step_optimizers
 
-    def run(self: LaneRun, lane: Lane) -> None:
-        with counting_host_waits() as inside:
-            original(self, lane)
-        found.extend(inside)
+    with ExitStack() as counting:
 
-    with patch.object(LaneRun, "run", run):
-        yield found
+        def counted(self: LaneRun, lane: Lane) -> None:
+            inside = counting.enter_context(counting_host_waits())
+            counting.callback(lambda: found.extend(inside))
+            run(self, lane)
+
+        def last(self: Session, *args: Any, **options: Any) -> None:
+            step_optimizers(self, *args, **options)
+            counting.close()
+
+        replaced = (LaneRun, "run", counted), (Session, "step_optimizers", last), (Adam, "step", lambda self: None)
+        with ExitStack() as patches:
+            for each in replaced:
+                patches.enter_context(patch.object(*each))
+            yield found
 
 
 def _noted(original: Callable[..., Any], name: str, found: list[str], *, unless: str = "") -> Callable[..., Any]:
@@ -126,15 +142,18 @@ CASES = {
 
 
 def waits_on_rank(case: GradientCase, planted: bool = False) -> list[str]:
-    session, step = build_session(case), plan_case(case)
+    config = {"lr": 0.1, "min_lr": 0.1, "weight_decay": 0.0}
+    optimizer = build_optimizer_config(**config, betas=(0.9, 0.9), eps=1e-8, clip_grad=1.0, dtype=case.dtype)
+    session, step, settings = build_session(case, optimizer=optimizer), plan_case(case), OptimizerSettings(**config)
+    trainer = Trainer(session, scheduler=build_scheduler(settings, session, train_iters=1), settings=settings, peak_tflops=1.0)
     original = RunningStep.forward
 
     def forward(self: RunningStep, action: Action) -> None:
         original(self, action)
         float(torch.ones(()))
 
-    with counting_in_lanes() as found, patch.object(RunningStep, "forward", forward if planted else original):
-        run_step(session, step)
+    with counting_until_updated() as found, patch.object(RunningStep, "forward", forward if planted else original):
+        trainer.train_step(step, number=1)
     return found
 
 
@@ -163,9 +182,16 @@ EIGHT_RANKS = {
     "samples exchanged, receives by durations": {"exchanges_samples": True, "cluster": EVEN_CLUSTER},
     "weights shared, gradients reduced once": {"shards_weights": True, "reduces_once": True},
 }
+EXPERTS = {**UNITS, "llm": {**UNITS["llm"], "experts": {"num_experts": 4}}}
+SHARING = Plan({"vision": unit_plan(0), "llm": replace(unit_plan(1, dp=2, pp=2), expert_parallel_size=2)})
 RUNS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "reductions inside backwards": (7, run_on_rank, (test_reduce_by_layer.build_case("1f1b", num_stages=2),)),
     "collectives that are held back": (4, run_on_rank, (build_inside(2, PAIRS, sequence_parallel=True),)),
+    "experts shared, receives by durations": (
+        5,
+        run_on_rank,
+        (dealt_case({name: EXPERTS[name] for name in SHARING.units}, SHARING, builder="zb-h1", cluster=EVEN_CLUSTER),),
+    ),
     **{name: (8, run_on_rank, (replace(case_of_any_plan(), **changes),)) for name, changes in EIGHT_RANKS.items()},
     **{
         name: (max(plan.num_ranks for plan in plan_changes(name)[1]), test_plan_change.train, plan_changes(name))

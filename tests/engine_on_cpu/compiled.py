@@ -345,6 +345,25 @@ def rmsnorm_bwd(
     return [found.to(gradient.dtype), (wide * normal).sum(tuple(range(wide.dim() - 1))).to(weight.dtype)]
 
 
+def _rotated(vectors: Tensor, angles: Tensor, *, sign: int) -> Tensor:
+    """Rotate the channels that have angles, [rows, 1, 1, channels], in pairs half of them apart."""
+    count = angles.shape[-1]
+    turned, rest = vectors[..., :count].to(_wide(vectors.dtype)), vectors[..., count:]
+    first, second = turned.chunk(2, dim=-1)
+    angles = angles.to(turned.dtype)
+    return torch.cat((turned * angles.cos() + sign * torch.cat((-second, first), -1) * angles.sin(), rest), -1).to(vectors.dtype)
+
+
+def fused_rope_forward(vectors: Tensor, angles: Tensor, *layout: Any) -> Tensor:
+    """Rotate queries or keys [rows, 1, heads, channels]."""
+    return _rotated(vectors, angles, sign=1)
+
+
+def fused_rope_backward(gradient: Tensor, angles: Tensor, *layout: Any) -> Tensor:
+    """Rotate gradients of them back."""
+    return _rotated(gradient, angles, sign=-1)
+
+
 def _tensor_lists(lists: Iterable[Sequence[Tensor]]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*lists, strict=True)
 

@@ -1,6 +1,7 @@
 """Runs a rank's lane of a schedule with Braid's own stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,11 @@ class Executor(RankResources):
     """Executes steps with a rank's resources, which are the same for all steps."""
 
     def execute(self, step: Step) -> StepResult:
-        """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters if it has backwards.
+        """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters if it has backwards."""
+        return self.start(step)()
+
+    def start(self, step: Step) -> Callable[[], StepResult]:
+        """Do the same, and let a device go on with it: what is returned waits for the results, before the next step.
 
         Raises ConfigError if the schedule splits backwards of Transformer Engine layers that do not delay weight gradients, or
         runs segments of such layers, and if work is placed in waits that --tp-comm-overlap removes.
@@ -33,7 +38,7 @@ class Executor(RankResources):
         self.clock.start_step()
         running.run(step.schedule.lane(self.lane))
         peak_bytes = torch.cuda.max_memory_allocated() - memory_before if has_cuda else running.store.peak_bytes
-        return self._result(running, peak_bytes)
+        return partial(self._result, running, peak_bytes)
 
     def _check_implementation(self, step: Step) -> None:
         options = [stage.options for stage in self.stages.values()]

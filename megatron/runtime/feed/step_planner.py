@@ -212,7 +212,7 @@ def plan_step(
     if options.shards_weights:
         schedule, joins = built.together
     else:
-        schedule = built.schedule if costs is None or built.computes_together else built.to_run(costs)
+        schedule = built.schedule if costs is None else built.to_run(costs)
     step = Step(
         schedule=schedule.spelled_out(plan.lane_of_rank[rank]),
         assignment=assignment,

@@ -185,8 +185,8 @@ def main_gradient(parameter: Tensor) -> Tensor:
     return parameter.main_grad  # type: ignore[attr-defined]
 
 
-def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:
-    """Return the L2 norm of all gradients of all units; every parameter of the model counts once.
+def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> Tensor:
+    """Return the L2 norm [1] of all gradients of all units, on the device; every parameter of the model counts once.
 
     optimizers: (optimizer with prepared gradients, True if this rank's gradients are counted): replicas and context parallel
     ranks hold the same gradients if the optimizer is unsharded, so only the first counts.
@@ -197,7 +197,7 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         square += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()
     dist.all_reduce(square)
-    return float(square.sqrt())
+    return square.sqrt()
 
 
 def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
@@ -208,10 +208,9 @@ def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
             yield parameter.grad
 
 
-def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
-    """Scale gradients in place so that the global norm is at most `max_norm` (Megatron's formula)."""
-    coefficient = max_norm / (norm + 1.0e-6)
-    if coefficient < 1.0:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, coefficient)
+def clip_gradients(parameters: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place so that the global norm [1] is at most `max_norm` (Megatron's formula), without a host wait."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        coefficient = (max_norm / (norm + 1.0e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient[0].to(gradients[0].dtype))

@@ -184,8 +184,8 @@ def start_sum(
     @torch.no_grad()
     def finish() -> None:
         work.wait()
-        for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
-            view.copy_(total.view(view.shape))
+        totals = flat.split([view.numel() for view in views])
+        torch._foreach_copy_(list(views), [total.view(view.shape) for view, total in zip(views, totals, strict=True)])
 
     return finish
 

@@ -219,8 +219,8 @@ class ShardedOptimizer(FP32Optimizer):
     def step_with_ready_grads(self) -> bool:
         """Step, and round updated weights to the weights' precision."""
         is_done: bool = super().step_with_ready_grads()
-        for piece, main in self._rounded():
-            piece.weight.copy_(main)
+        if rounded := self._rounded():
+            torch._foreach_copy_([piece.weight for piece, _ in rounded], [main for _, main in rounded])
         return is_done
 
     @torch.no_grad()

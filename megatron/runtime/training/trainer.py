@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
 
 from megatron.runtime import platform
 from megatron.runtime.execution.step_clock import seconds_by_resource
@@ -80,29 +81,36 @@ class Trainer:
     def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
         """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events.
 
-        The norm is the last value that ranks need from each other for the update: a rank that has it finishes the step even if
-        others are lost, and others can finish when they receive it (`finish`).
+        The update is queued before the host waits for anything. Where ranks may be lost, it waits for the norm, the last value
+        that they need from each other for it: a rank that has it finishes the step even if others are lost, and others can
+        finish when they receive it (`finish`).
         """
         start = time.perf_counter()
+        norm: Tensor | None = None
         self._running, self._executed = number, None
         try:
-            result = self.session.forward_backward(step)
+            finish = self.session.start(step)
+            self.session.finish_gradients()
+            if not self.updates_alone:
+                norm = self.session.gradient_norm()
+                self.session.step_optimizers(norm, gathers_later=step.cuts.gathers_parameters)
+            result = finish()
         finally:
             self._running = None
-        executed = time.perf_counter()
-        self.session.finish_gradients()
+        clock = self.session.executor.clock
+        executed = clock.origin_seconds + max((event.end_seconds for event in result.events), default=0.0)
         losses = LossSums.of_step(step, result).means(self._sum)
         rates = {"max_lr": self._settings.lr, "min_lr": self._settings.min_lr}  # also on a rank that trains nothing
         learning_rate = float(self.scheduler.get_lr(rates))
         self._executed = _Executed(step, result, losses, learning_rate, start, executed)
-        norm = self.session.gradient_norm()
+        known = float(self.session.gradient_norm() if norm is None else norm)
         self._check()
-        self.finish(Outcome(number, losses.total, losses.generators, norm))
+        self.finish(Outcome(number, losses.total, losses.generators, known), is_updated=norm is not None)
         report = self._report(self._executed, end=time.perf_counter())
-        if not (math.isfinite(report.loss) and math.isfinite(norm)):
+        if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
             raise ConfigError(
-                f"step {number}: the loss is {report.loss} and the gradient norm {norm}; lower --lr (now {self._settings.lr}), "
-                "lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
+                f"step {number}: the loss is {report.loss} and the gradient norm {report.grad_norm}; lower --lr (now "
+                f"{self._settings.lr}), lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
             )
         return report, result.events
 
@@ -111,12 +119,15 @@ class Trainer:
         number, executor = self._running, self.session.__dict__.get("executor")
         return None if number is None or executor is None else (number, executor.clock.num_spans)
 
-    def finish(self, outcome: Outcome) -> None:
-        """Update the weights by this rank's gradients, which are complete once any rank knows the outcome."""
-        assert self._executed is not None
-        gathers_later = self.updates_alone or self._executed.step.cuts.gathers_parameters
-        self.session.step_optimizers(outcome.grad_norm, gathers_later=gathers_later)
+    def finish(self, outcome: Outcome, *, is_updated: bool = False) -> None:
+        """Update the weights by this rank's gradients, which are complete once any rank knows the outcome.
+
+        is_updated: False if that is still to be done; without a finite norm it is not.
+        """
         if math.isfinite(outcome.grad_norm):
+            if not is_updated:
+                norm = torch.tensor([outcome.grad_norm], dtype=torch.float64, device=platform.device())
+                self.session.step_optimizers(norm, gathers_later=True)
             self.scheduler.step(increment=1)
         self.outcome = outcome
 

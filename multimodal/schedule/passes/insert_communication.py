@@ -3,6 +3,7 @@
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.align_replicas import check_expert_groups
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Resource
 from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers
@@ -29,6 +30,8 @@ def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> 
     """
     execution = execute_lanes(schedule, seconds=None if costs is None else _ticks(schedule, costs))
     if stuck := execution.stuck:
+        if costs is not None:
+            check_expert_groups(insert_communication(schedule))
         raise ScheduleError(
             "the schedule cannot finish, so no communication can be inserted; validate it first\n"
             + show_slots(schedule.lanes, marked=stuck)

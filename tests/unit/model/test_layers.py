@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
@@ -81,11 +82,12 @@ def test_activations_are_fused_where_the_kernel_computes_the_same(changes: dict,
         options = BuildOptions(Precision(dtype), fuses_kernels=fuses)
         config = build_transformer_config(graph.backbone, tensor_parallel_size=1, options=options)
         assert config.bias_activation_fusion == (fuses and is_fused)
+        assert config.bias_dropout_fusion == (fuses and "add_bias_linear" in changes)
         own_gelu = changes["activation"] == "gelu" or (fuses and is_fused and changes["activation"] != "swiglu")
         assert (config.activation_func is torch.nn.functional.gelu) == own_gelu
 
 
-def test_the_fused_kernels_compute_gelu_by_tanh() -> None:
+def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums() -> None:
     """Run step by step, as a CPU needs a compiler for them."""
     draw = torch.Generator().manual_seed(3)
     values, bias, gradient = (3 * torch.randn(*shape, generator=draw) for shape in ((7, 1, 8), (8,), (7, 1, 8)))
@@ -98,6 +100,10 @@ def test_the_fused_kernels_compute_gelu_by_tanh() -> None:
         (bias_gelu_impl, lambda given, added: gelu_tanh(given + added)),
         (bias_geglu_impl, lambda given, added: gated(given + added)),
         (lambda given, added: bias_geglu_impl(given, None), lambda given, added: gated(given)),
+        (
+            lambda given, added: get_bias_dropout_add(True, True)((given, added), gradient, 0.0),
+            lambda given, added: given + added + gradient,
+        ),
     ):
         found = []
         for function in (fused, plain):

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.schedule.align_replicas import Join, Joins, align_replicas, check_expert_groups
-from multimodal.schedule.build_schedule import BuiltSchedule, build_schedule
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import UnitCosts, execute_lanes
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
@@ -112,8 +113,7 @@ def expert_case(*groupings: list[list[int]], pp: int = 1) -> PlacedCase:
 @pytest.mark.parametrize("builder", ["1f1b", "gpipe", "zb-h1"])
 def test_replicas_with_as_many_microbatches_compute_together(builder: str) -> None:
     case = expert_case([[0], [1], [2]], [[3], [4], [5]], pp=2)
-    assert BuiltSchedule(BUILDERS[builder](case.shape)).computes_together
-    assert not BuiltSchedule(BUILDERS[builder](replace(case.shape, plan=shared_by(case.shape.plan, 1)))).computes_together
+    check_expert_groups(build_schedule(BUILDERS[builder], case.shape))
 
 
 def shared_by(plan: Plan, size: int) -> Plan:
@@ -210,6 +210,11 @@ def test_stages_without_experts_wait_for_nobody() -> None:
     ends = {event.action: event.end_seconds for event in found.timeline.events}
     first, second = ([ends[Action(ActionKind.FORWARD, "llm", replica, stage, 0)] for replica in (0, 1)] for stage in (0, 1))
     assert first[0] > first[1] and second[0] == second[1]
+    schedule = found.compiled.schedule
+    times = execute_lanes(schedule, seconds=np.arange(1.0, 1 + schedule.work.num_computed))  # by which messages are placed
+    ends = {event.action: event.end_seconds for event in times.events}
+    first, second = ([ends[Action(ActionKind.FORWARD, "llm", replica, stage, 0)] for replica in (0, 1)] for stage in (0, 1))
+    assert first[0] != first[1] and second[0] == second[1]
 
 
 def test_orders_that_never_meet_are_named_when_they_are_simulated() -> None:
