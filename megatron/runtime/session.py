@@ -30,6 +30,7 @@ from multimodal.model.expert_mlp import ExpertMLP
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
+from multimodal.model.user_buffers import open_user_buffers
 from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
@@ -241,6 +242,7 @@ class Session:
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
         copies = options.num_state_copies
         self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups, num_state_copies=copies)
+        self._open_user_buffers(plan)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
@@ -262,6 +264,13 @@ class Session:
             device=device,
             gradients=self.gradients,
         )
+
+    def _open_user_buffers(self, plan: Plan) -> None:
+        if (rows := self.options.build.buffer_rows) is not None:
+            llm, size = self.graph.backbone, max(plan.units[self.graph.backbone.name].tensor_sizes)
+            rows = rows if llm.name in self.memberships else size  # others only take part
+            dtype = self.options.build.precision.params_dtype
+            open_user_buffers(rows, llm.transformer.hidden_size, tensor_parallel_size=size, dtype=dtype)
 
     def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}

@@ -37,6 +37,10 @@ class LayerUse:
     runs_segments: bool = False
     splits_backwards: bool = False
     tp_comm_overlap: bool = False
+    has_user_buffers: bool = False
+    """Its own overlap of tensor parallel collectives is asked for."""
+    sequence_parallel: bool = True
+    is_elastic: bool = False
     shards_weights: bool = False
     unit: Unit | None = None
     widths: tuple[int, ...] = ()
@@ -82,6 +86,17 @@ FP8_SCALES = EngineLimit(
     "--fp8-recipe delayed takes scales from forwards before, and a forward that --recompute-granularity full repeats would "
     "count twice; use --fp8-recipe tensorwise, or leave out recomputation",
 )
+USER_BUFFERS = EngineLimit(
+    "`--tp-comm-overlap-rows` without sequence parallelism, or with split backwards, FP8, `--dtype float32` or `--elastic`",
+    Instead.LOCAL,
+    lambda use: (
+        use.has_user_buffers
+        and any((not use.sequence_parallel, use.dtype == "float32", use.fp8_recipe, use.splits_backwards, use.is_elastic))
+    ),
+    "--tp-comm-overlap-rows is for user buffers of Transformer Engine's layers, which hold bfloat16 of one pass at a time; add "
+    "--sequence-parallel, choose a --schedule with whole backwards, leave out --fp8-format, --dtype float32 and --elastic, "
+    "or leave it out",
+)
 ENGINE_LIMITS = (
     EngineLimit(
         "it is not installed",
@@ -116,12 +131,13 @@ ENGINE_LIMITS = (
         "another schedule",
     ),
     EngineLimit(
-        "`--tp-comm-overlap`",
+        "`--tp-comm-overlap` without `--tp-comm-overlap-rows`",
         Instead.LOCAL,
-        lambda use: use.tp_comm_overlap,
-        "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers have an overlap of "
-        "their own, in user buffers that Braid does not set up; use --transformer-impl local, or leave it out",
+        lambda use: use.tp_comm_overlap and not use.has_user_buffers,
+        "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers overlap the LLM's in "
+        "user buffers of a fixed number of rows; add --tp-comm-overlap-rows N, use --transformer-impl local, or leave it out",
     ),
+    USER_BUFFERS,
     EngineLimit(
         "ZeRO-3 with split backwards or FP8",
         Instead.LOCAL,

@@ -75,6 +75,8 @@ class BuildOptions:
     """The rule by which the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1
     """Parts of a transformer layer's tensor parallel collectives, each beside the product of another part; 1: not cut."""
+    buffer_rows: int | None = None
+    """Rows of the user buffers in which the LLM's layers of Transformer Engine make theirs; None: there are none."""
 
     @property
     def row_multiple(self) -> int:

@@ -76,6 +76,8 @@ class GradientCase:
     """Whether these gradients are reduced in a step's last backward alone."""
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
+    buffer_rows: int | None = None
+    """Of Transformer Engine's user buffers."""
     transformer_impl: str = "local"
     """The reference has local layers."""
     dtype: torch.dtype = torch.float64
@@ -160,6 +162,7 @@ def build_options(case: GradientCase) -> BuildOptions:
         attention_backend=case.attention_backend,
         attention_mask=case.attention_mask,
         num_overlapped_parts=case.num_overlapped_parts,
+        buffer_rows=case.buffer_rows,
         transformer_impl=case.transformer_impl,
         fp8_format=None if case.fp8_recipe is None else "hybrid",
         fp8_recipe=case.fp8_recipe or "tensorwise",

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
+OVERLAPPED = "--tp-comm-overlap --tp-comm-overlap-rows 180"  # nearly filled by four samples
 LINE = "--global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1 --peak-tflops 1"
 PROGRAM = """
 import os
@@ -61,6 +62,7 @@ def test_every_way_to_train(tmp_path: Path) -> None:
         f"1 {digits} {two}",
         f"1 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid",
         f"2 {digits} {two} --data-parallel-sharding-strategy optim_grads_params --colocate-units --vision-dp 2 --llm-dp 2",
+        f"2 {digits} {two} --colocate-units --vision-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 4 {OVERLAPPED}",
         f"1 {tuned} --save-hf {trained}",
         f"1 {tuned} --save-hf {of_local} --transformer-impl local",
     )
@@ -75,10 +77,11 @@ def test_every_way_to_train(tmp_path: Path) -> None:
         [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)]
         for said in found.stdout.split("run\n")[1:]
     ]
-    before, after, whole, (first, second), sharded, *tuned = losses
+    before, after, whole, (first, second), sharded, overlapped, *tuned = losses
     assert before + after == whole
     assert second < first
-    assert sharded == pytest.approx(whole, abs=0.02)
+    assert sharded == pytest.approx(whole, abs=0.02) == overlapped
+    assert "collectives of the LLM in user buffers of 180 rows" in found.stdout
     assert tuned[0] == pytest.approx(tuned[1], abs=0.02)
     source, exported, expected = (texts.weights_of(folder) for folder in (model, trained, of_local))
     differing, moved = (

@@ -31,6 +31,7 @@ from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, QUARTET, WAITS, layers_of, schedule_of
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.wide_transformers import build_wide_model
+from tests.engine_on_cpu.compiled import CommOverlap
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.fp8_steps import train_in_fp8
 from tests.engine_on_cpu.install import FOLDER
@@ -45,7 +46,12 @@ EXPERTS = {"llm": {"experts": {"num_experts": 4, "aux_loss_coeff": 0.1, "ffn_hid
 VERSIONS = {folder.name: folder for folder in sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))}
 WHOLE, WITHOUT_FP8 = "2.8.0", "2.20.2"
 """The version that every row runs with; and the one whose compiled module allocates tensors in FP8, as the stand-in does not."""
-IN_ALL_VERSIONS = ("biases, split, sequence parallel", "experts, split, tp 2", "weights shared, recompute")
+IN_ALL_VERSIONS = (
+    "biases, split, sequence parallel",
+    "experts, split, tp 2",
+    "weights shared, recompute",
+    "user buffers, biases, recompute",
+)
 """Layers that do the most."""
 LIKE_OTHERS = (
     *("biases, split, tp 2", "recompute, split, biases", "recompute attention", "frozen encoder", "experts, weights shared"),
@@ -87,6 +93,8 @@ def _case(
 
 
 ALONE = unit_plan(0, dp=4)
+BUFFERS = {"tensor": 2, "sequence_parallel": True, "groups": ([0, 1, 2], [3], [4]), "buffer_rows": 24}
+"""Of 22, 3 and 4 tokens, the first are padded to them."""
 
 
 CASES = {
@@ -104,6 +112,8 @@ CASES = {
     "experts, weights shared": _case("1f1b", units=EXPERTS, shards_weights=True),
     "weights shared": _case("1f1b", shape=BIASES, shards_weights=True),
     "weights shared, recompute": _case("1f1b", shards_weights=True, recompute="full"),
+    "user buffers, biases, recompute": _case("1f1b", shape=BIASES, recompute="full", **BUFFERS),
+    "user buffers, frozen LLM": _case("gpipe", units={"llm": {"freeze_module": True}}, **BUFFERS),
     "frozen LLM, split": _case("zb-h1", shape=BIASES, units={"llm": {"freeze_module": True}}),
 }
 
@@ -112,6 +122,17 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(CASES[name], engine_ranks)
+
+
+def count_overlapped(case: GradientCase) -> int:
+    before = CommOverlap.num_products
+    run_on_rank(case)
+    return CommOverlap.num_products - before
+
+
+def test_products_of_the_microbatch_that_fills_user_buffers_have_collectives_beside_them(engine_ranks: EnginePool) -> None:
+    """Four forwards and four backwards of the layer that each stage of the LLM has."""
+    assert engine_ranks.run(count_overlapped, CASES["user buffers, frozen LLM"], world_size=6) == [0, 0, 8, 8, 8, 8]
 
 
 @pytest.mark.deep(when=lambda name: name not in ("1f1b", "zb-v"))  # one that splits and one that does not

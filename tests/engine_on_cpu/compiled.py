@@ -229,8 +229,11 @@ def generic_gemm(
     **kwargs: Any,
 ) -> tuple[Any, Tensor | None, Tensor | None, Tensor | None]:
     """The product of Transformer Engine's linear layers, with its bias or the gradient of it."""
-    if gelu or kwargs.get("comm_overlap") is not None:
-        raise NotImplementedError(f"{NAME}.generic_gemm with GELU or overlapped collectives")
+    if gelu or kwargs.get("bulk_overlap"):
+        raise NotImplementedError(f"{NAME}.generic_gemm with GELU or collectives of other products")
+    buffer = kwargs.get("comm_overlap")
+    if buffer is not None and kwargs["comm_type"] == CommOverlapType.AG:
+        buffer.gather()  # into what `b` is a view of
     result = _product(a, is_transposed_a, b, is_transposed_b, torch.float32)
     bias_gradient = None
     if bias is not None and grad:
@@ -238,11 +241,72 @@ def generic_gemm(
         bias_gradient = values.reshape(-1, values.shape[-1]).to(_wide(values.dtype)).sum(0).to(bias.dtype)
     elif bias is not None:
         result = result + bias.to(result.dtype)
+    if buffer is not None and kwargs["comm_type"] == CommOverlapType.RS:
+        buffer.scatter(result, kwargs["extra_output"])
+        return None, bias_gradient, None, kwargs["extra_output"]
     if out is not None:
         out.copy_((out.to(result.dtype) + result if accumulate else result).reshape(out.shape))
         return out, bias_gradient, None, None
     result = result if out_dtype is None else result.to(TORCH[out_dtype])
     return (result if quantizer is None else quantizer(result)), bias_gradient, None, None
+
+
+CommOverlapType = enum.IntEnum("CommOverlapType", {"RS": 0, "AG": 1})
+
+
+class CommOverlapHelper:
+    """The ranks that make buffers, and those that share them."""
+
+    def __init__(self, world: Any, domain: Any = None) -> None:
+        self.world, self.domain = world, domain or world
+
+
+class CommOverlap:
+    """A user buffer [rows, channels]: as its kernels do, it takes tensors of exactly its size, and knows a rank by its number."""
+
+    num_products = 0
+    """Products of this process that had a collective beside them."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, helper: CommOverlapHelper, size: int, *_: Any, **__: Any
+    ) -> None:
+        assert torch.distributed.get_world_size(helper.domain) == size
+        self._buffer, self._group, self._size = torch.zeros(*shape, dtype=dtype), helper.domain, size
+        self._place = torch.distributed.get_rank(helper.world) % size
+
+    def is_fp8_ubuf(self) -> bool:
+        """Return False: it holds numbers as they are, and is none of cuBLASMp's."""
+        return False
+
+    with_cublasmp = is_fp8_ubuf
+
+    def copy_into_buffer(self, source: Tensor, *_: Any, local_chunk: bool = False) -> None:
+        """Take this rank's part of the rows."""
+        assert local_chunk and source.dtype == self._buffer.dtype and source.numel() * self._size == self._buffer.numel()
+        self._buffer.chunk(self._size)[self._place].copy_(source.reshape(-1, source.shape[-1]))
+
+    def get_buffer(self, *_: Any, local_chunk: bool = False, shape: Sequence[int] | None = None) -> Tensor:
+        """Return this rank's rows or, in this shape, all rows, which the product that follows fills."""
+        return self._buffer.chunk(self._size)[self._place] if local_chunk else self._buffer.view(*shape or self._buffer.shape)
+
+    def gather(self) -> None:
+        """Fill the buffer with the parts of all ranks."""
+        CommOverlap.num_products += 1
+        parts = [torch.empty_like(part) for part in self._buffer.chunk(self._size)]
+        torch.distributed.all_gather(parts, self._buffer.chunk(self._size)[self._place].clone(), group=self._group)
+        self._buffer.copy_(torch.cat(parts))
+
+    def scatter(self, rows: Tensor, out: Tensor) -> None:
+        """Give each rank its part of the sum over ranks."""
+        CommOverlap.num_products += 1
+        assert rows.numel() == self._buffer.numel() == out.numel() * self._size
+        total = rows.reshape(self._buffer.shape).to(out.dtype)
+        torch.distributed.all_reduce(total, group=self._group)
+        out.copy_(total.chunk(self._size)[self._place].reshape(out.shape))
+
+
+class CommOverlapP2P(CommOverlap):
+    """The same in a ring."""
 
 
 def te_general_grouped_gemm(
@@ -461,7 +525,8 @@ def _missing(name: str) -> Callable[..., Any]:
 def stand_in() -> types.ModuleType:
     """Return the module that takes the compiled one's place."""
     module = _Missing(NAME)
-    constants = {"get_num_cublas_streams": 4, "get_cublasLt_version": 130000, "device_supports_multicast": False}
+    constants = {"get_num_cublas_streams": 4, "get_cublasLt_version": 130000, "device_supports_multicast": True}
+    constants |= {"ubuf_built_with_mpi": False, "get_stream_priority_range": (0, -1)}
     for name, value in constants.items():
         setattr(module, name, lambda value=value: value)
     for name, value in globals().items():

@@ -94,6 +94,9 @@ class ParallelismConfig:
     """Cut the tensor parallel collectives of transformer layers into parts, each of which runs beside the product of another."""
     tp_comm_overlap_parts: int = field(default=4, metadata={"minimum": 2, "maximum": 1024})
     """--tp-comm-overlap: number of parts; a microbatch of fewer tokens has fewer."""
+    tp_comm_overlap_rows: int | None = field(default=None, metadata=A_COUNT)
+    """--tp-comm-overlap: let layers of Transformer Engine in the LLM overlap in user buffers of this many tokens, to which
+    microbatches of at least nine tenths are padded; others overlap nothing."""
     context_parallel_distribution: Literal["by-item", "lpt", "zigzag", "ring", "random"] = "by-item"
     """Rule that deals a microbatch's tokens to context parallel ranks: whole items of encoders and generators, of which only long
     ones are cut, and the LLM's as lpt (by-item); or blocks of tokens, by work (lpt) or as schemes for causal masks do."""

@@ -187,6 +187,7 @@ def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
         _problems_of_shares(config, graph, plan),
         problems_of_schedule(config, graph, plan),
         _problems_of_fp8(config, graph, plan),
+        _problems_of_buffers(config, graph, plan),
     ):
         raise ConfigError(problem)
 
@@ -203,6 +204,21 @@ def _problems_of_fp8(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterat
             f"--fp8-format {config.model.fp8_format} would be ignored: products in FP8 have widths that are multiples of "
             f"{multiple} with --fp8-recipe {config.model.fp8_recipe}, found {shown} on each rank; leave it out, or choose other "
             "tensor parallel sizes"
+        )
+
+
+def _problems_of_buffers(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
+    if (rows := config.parallelism.tp_comm_overlap_rows) is None:
+        return
+    unit = plan.units[graph.backbone.name]
+    groups = [group for replica in unit.replicas for stage in replica.stages for group in unit.tensor_parallel_groups(stage)]
+    size = max(unit.tensor_sizes)
+    blocks = [tuple(range(first, first + size)) for first in range(0, plan.num_ranks, size)]
+    if graph.backbone.needs_local_layers or rows % size or plan.num_ranks % size or not set(map(tuple, groups)) <= set(blocks):
+        yield (
+            f"--tp-comm-overlap-rows {rows}: user buffers are for an LLM with layers of Transformer Engine, and lie on blocks of "
+            "as many ranks as its tensor parallel size, which divides their rows and the number of ranks; its groups are "
+            f"{', '.join(str(list(group)) for group in groups[:4])} of {plan.num_ranks} ranks; choose other sizes or leave it out"
         )
 
 

@@ -58,12 +58,15 @@ def _layer_use(config: RunConfig) -> LayerUse:
         is_installed=not _lacks("transformer_engine"),
         has_cuda=_has_cuda(),
         delays_gradients=not splits or can_delay_weight_gradients(),
-        dtype=config.training.dtype,
+        dtype=config.training.dtype if "dtype" in config.given else "bfloat16",
         fp8_recipe=None if config.model.fp8_format is None else config.model.fp8_recipe,
         recompute=config.training.recompute_granularity,
         runs_segments=BUILDERS[config.training.schedule].runs_segments,
         splits_backwards=splits,
         tp_comm_overlap=config.parallelism.tp_comm_overlap,
+        has_user_buffers=config.parallelism.tp_comm_overlap_rows is not None,
+        sequence_parallel=config.parallelism.sequence_parallel,
+        is_elastic=config.parallelism.elastic,
         shards_weights=config.parallelism.shards_weights,
     )
 
@@ -81,6 +84,7 @@ def _goes_on_elsewhere(name: str, c: RunConfig) -> bool:
     return bool(value_of(c, name) and c.checkpoint.load and not _same_folder(c.checkpoint.load, c.checkpoint.save))
 
 
+_LOCAL = [limit for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL]
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
 
 _WITH_WEIGHTS = ["save", "load", "pretrained_checkpoint", "load_hf", "load_adapter", "save_hf", "save_adapter", "eval_iters"]
@@ -153,7 +157,13 @@ RULES: Mapping[str, Condition] = {
         f"(pip install 'braid[{package}]'), or leave it out": partial(_misses, field, package)
         for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow"))
     },
-    **{limit.message: partial(_needs_local, limit) for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL},
+    **{limit.message: partial(_needs_local, limit) for limit in _LOCAL},
+    "--tp-comm-overlap-rows {c.parallelism.tp_comm_overlap_rows} would be ignored: it is for layers of Transformer Engine, and "
+    "these are local; give --transformer-impl transformer_engine, or leave it out": lambda c: (
+        c.parallelism.tp_comm_overlap_rows is not None
+        and c.model.transformer_impl == "local"
+        and ("transformer_impl" in c.given or any(limit.is_met(_layer_use(c)) for limit in _LOCAL))
+    ),
     "--fp8-format {c.model.fp8_format} needs a CUDA device; leave it out on a CPU": lambda c: (
         c.model.fp8_format is not None and not _has_cuda()
     ),

@@ -112,7 +112,10 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "optim_grads_params"
         },
     ),
-    *_without("tp_comm_overlap", {"tp_comm_overlap_parts": "tensor parallel collectives are not cut; add --tp-comm-overlap"}),
+    *_without(
+        "tp_comm_overlap",
+        {"tp_comm_overlap_parts tp_comm_overlap_rows": "tensor parallel collectives are not cut; add --tp-comm-overlap"},
+    ),
     *_where(
         "lengths_from",
         lambda c: c.data.lengths_from == "decode",

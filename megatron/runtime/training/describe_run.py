@@ -129,6 +129,8 @@ def _describe_paths(session: Session) -> str:
         parts.append("fused activations and rotation")
     if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():
         parts.append("weight gradients added in products")
+    if options.buffer_rows is not None:
+        parts.append(f"tensor parallel collectives of the LLM in user buffers of {options.buffer_rows} rows")
     backends = {}
     for unit in graph.units:
         sizes = max(session.plan.units[unit.name].tensor_sizes), session.plan.units[unit.name].context_parallel_size

@@ -310,4 +310,5 @@ def _build_options(config: RunConfig) -> BuildOptions:
         attention_backend=settings.attention_backend,
         attention_mask=MaskMode(settings.attention_mask),
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
+        buffer_rows=config.parallelism.tp_comm_overlap_rows if is_engine else None,
     )

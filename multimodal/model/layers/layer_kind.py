@@ -23,7 +23,8 @@ from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
 from multimodal.model.stage_input import PackedInput, padded_num_tokens
 from multimodal.model.transformer_config import BuildOptions
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.model.user_buffers import LEAST_FILLED
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 
 class InputContext(NamedTuple):
@@ -41,9 +42,16 @@ class InputContext(NamedTuple):
         num_tokens: of the tensor parallel group.
         """
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
-        return padded_num_tokens(
+        rows = padded_num_tokens(
             max(1, num_tokens), multiple=self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1)
         )
+        return self.buffer_rows if LEAST_FILLED * self.buffer_rows <= rows <= self.buffer_rows else rows
+
+    @property
+    def buffer_rows(self) -> int:
+        """Rows of the user buffers of the unit's collectives; 0: it uses none."""
+        uses = self.unit.role is Role.BACKBONE and self.tensor_parallel_size > 1 and not self.unit.needs_local_layers
+        return (self.options.buffer_rows or 0) if uses else 0
 
 
 @dataclass(frozen=True)

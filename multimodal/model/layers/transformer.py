@@ -27,6 +27,7 @@ from multimodal.model.layers.layer_kind import InputContext, LayerContext, Layer
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
 from multimodal.model.transformer_config import BuildOptions
+from multimodal.model.user_buffers import overlaps_of
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
@@ -78,7 +79,7 @@ class TransformerKind(LayerKind):
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         _add_biases(spec, context.unit)
         self.adapt(spec)
-        config = context.config
+        config, buffer_rows = context.config, context.input_context.buffer_rows
         if not is_local:
             report_engine_waits()
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
@@ -87,10 +88,13 @@ class TransformerKind(LayerKind):
             # None in place of a flag for first microbatches: a "first" one would overwrite the gradient buffer, although
             # another's backward may have come before. FP8 needs the flag, to keep weights in FP8 for a whole step.
             config.disable_parameter_transpose_cache = options.fp8_format is None
+            config.tp_comm_overlap = config.tp_comm_overlap_rs_dgrad = buffer_rows > 0
+            config.tp_comm_bulk_dgrad = config.tp_comm_bulk_wgrad = False
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
         _name_fused_norms(layer)
         # Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own.
         tensor_parallel_size = context.groups.tp.size()
+        layer.overlaps = overlaps_of(layer), buffer_rows // tensor_parallel_size  # type: ignore[assignment]
         for name in ("q_layernorm", "k_layernorm"):
             norm = getattr(layer.self_attention, name, None)
             for parameter in norm.parameters() if norm is not None else ():
@@ -99,6 +103,9 @@ class TransformerKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Run the layer on packed sequences."""
+        overlaps, num_rows = layer.overlaps  # type: ignore[misc]
+        for module, name in overlaps:
+            setattr(module, name, len(hidden) == num_rows)
         frequencies = self.frequencies(given)
         return layer(hidden, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=given.lengths)[0]
 
