@@ -4,6 +4,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +38,7 @@ def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]
             value = json.loads(text, object_pairs_hook=collect_pairs)
             check_depth(value)
         else:
-            value = yaml.load(text, Loader=Document)
+            value = deepcopy(_parse(text))
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise error(_describe(path, text, problem)) from None
     if value is None:
@@ -44,6 +46,11 @@ def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]
     if not isinstance(value, dict):
         raise error(f"{path}: expected a mapping at the top level, found {type(value).__name__}")
     return value
+
+
+@lru_cache(maxsize=16)  # programs read the same few files again and again
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=Document)
 
 
 def read_text(path: str | Path, *, error: type[BraidError]) -> str:

@@ -93,26 +93,32 @@ class Plain:
 
     def read(self, hint: Any, **limits: Any) -> Any:
         """Take the value as the type `hint`; limits: as in a field's metadata."""
-        origin, arguments = get_origin(hint), get_args(hint)
-        if origin in (Union, UnionType):
-            (only,) = (part for part in arguments if part is not NoneType)
-            return None if self.value is None else self.read(only, **limits)
-        if origin is Literal:
-            return _choice(self, arguments)
-        if origin is tuple:
-            return _read_tuple(self, arguments, limits)
-        if is_dataclass(hint):
-            assert isinstance(hint, type)
-            return self.value if isinstance(self.value, hint) else self.build(hint)
-        if issubclass(hint, StrEnum):
-            return hint(_choice(self, tuple(hint)))
-        return _SCALARS[hint](self, limits)
+        return _reader(hint)(self, limits)
 
     def build(self, kind: type[T], **given: Any) -> T:
         """Build a dataclass from the value, which is a mapping; given: fields whose values do not come from the mapping."""
         keys = _keys(kind, given)
         known, required = tuple(keys), [key for key, is_required in keys.items() if is_required]
         return _assemble(kind, self.mapping(known=known, required=required), given)
+
+
+@cache
+def _reader(hint: Any) -> Callable[[Plain, Mapping[str, Any]], Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        (only,) = (part for part in arguments if part is not NoneType)
+        read_only = _reader(only)
+        return lambda plain, limits: None if plain.value is None else read_only(plain, limits)
+    if origin is Literal:
+        return lambda plain, limits: _choice(plain, arguments)
+    if origin is tuple:
+        return lambda plain, limits: _read_tuple(plain, arguments, limits)
+    if is_dataclass(hint):
+        assert isinstance(hint, type)
+        return lambda plain, limits: plain.value if isinstance(plain.value, hint) else plain.build(hint)
+    if issubclass(hint, StrEnum):
+        return lambda plain, limits: hint(_choice(plain, tuple(hint)))
+    return _SCALARS[hint]
 
 
 def check_fields(value: Any, *, at: Plain) -> None:
