@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
                 if name not in writers[item.unit].names:
                     places = torch.from_numpy(patch_positions(found.grid, merge_size=image.merge_size))
                     patches = normalised_patches(torch.from_numpy(found.patches), image)
-                    pixels = join_patches(patches, places, found.grid, channels=image.in_channels)
+                    pixels = join_patches(patches, places, found.grid[:2], channels=image.in_channels)
                     writers[item.unit].add(name, encode_image(pixels.to(device), image).cpu())
     for name, writer in writers.items():
         writer.flush()

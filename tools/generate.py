@@ -51,8 +51,9 @@ def build_parser() -> Parser:
     asked.add_argument("--held-out", type=count, metavar="N", help="The run's first held-out samples.")
     parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
-    parser.add_argument("--video", type=Path, nargs="+", default=[], metavar="FILE", help="Videos: frames, as more images.")
-    parser.add_argument("--num-frames", type=count, metavar="N", help=f"Frames of each video, evenly spread ({NUM_FRAMES}).")
+    parser.add_argument("--video", type=Path, nargs="+", default=[], metavar="FILE", help="Videos before the --prompt.")
+    parser.add_argument("--num-frames", type=count, metavar="N", help=f"Most frames of each video, evenly spread ({NUM_FRAMES}).")
+    parser.add_argument("--video-fps", type=float, metavar="X", help="Frames of a second of each video, up to --num-frames.")
     parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="A JSON object a line; of --prompt: the generator's image.")
     parser.add_argument("--size", metavar="WxH", help="Size of the image in pixels (the smallest square).")
@@ -75,8 +76,13 @@ def run(argv: Sequence[str]) -> None:
     options = _generation_options(flags)
     if (flags.image or flags.audio or flags.video) and flags.prompt is None:
         raise ConfigError("--image, --audio and --video go with a --prompt; in a conversation attach one: /image FILE, say")
-    if flags.num_frames is not None and not flags.video:
-        raise ConfigError("--num-frames would be ignored: there is no --video; leave it out")
+    frames = {name: given for name in ("num_frames", "video_fps") if (given := getattr(flags, name)) is not None}
+    for name, given in frames.items():
+        flag = "--" + name.replace("_", "-")
+        if not flags.video:
+            raise ConfigError(f"{flag} would be ignored: there is no --video; leave it out")
+        if not given > 0:
+            raise ConfigError(f"{flag} {given}: expected a number above 0")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     drawing = _drawing_options(flags)
@@ -89,7 +95,7 @@ def run(argv: Sequence[str]) -> None:
             print(f"{flags.output}: {image.width}x{image.height} pixels")
         elif flags.prompt is not None:
             files = {"images": flags.image, "audio": flags.audio, "videos": flags.video}
-            print(generate((session, model), flags.prompt, **files, num_frames=flags.num_frames or NUM_FRAMES, **options))
+            print(generate((session, model), flags.prompt, **files, **frames, **options))
         elif flags.interactive:
             _talk(session, model, options)
         else:

@@ -24,7 +24,7 @@ from scipy.io import wavfile
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput
-from multimodal.values.units.items import FRAMES_PER_TOKEN
+from multimodal.values.units.items import FRAMES_PER_TOKEN, Grid
 
 SAMPLING_RATE = 16000
 """Samples per second of all sound that encoders receive."""
@@ -229,7 +229,7 @@ def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInp
     return ItemPixels(np.concatenate([_frames_of_tokens(chunk, audio.num_tokens((len(chunk), 1))) for chunk in chunks]), grid)
 
 
-def audio_positions(grid: tuple[int, int], *, audio: AudioInput) -> npt.NDArray[np.int64]:
+def audio_positions(grid: Grid, *, audio: AudioInput) -> npt.NDArray[np.int64]:
     """Return [num_tokens, 3]: for every token of a clip its place, its frames, and its place in the output, or NOT_IN_OUTPUT.
 
     A token has two frames; one if a chunk ends behind it.

@@ -20,6 +20,7 @@ two is a target (the LLM decides that an image follows), and its hidden state is
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +44,11 @@ class TextSegment:
 
 @dataclass(frozen=True, slots=True)
 class ItemSegment:
-    """An image, or a clip of sound, that becomes this many tokens of the LLM."""
+    """An image, a video or a step of it, or a clip of sound, that becomes this many tokens of the LLM."""
 
     num_output_tokens: int
     """Output tokens of all tiles."""
-    is_sound: bool = False
+    kind: Literal["image", "audio", "video"] = "image"
     num_tiles: int = 1
     """Number of consecutive items, with equal shares of these tokens."""
     row_length: int | None = None
@@ -181,8 +182,7 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
                 yield _TokenRun([special.end], turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
-            count, tokens = segment.num_output_tokens, (special.vision_start, special.image, special.vision_end)
-            start, placeholder, end = (special.audio_start, special.audio, special.audio_end) if segment.is_sound else tokens
+            count, (start, placeholder, end) = segment.num_output_tokens, special.around(segment.kind)
             yield _TokenRun([start, *[placeholder] * count, end], num_output_tokens=count, num_tiles=segment.num_tiles)
             continue
         num_seen += 1

@@ -1,7 +1,8 @@
 r"""Opens untrusted image and video files: inside their folder, of some formats, of bounded size; every fault is a DataError.
 
-A video is seen as frames in the middle of equal parts of its time. Where a data set names a video, every frame is an image of its
-own, with the address `PATH\0frame INDEX/NUMBER`: whoever needs it decodes it alone, from the last key frame before it.
+A video is seen as some of its frames: each in the middle of one of so many equal parts of its time. An item of it has the address
+`PATH\0frame INDEX/NUMBER`, or `INDEX,INDEX/NUMBER` of several frames, which are one step of the video: whoever needs it decodes
+these alone, from the last key frame before each. The address of its sound is `PATH\0sound`.
 """
 
 import os
@@ -13,8 +14,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
+from multimodal.data.audio import SAMPLING_RATE
 from multimodal.data.image_processing import image_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS, ItemPixels
@@ -137,19 +141,21 @@ def _shown(side: int) -> str:
     return f"{side:,}" if side < 10**15 else "more than 10^15"
 
 
-_ADDRESS = re.compile(r"(.*)\0frame (\d+)/(\d+)", re.DOTALL)
+_ADDRESS = re.compile(r"(.*)\0frame (\d+(?:,\d+)*)/(\d+)", re.DOTALL)
+SOUND = "\0sound"
+"""The end of the address of a video's sound."""
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,asf"
 """FFmpeg's names of the containers that are opened, whatever a file's name; play lists, which name other files, are none."""
 
 
 class FramePlace(NamedTuple):
-    """The address of a frame, taken apart."""
+    """The address of frames of one video that are one item, taken apart."""
 
     path: str
     """The video's."""
-    frame: int
+    frames: tuple[int, ...]
     num_frames: int
-    """Frames that are taken of the video."""
+    """Equal parts of the video's time that frames are counted by."""
 
 
 class VideoLength(NamedTuple):
@@ -161,17 +167,20 @@ class VideoLength(NamedTuple):
     start: float
     """Seconds."""
     seconds: float
+    fps: float
+    num_samples: int
+    """Of its sound, at 16 kHz; 0 if it has none."""
 
 
 def frame_address(place: FramePlace) -> str:
-    """Return a frame's address."""
-    return f"{place.path}\0frame {place.frame}/{place.num_frames}"
+    """Return the address of frames."""
+    return f"{place.path}\0frame {','.join(map(str, place.frames))}/{place.num_frames}"
 
 
 def parse_frame_address(path: str) -> FramePlace | None:
-    """Return the frame at an address, or None for the path of an image."""
+    """Return the frames at an address, or None for the path of an image."""
     match = _ADDRESS.fullmatch(path)
-    return match and FramePlace(match[1], int(match[2]), int(match[3]))
+    return match and FramePlace(match[1], tuple(map(int, match[2].split(","))), int(match[3]))
 
 
 def read_video_length(path: str, *, content: bytes | None = None, where: str) -> VideoLength:
@@ -184,21 +193,43 @@ def read_video_length(path: str, *, content: bytes | None = None, where: str) ->
         return _length(stream)
 
 
-def read_frame(place: FramePlace, *, content: bytes | None = None, where: str) -> Image.Image:
-    """Decode one frame; raises as `read_video_length`. content: as there."""
+def read_frames(place: FramePlace, *, content: bytes | None = None, where: str) -> list[Image.Image]:
+    """Decode frames; raises as `read_video_length`. content: as there."""
     with _opened(place.path, content, where=where) as (container, stream):
         length = _length(stream)
-        time = length.start + (place.frame + 0.5) * length.seconds / place.num_frames
-        container.seek(int(time / stream.time_base), stream=stream)
-        shown = None
-        for frame in container.decode(stream):
-            if shown is not None and frame.time > time:
-                break
-            shown = frame
-        if shown is None:
-            raise ValueError("no frame")
-        image: Image.Image = shown.to_image()
-        return image
+        images: dict[int, Image.Image] = {}
+        for frame in dict.fromkeys(place.frames):
+            time = length.start + (frame + 0.5) * length.seconds / place.num_frames
+            container.seek(int(time / stream.time_base), stream=stream)
+            images[frame] = _frame_at(container.decode(stream), time).to_image()
+        return [images[frame] for frame in place.frames]
+
+
+def _frame_at(frames: Iterator[Any], time: float) -> Any:
+    """Return the last frame that begins at a time or before it, or the first one."""
+    shown = None
+    for frame in frames:
+        if shown is not None and frame.time > time:
+            break
+        shown = frame
+    if shown is None:
+        raise ValueError("no frame")
+    return shown
+
+
+def read_sound(path: str, *, num_samples: int, content: bytes | None = None, where: str) -> npt.NDArray[np.float32]:
+    """Return [num_samples] of a video's sound at 16 kHz, from -1 to 1, the mean of all channels; raises as `read_video_length`.
+
+    num_samples: as its header says; what is decoded is cut to them, or followed by silence. content: as there.
+    """
+    with _opened(path, content, where=where) as (container, _):
+        import av
+
+        resampler = av.AudioResampler(format="fltp", layout="mono", rate=SAMPLING_RATE)
+        frames = (*container.decode(audio=0), None)  # nothing: what the resampler holds back
+        parts = [part.to_ndarray()[0] for frame in frames for part in resampler.resample(frame)]
+    found = np.concatenate([*parts, np.zeros(num_samples, np.float32)])[:num_samples]
+    return found.astype(np.float32)
 
 
 @contextmanager
@@ -223,4 +254,8 @@ def _length(stream: Any) -> VideoLength:
     seconds = stream.duration * stream.time_base if stream.duration else (stream.container.duration or 0) / 10**6
     number = stream.frames or round(float(seconds) * float(stream.average_rate or 0))
     start = (stream.start_time or 0) * stream.time_base
-    return VideoLength((stream.width, stream.height), max(1, number), float(start), float(seconds))
+    fps = float(stream.average_rate or 0) or max(1, number) / max(float(seconds), 1e-6)
+    sound = next(iter(stream.container.streams.audio), None)
+    lasts = 0 if sound is None else sound.duration * sound.time_base if sound.duration else seconds
+    num_samples = round(float(lasts) * SAMPLING_RATE)
+    return VideoLength((stream.width, stream.height), max(1, number), float(start), float(seconds), fps, num_samples)

@@ -7,6 +7,8 @@ an EXIF orientation is not applied.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -17,6 +19,7 @@ from PIL import Image
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
+from multimodal.values.units.items import Grid
 
 Pixel = TypeVar("Pixel", np.uint8, np.float32)
 
@@ -26,8 +29,12 @@ MAX_SIDE = 2**31 - 1
 """The longest side that an image file can have (PNG's)."""
 
 
-def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, num_frames: tuple[int, int] = (1, 1)
+) -> tuple[int, int]:
     """Return the (height, width) to which an image is resized, as Qwen2-VL does (`smart_resize` in its image processor).
+
+    num_frames: by which areas are multiplied where they are compared, and where they are scaled (Qwen3-VL's videos).
 
     Both become multiples of `factor` = patch_size x merge_size, the area lies within [min_pixels, max_pixels] and the aspect
     ratio changes as little as that allows. As in the original, rounding comes first: a side is never shorter than `factor`
@@ -46,12 +53,13 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
             "crop it or cut it into several images"
         )
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    area, (compared, scaled) = new_height * new_width, num_frames
+    if compared * area > max_pixels:
+        shrink = math.sqrt(scaled * height * width / max_pixels)
         new_height = max(factor, math.floor(height / shrink / factor) * factor)
         new_width = max(factor, math.floor(width / shrink / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif compared * area < min_pixels:
+        grow = math.sqrt(min_pixels / (scaled * height * width))
         new_height = math.ceil(height * grow / factor) * factor
         new_width = math.ceil(width * grow / factor) * factor
     return new_height, new_width
@@ -75,6 +83,37 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
     factor, bounds = image_input.patch_size * image_input.merge_size, (image_input.min_pixels, image_input.max_pixels)
     new_height, new_width = smart_resize(height, width, factor=factor, min_pixels=bounds[0], max_pixels=bounds[1])
     return new_height // image_input.patch_size, new_width // image_input.patch_size
+
+
+def video_grid(
+    *, width: int, height: int, num_frames: int, image_input: ImageInput, max_pixels: int | None = None
+) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of every step of a video, as the video processors of Qwen's models do.
+
+    num_frames: that are taken of it; max_pixels: a further bound, of one frame's. Raises DataError as `image_grid`.
+    """
+    video, factor = image_input.video, image_input.patch_size * image_input.merge_size
+    if video is None:
+        bound = min(image_input.max_pixels, max_pixels or image_input.max_pixels)
+        bounded = replace(image_input, max_pixels=bound, min_pixels=min(image_input.min_pixels, bound))
+        return image_grid(width=width, height=height, image_input=bounded)
+    most, least = video.max_pixels, video.min_pixels
+    if video.max_tokens is not None and video.has_timestamps:
+        of_frame = min(video.max_tokens * factor**2, most // num_frames)
+        most = max(of_frame, int(least * 1.05)) * num_frames
+    elif video.max_tokens is not None:
+        of_all = int(video.max_tokens * factor**2 * 0.9)
+        most = max(min(most, of_all * image_input.num_frames // num_frames), int(least * 1.05))
+    frames = num_frames if video.has_timestamps else 1
+    most = min(most, max_pixels * frames) if max_pixels else most
+    least = min(least, most)
+    if video.has_timestamps and min(height, width) < factor:
+        scale = max(factor / height, factor / width)
+        height, width = int(height * scale), int(width * scale)
+    # as in the original, areas are compared with as many frames as there are in whole steps, and scaled by those that there are
+    whole = round(frames / image_input.num_frames) * image_input.num_frames if video.has_timestamps else 1
+    size = smart_resize(height, width, factor=factor, min_pixels=least, max_pixels=most, num_frames=(whole, frames))
+    return size[0] // image_input.patch_size, size[1] // image_input.patch_size
 
 
 @lru_cache(maxsize=2**16)
@@ -102,13 +141,28 @@ def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
     return count + 1 if count > 1 else 1
 
 
-def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0) -> ItemPixels:
+def step_to_patches(frames: Sequence[Image.Image], *, image_input: ImageInput, grid: Grid, tile: int = 0) -> ItemPixels:
+    """Cut the frames of one step of a video, or a single frame, which is an image; all as `image_to_patches`.
+
+    Of a patch the frames of a channel follow each other.
+    """
+    if len(frames) == 1:
+        return image_to_patches(frames[0], image_input=image_input, tile=tile, grid=grid)
+    alone = replace(image_input, num_frames=1)
+    cut = [image_to_patches(frame, image_input=alone, grid=grid).patches for frame in frames]
+    of_channels = np.stack([each.reshape(len(each), image_input.in_channels, -1) for each in cut], axis=2)
+    return ItemPixels(of_channels.reshape(len(of_channels), -1).astype(np.uint8, copy=False), grid)
+
+
+def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0, grid: Grid | None = None) -> ItemPixels:
     """Resize and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
 
-    tile: index among the items that the image becomes (`num_tiles`). Raises DataError if its size breaks `smart_resize`'s rule.
+    tile: index among the items that the image becomes (`num_tiles`). grid: to which it is brought; None: as `image_grid` says.
+    Raises DataError if its size breaks `smart_resize`'s rule.
     """
     tiles = tile_grid(width=image.width, height=image.height, image_input=image_input)
-    rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
+    grid = grid or image_grid(width=image.width, height=image.height, image_input=image_input)
+    rows, columns = grid[:2]
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     full = size if image_input.image_size is None else (image_input.image_size, image_input.image_size)
     if image.has_transparency_data:
@@ -162,7 +216,7 @@ def cut_patches(pixels: npt.NDArray[Pixel], *, patch_size: int, merge_size: int)
     return np.ascontiguousarray(ordered.reshape(-1, channels * patch_size * patch_size))
 
 
-def patch_positions(grid: tuple[int, int], *, merge_size: int) -> npt.NDArray[np.int64]:
+def patch_positions(grid: Grid, *, merge_size: int) -> npt.NDArray[np.int64]:
     """Return [num_patches, 2]: the (row, column) of each patch of a grid, in merge-window order."""
     rows, columns = np.meshgrid(np.arange(grid[0]), np.arange(grid[1]), indexing="ij")
     windows = np.stack((rows, columns), axis=-1).reshape(grid[0] // merge_size, merge_size, grid[1] // merge_size, merge_size, 2)

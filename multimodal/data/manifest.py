@@ -17,6 +17,7 @@ from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.units.items import Grid
 
 
 class ManifestSource:
@@ -100,8 +101,8 @@ class ManifestSource:
         """Announce the items that will be read next."""
         self._decoder.expect([self.wanted(*each) for each in items])
 
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """(rows, columns) of patches of one image, (frames, 1) of a clip."""
+    def item_grid(self, index: int, item_index: int) -> Grid:
+        """Return the grid of one item."""
         return self._samples.item(index, item_index).grid
 
     def wanted(self, index: int, item_index: int) -> WantedItem:

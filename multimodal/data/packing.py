@@ -13,7 +13,8 @@ from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.assignment import Atom
-from multimodal.values.model_graph import AudioInput, ItemInput
+from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput
+from multimodal.values.units.items import Grid
 
 CLASS_POSITION = -1
 """Row and column of a class token, which has no position in its image."""
@@ -71,11 +72,11 @@ def pack_encoder_microbatch(
 
 
 def pack_language_microbatch(
-    atoms: Sequence[Atom], *, source: SampleSource, merge_sizes: Mapping[str, int] | None = None
+    atoms: Sequence[Atom], *, source: SampleSource, images: Mapping[str, ImageInput] | None = None
 ) -> LanguageMicrobatch:
     """Pack whole samples for the LLM.
 
-    atoms: none for a replica that only computes others' tokens; source: has samples by their ids; merge_sizes: of each image
+    atoms: none for a replica that only computes others' tokens; source: has samples by their ids; images: of each image
     encoder, if tokens of images have rows and columns in the LLM; None: a token's position is its index.
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
@@ -86,10 +87,10 @@ def pack_language_microbatch(
         for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
         for item_index, start, length in text.item_starts
     }
-    if merge_sizes is None:
+    if images is None:
         positions = _joined((np.arange(len(text.token_ids)) for text in texts), shape=(0,))
     else:
-        positions = _joined((_spatial_positions(source, index, merge_sizes=merge_sizes) for index in sample_ids), shape=(0, 3))
+        positions = _joined((_spatial_positions(source, index, images=images) for index in sample_ids), shape=(0, 3))
     return LanguageMicrobatch(
         token_ids=torch.from_numpy(_joined(text.token_ids for text in texts)),
         position_ids=torch.from_numpy(positions),
@@ -106,13 +107,13 @@ def _joined(parts: Iterable[npt.NDArray[Any]], *, shape: tuple[int, ...] = (0,),
     return np.concatenate((np.empty(shape, dtype), *parts))
 
 
-def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.int64]:
+def _positions(grid: Grid, item_input: ItemInput) -> npt.NDArray[np.int64]:
     """Return the positions of all tokens of an item."""
     if isinstance(item_input, AudioInput):
         return audio_positions(grid, audio=item_input)
     places = patch_positions(grid, merge_size=item_input.merge_size)
     if item_input.position_grid is not None and item_input.image_size is None:
-        places = np.concatenate((places, np.broadcast_to(np.array(grid), places.shape)), axis=1)
+        places = np.concatenate((places, np.broadcast_to(np.array(grid[:2]), places.shape)), axis=1)
     return _with_class(places, item_input, first=CLASS_POSITION)
 
 
@@ -128,24 +129,31 @@ def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0
     return np.concatenate((more, rows) if item_input.class_token == "kept" else (rows, more))
 
 
-def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:
+def _spatial_positions(source: SampleSource, index: int, *, images: Mapping[str, ImageInput]) -> npt.NDArray[np.int64]:
     """Return [num_tokens, 3] for a sample, by Qwen2-VL's rule (M-RoPE).
 
     Text and sound advance by one on all three axes. The tokens of an image share a time, and have rows and columns from there on;
-    text behind it continues after its longer side.
+    text behind it continues after its longer side. Steps of a video that follow each other begin at one place, and have times.
     """
     text, units = source.text(index), [item.unit for item in source.lengths(index).items]
     parts, done, position = [], 0, 0
+    began: int | None = None  # position of the video whose step ends at `done`
     for item, start, length in sorted(text.item_starts, key=lambda entry: entry[1]):
-        if length == 0 or units[item] not in merge_sizes:  # made by a generator, or sound, which only has a time
+        if length == 0 or units[item] not in images:  # made by a generator, or sound, which only has a time
             continue
-        merge_size = merge_sizes[units[item]]
-        rows, columns = (side // merge_size for side in source.item_grid(index, item))
+        image = images[units[item]]
+        rows, columns, *times = source.item_grid(index, item)
+        rows, columns = rows // image.merge_size, columns // image.merge_size
+        if times and start == done and began is not None:
+            position = began
         parts.append(_text_positions(position, start - done))
         position += start - done
-        places = np.stack(np.meshgrid([0], np.arange(rows), np.arange(columns), indexing="ij"), axis=-1).reshape(-1, 3)
-        parts.append(places + position)
-        done, position = start + length, position + max(rows, columns)
+        places = np.meshgrid(times or [0], np.arange(rows), np.arange(columns), indexing="ij")
+        parts.append(np.stack(places, axis=-1).reshape(-1, 3) + position)
+        began = position if times else None
+        ends_at_time = image.video is not None and image.video.ends_at_last_time
+        last_time = times[0] + 1 if times and ends_at_time else 0
+        done, position = start + length, position + max(rows, columns, last_time)
     return np.concatenate([*parts, _text_positions(position, len(text.token_ids) - done)]).astype(np.int64)
 
 

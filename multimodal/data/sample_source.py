@@ -14,6 +14,7 @@ from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.units.items import Grid
 
 Overlong = Literal["truncate", "skip", "error"]
 """The ways to treat samples of more tokens than a sequence may have."""
@@ -46,7 +47,7 @@ class SampleText:
 
 @dataclass(frozen=True, slots=True)
 class ItemPixels:
-    """One image, cut into patches, or one clip of sound: the input of an encoder, or the target of a generator."""
+    """One image or step of a video, cut into patches, or one clip of sound: the input of an encoder, or a generator's target."""
 
     patches: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
     """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or already normalised values.
@@ -54,8 +55,8 @@ class ItemPixels:
     In merge-window order: the merge_size x merge_size patches of one output token are adjacent (Qwen2-VL's order). For a clip:
     [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in order of time.
     """
-    grid: tuple[int, int]
-    """(rows, columns) of patches; of a clip (frames, 1)."""
+    grid: Grid
+    """Rows and columns of patches, or frames of a clip."""
 
 
 class SampleSource(Protocol):
@@ -73,7 +74,7 @@ class SampleSource(Protocol):
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one item of a sample; raises DataError if its file cannot be used."""
 
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+    def item_grid(self, index: int, item_index: int) -> Grid:
         """Return `ItemPixels.grid` of one item, from metadata only (stages past the first need positions, not pixels)."""
 
 

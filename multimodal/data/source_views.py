@@ -13,6 +13,7 @@ from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, pass_items
+from multimodal.values.units.items import Grid
 
 
 class SourceView(ABC):
@@ -41,8 +42,8 @@ class SourceView(ABC):
         source, position = self._at(index)
         return source.item(position, item_index)
 
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """(rows, columns) of patches of one item."""
+    def item_grid(self, index: int, item_index: int) -> Grid:
+        """Return the grid of one item."""
         source, position = self._at(index)
         return source.item_grid(position, item_index)
 
@@ -201,7 +202,7 @@ class ReadableItems(_SameSamples):
         return _blank_item(found, self._source.item_grid(index, item_index), is_bytes=True)
 
 
-def _blank_item(found: ItemInput, grid: tuple[int, int], *, is_bytes: bool = False) -> ItemPixels:
+def _blank_item(found: ItemInput, grid: Grid, *, is_bytes: bool = False) -> ItemPixels:
     """Return an item of nothing: silence, or an image without a value; is_bytes: of bytes, as those beside it are."""
     if isinstance(found, AudioInput):
         return ItemPixels(np.full((found.num_tokens(grid), found.num_patch_values), silence_of(found), np.float32), grid)

@@ -29,6 +29,14 @@ class SpecialTokens:
     audio_end: int
     audio: int
     """The three tokens of sound: the tokens of images in vocabularies without separate ones."""
+    video: int
+    """The placeholder of videos: that of images in vocabularies without one."""
+
+    def around(self, kind: str) -> tuple[int, int, int]:
+        """Return the tokens before, in and behind an item; kind: image, audio or video."""
+        if kind == "audio":
+            return self.audio_start, self.audio, self.audio_end
+        return self.vision_start, self.video if kind == "video" else self.image, self.vision_end
 
 
 class Tokenizer(Protocol):
@@ -50,7 +58,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255), then the special tokens."""
 
-    special = SpecialTokens(*range(256, 265), *range(262, 265))
+    special = SpecialTokens(*range(256, 265), *range(262, 265), *range(264, 265))
     num_own_tokens, vocab_size = 256, 265
 
     def encode(self, text: str) -> list[int]:
@@ -78,12 +86,13 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "image": ("<|image_pad|>", "<|IMAGE|>", "<image>"),
 }
 """Spellings of special tokens in known vocabularies; the first is the one that is added to others."""
-_AUDIO_SPELLINGS = {
+_OTHER_SPELLINGS = {
     "audio_start": ("vision_start", ("<|audio_bos|>",)),
     "audio_end": ("vision_end", ("<|audio_eos|>",)),
     "audio": ("image", ("<|AUDIO|>", "<|audio_pad|>")),
+    "video": ("image", ("<|video_pad|>", "<|VIDEO|>")),
 }
-"""Spellings of the tokens around sound, and the tokens of images that are used if a vocabulary has none of these."""
+"""Spellings of the tokens of sound and videos, and the tokens of images that are used if a vocabulary has none of these."""
 
 
 class HuggingFaceTokenizer:
@@ -103,7 +112,7 @@ class HuggingFaceTokenizer:
             name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
             for name, spellings in _SPELLINGS.items()
         }
-        for name, (of_images, spellings) in _AUDIO_SPELLINGS.items():
+        for name, (of_images, spellings) in _OTHER_SPELLINGS.items():
             chosen[name] = next((spelling for spelling in spellings if spelling in vocabulary), chosen[of_images])
         if adds_tokens:
             self._tokenizer.add_special_tokens(list(dict.fromkeys(chosen.values())))

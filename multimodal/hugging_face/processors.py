@@ -9,7 +9,7 @@ from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 
-PROCESSOR_NAME = "preprocessor_config.json"
+PROCESSOR_NAME, VIDEO_NAME = "preprocessor_config.json", "video_preprocessor_config.json"
 _NAMES = (PROCESSOR_NAME, "processor_config.json")
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "do_pad": (False, None),
@@ -17,6 +17,8 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (True, None)),
     "rescale_factor": (1 / 255, None),
 }
+_MAX_TOKENS = {False: 128000, True: 768}
+"""Most tokens of a video, or (with timestamps) of a frame, where a processor that bounds them does not say."""
 SAMPLING_RATE = 16000
 """Samples per second of the sound that encoders receive."""
 _FEATURES: Mapping[str, tuple[Any, ...]] = {
@@ -36,21 +38,26 @@ _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_pa
 
 
 class Processors(NamedTuple):
-    """The image processor and the feature extractor of a folder; None for one that it does not have."""
+    """The image processor, the feature extractor and the video processor of a folder; None for one that it does not have."""
 
     image: Mapping[str, Any] | None = None
     audio: Mapping[str, Any] | None = None
+    video: Mapping[str, Any] | None = None
+    """As in transformers the image processor, if there is no other."""
 
 
 def read_processors(folder: str | Path) -> Processors:
-    """Return the image processor and the feature extractor of a folder, from one file or two."""
+    """Return the processors of a folder, from one file or several."""
     files = [read_mapping(path, error=ModelError) for name in _NAMES if (path := Path(folder) / name).is_file()]
-    return processors_of(*files)
+    of_video = Path(folder) / VIDEO_NAME
+    return processors_of(*files, video=read_mapping(of_video, error=ModelError) if of_video.is_file() else None)
 
 
-def processors_of(*files: Mapping[str, Any]) -> Processors:
-    """Return the processors that these files' contents describe."""
-    return Processors(_find(files, "image_processor", "image_mean"), _find(files, "feature_extractor", "feature_size"))
+def processors_of(*files: Mapping[str, Any], video: Mapping[str, Any] | None = None) -> Processors:
+    """Return the processors that these files' contents describe; video: the content of a file of its own."""
+    image, nested = _find(files, "image_processor", "image_mean"), (each.get("video_processor") for each in files)
+    video = next((each for each in nested if isinstance(each, Mapping)), video or image)
+    return Processors(image, _find(files, "feature_extractor", "feature_size"), video)
 
 
 def _find(files: Sequence[Mapping[str, Any]], name: str, key: str) -> Mapping[str, Any] | None:
@@ -67,13 +74,13 @@ def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, 
 
     def treated(unit: dict[str, Any]) -> dict[str, Any]:
         if unit.get("image") and processors.image is not None:
-            return _with_images(unit, processors.image)
+            return _with_images(unit, processors.image, processors.video or {})
         return _with_sound(unit, processors.audio) if unit.get("audio") and processors.audio is not None else unit
 
     return {**plain, "units": {name: treated(unit) for name, unit in plain["units"].items()}}
 
 
-def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, Any]:
+def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any], of_video: Mapping[str, Any]) -> dict[str, Any]:
     image, size = unit["image"], processor.get("size")
     longest = image.get("longest_side")
     pads = {} if longest is None else {"do_pad": (True, False, None)}  # what is padded is not looked at
@@ -92,9 +99,25 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
         values["longest_side"] = sides.get("longest_edge") or sides.get("height") or longest
     else:
         require(processor, {key: (image[ours],) for key, ours in _PATCHES.items()}, where="the image processor's ")
-        bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))
-        values |= {key: bound for key, bound in zip(("min_pixels", "max_pixels"), bounds, strict=True) if bound is not None}
+        values |= _bounds(processor, size)
+        if image.get("video") is not None:
+            alike = {key: (processor[key],) for key in ("image_mean", "image_std", *_PATCHES) if key in processor}
+            require(of_video, {**_COMPUTED, **alike}, where="the video processor's ")
+            values["video"] = {**image["video"], **_bounds(of_video, of_video.get("size"))}
+            if of_video.get("cap_pixels_per_frame"):
+                most = _MAX_TOKENS[bool(image["video"].get("has_timestamps"))]
+                values["video"]["max_tokens"] = of_video.get("max_video_tokens") or most
     return {**unit, "image": {**image, **values}}
+
+
+def _bounds(processor: Mapping[str, Any], size: Any) -> dict[str, Any]:
+    """Return the bounds of pixels that a processor gives, under the names of its two versions."""
+    sides = size if isinstance(size, Mapping) else {}
+    found = {
+        "min_pixels": processor.get("min_pixels", sides.get("shortest_edge")),
+        "max_pixels": processor.get("max_pixels", sides.get("longest_edge")),
+    }
+    return {key: bound for key, bound in found.items() if bound is not None}
 
 
 def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: Any) -> dict[str, Any]:
@@ -166,6 +189,19 @@ def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[st
         return {**written, **sizes, "image_processor_type": kind or "CLIPImageProcessor"}
     tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": image.max_tiles} if image.max_tiles > 1 else {}
     return {**written, **tiles, "size": square, "image_processor_type": kind or "SiglipImageProcessor"}
+
+
+def write_video_processor(graph: ModelGraph) -> dict[str, Any]:
+    """Return a video_preprocessor_config.json with the processing of videos in a graph's encoder; empty without steps of them."""
+    video = next((unit.image.video for unit in graph.encoders if unit.image is not None), None)
+    if video is None:
+        return {}
+    of_images = {"min_pixels", "max_pixels", "image_processor_type"}
+    written = {key: value for key, value in write_image_processor(graph).items() if key not in of_images}
+    written["size"] = {"shortest_edge": video.min_pixels, "longest_edge": video.max_pixels}
+    if video.max_tokens is not None:
+        written |= {"cap_pixels_per_frame": True, "max_video_tokens": video.max_tokens}
+    return {**written, "video_processor_type": "Qwen3VLVideoProcessor" if video.has_timestamps else "Qwen2VLVideoProcessor"}
 
 
 def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:

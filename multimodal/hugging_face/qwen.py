@@ -1,4 +1,4 @@
-"""Qwen's models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL (images), Qwen2-Audio (sound), and the thinker of Qwen2.5-Omni (both)."""
+"""Qwen's models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL (images, videos), Qwen2-Audio (sound), and Qwen2.5-Omni's thinker (all)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ _OMNI_DEFAULTS = _defaults(152064, 3584, 18944, 28, 28, 4, 1e-6, 1000000.0, slid
 _VISION, _AUDIO = "visual.", "audio_tower."
 _INSIDE = ((_VISION, "model.visual."), ("model.", "model.language_model."))
 """The spelling of modules inside transformers."""
-_IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
+_IMAGE_TOKENS = {name: f"{name}_token_id" for name in ("image", "video", "vision_start", "vision_end")}
 """The tokenizer's name of a token -> the key of config.json."""
 
 
@@ -168,6 +168,7 @@ _OMNI_SPELLINGS = ((), tuple((part, f"thinker.{part}") for part in _PARTS), ((_A
 _OMNI_TOKENS = {
     "image": "image_token_index",
     "audio": "audio_token_index",
+    "video": "video_token_index",
     **{name: f"{name}_token_id" for name in ("vision_start", "vision_end", "audio_start", "audio_end")},
 }
 """The tokenizer's name of a token -> the key of config.json."""
@@ -184,6 +185,7 @@ def _read_thinker(config: Config) -> dict[str, Any]:
             "one of them"
         )
     vision = _read_vision(OMNI_VISION, config.get("vision_config") or {}, llm["hidden_size"])
+    vision["image"]["video"] = {"tokens_per_second": config.get("position_id_per_seconds") or 25, "ends_at_last_time": True}
     audio = WHISPER.read(given, where="audio_config: ")
     audio["audio"] |= {"chunk_tokens": chunk_tokens, "max_tokens": _MAX_TOKENS}
     return {"units": {"vision": vision, "audio": audio, "llm": llm}}
@@ -192,11 +194,13 @@ def _read_thinker(config: Config) -> dict[str, Any]:
 def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json of the thinker alone."""
     (vision, audio), size = graph.encoders, graph.backbone.transformer.hidden_size
+    video = vision.image.video if vision.image is not None else None
     chunks = {"n_window": audio.audio.chunk_tokens if audio.audio is not None else None}
     return write_model(
         "Qwen2_5OmniThinkerForConditionalGeneration",
         "qwen2_5_omni_thinker",
         graph,
+        **({} if video is None else {"position_id_per_seconds": video.tokens_per_second}),
         text=write_placed_text(graph.backbone, "qwen2_5_omni_text"),
         vision_config={**OMNI_VISION.write(vision), "out_hidden_size": size, "model_type": "qwen2_5_omni_vision_encoder"},
         audio_config={**WHISPER.write(audio), **chunks, "model_type": "qwen2_5_omni_audio_encoder", "output_dim": size},

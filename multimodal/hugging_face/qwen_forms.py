@@ -28,7 +28,7 @@ def _read_qwen2_vl(config: Config, where: str) -> dict[str, Any]:
     size, ratio = config["embed_dim"], config["mlp_ratio"]
     if not isinstance(size, int) or isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise ModelError(f"{where}embed_dim is {size!r} and mlp_ratio {ratio!r}, expected numbers; correct them")
-    return {"ffn_hidden_size": int(size * ratio)}
+    return {"ffn_hidden_size": int(size * ratio), "image": {"video": {}}}
 
 
 QWEN2_VL = EncoderForm(
@@ -48,10 +48,19 @@ QWEN2_VL = EncoderForm(
 )
 
 
-def _check_positions(config: Config, where: str) -> dict[str, Any]:
+def _check_positions(config: Config, where: str) -> None:
     rotary = config.get("rope_parameters") or {}
     require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where=where)
-    return {}
+
+
+def _read_qwen2_5_vl(config: Config, where: str) -> dict[str, Any]:
+    _check_positions(config, where)
+    return {"image": {"video": {"tokens_per_second": config["tokens_per_second"]}}}
+
+
+def _write_qwen2_5_vl(unit: Unit) -> dict[str, Any]:
+    video = image_of(unit).video
+    return {"hidden_act": "silu"} | ({} if video is None else {"tokens_per_second": video.tokens_per_second})
 
 
 def _qwen2_5_vl(qkv: str) -> EncoderForm:
@@ -69,10 +78,11 @@ def _qwen2_5_vl(qkv: str) -> EncoderForm:
             "window_size": 112,
             "out_hidden_size": 3584,
             "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 4,
         },
         allowed={"hidden_act": ("silu",)},
-        read_more=_check_positions,
-        write_more=lambda unit: {"hidden_act": "silu"},
+        read_more=_read_qwen2_5_vl,
+        write_more=_write_qwen2_5_vl,
     )
 
 
@@ -88,7 +98,9 @@ def _read_qwen3_vl(config: Config, where: str) -> dict[str, Any]:
         raise ModelError(
             f"{where}num_position_embeddings is {num_positions!r}, expected those of a square; take a model with one"
         )
-    image = {"position_grid": math.isqrt(num_positions), "deepstack_layers": list(config["deepstack_visual_indexes"])}
+    image: dict[str, Any] = {"position_grid": math.isqrt(num_positions)}
+    image["deepstack_layers"] = list(config["deepstack_visual_indexes"])
+    image["video"] = {"has_timestamps": True, "min_pixels": 128 * 32 * 32, "max_pixels": 768 * 32 * 32}
     return {"activation": _QWEN3_ACTIVATIONS[config["hidden_act"]], "image": image}
 
 

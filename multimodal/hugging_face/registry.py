@@ -24,7 +24,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Families by their name in `architectures` of config.json."""
 _FREE = {"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"}
-_FREE |= {"min_pixels", "max_pixels", "max_tiles"}
+_FREE |= {"min_pixels", "max_pixels", "max_tiles", "video"}
 """Fields that a unit may have in any family."""
 _OF_CHANNELS = ("mean", "std")
 """Fields with one number for every channel, or one for all."""

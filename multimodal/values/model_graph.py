@@ -250,7 +250,7 @@ def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
 
 _ALIKE = (
     *("patch_size", "merge_size", "in_channels", "min_pixels", "max_pixels"),
-    *("image_size", "fit", "shorter_side", "max_tiles", "num_frames"),
+    *("image_size", "fit", "shorter_side", "max_tiles", "num_frames", "video"),
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.units.items import Grid
 
 
 class ItemLengths(NamedTuple):
@@ -137,7 +138,7 @@ def pass_item(graph: ModelGraph, item: ItemLengths) -> ItemLengths:
     return item._replace(num_output_tokens=passes[names[-1]].num_output_tokens, passes=tuple(passes.values()))
 
 
-def count_llm_tokens(graph: ModelGraph, unit: Unit, grid: tuple[int, int]) -> int:
+def count_llm_tokens(graph: ModelGraph, unit: Unit, grid: Grid) -> int:
     """Return the number of LLM tokens of an item with this grid; unit: the first encoder that takes it."""
     assert unit.item_input is not None, f"unit '{unit.name}' takes no items"
     alone = ItemLengths(unit.name, unit.item_input.num_tokens(grid), unit.num_output_tokens(grid))

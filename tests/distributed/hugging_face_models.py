@@ -15,7 +15,7 @@ from tests.distributed.hugging_face_comparison import VOCABULARY
 from tests.distributed.random_source import SampleShape
 
 AUDIO_TOKEN, AUDIO_START, AUDIO_END = 54, 55, 56
-VISION_END, VISION_START, IMAGE_TOKEN = 58, 59, 60
+VIDEO_TOKEN, VISION_END, VISION_START, IMAGE_TOKEN = 57, 58, 59, 60
 """From NUM_TEXT_TOKENS on, below which texts are drawn."""
 PATCH, GRID = 2, 4
 """Pixels of a patch's side, patches of an image's where all images have one size."""
@@ -165,7 +165,8 @@ QWEN_EYE = {**EYE, "out_hidden_size": 24}
 QWEN2_5_EYE = {**QWEN_EYE, "window_size": 8, "fullatt_block_indexes": [1]}
 MROPE = {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.0}
 MROPE_TEXT = {**PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": MROPE}
-IDS = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+IDS |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
 # The upper layer of the LLM has a window, which images reach beyond.
 qwen2_vl = tiny(
     "Qwen2VLForConditionalGeneration",
@@ -196,7 +197,8 @@ def qwen2_audio(*, vocab_size: int = VOCABULARY, audio_token_index: int = AUDIO_
 
 def omni_thinker(*, vocab_size: int = VOCABULARY, **changes: Any) -> Any:
     ids = {"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START, "audio_end_token_id": AUDIO_END}
-    ids |= {"image_token_index": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    ids |= {"image_token_index": IMAGE_TOKEN, "video_token_index": VIDEO_TOKEN}
+    ids |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
     return build(
         "Qwen2_5OmniThinkerForConditionalGeneration",
         vision_config={**QWEN2_5_EYE, "depth": 2},
@@ -244,8 +246,8 @@ def images_in_rows(source: PaddedSource, index: int, token_ids: torch.Tensor) ->
 
 
 def images_in_patches(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
-    given = _patches_of(source, index, mark(source, index, token_ids, IMAGE_TOKEN))
-    return {"mm_token_type_ids": (token_ids == IMAGE_TOKEN).long()[None], **given}
+    given = _patches_of(source, index, token_ids)
+    return {"mm_token_type_ids": ((token_ids == IMAGE_TOKEN) + 2 * (token_ids == VIDEO_TOKEN))[None], **given}
 
 
 def clips_and_images(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
@@ -256,7 +258,7 @@ def clips_and_images(source: PaddedSource, index: int, token_ids: torch.Tensor) 
         lengths = torch.tensor([source.item_grid(index, item)[0] for item in clips])
         given["input_features"] = frames.transpose(1, 2)
         given["feature_attention_mask"] = (torch.arange(frames.shape[1]) < lengths[:, None]).long()
-    return given | _patches_of(source, index, mark(source, index, token_ids, IMAGE_TOKEN))
+    return given | _patches_of(source, index, token_ids)
 
 
 def mark(source: PaddedSource, index: int, token_ids: torch.Tensor, token: int, *, unit: str = "vision") -> list[int]:
@@ -267,8 +269,25 @@ def mark(source: PaddedSource, index: int, token_ids: torch.Tensor, token: int, 
     return [item for item, _, _ in items]
 
 
-def _patches_of(source: PaddedSource, index: int, items: list[int]) -> dict[str, torch.Tensor]:
-    if not items:
-        return {}
-    patches = torch.cat([torch.from_numpy(source.item(index, item).patches).double() for item in items])
-    return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *source.item_grid(index, item)) for item in items])}
+def _patches_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Images, and videos: steps with times, of which a first one has the time 0."""
+    given, kinds = {}, {"": [[item] for item in mark(source, index, token_ids, IMAGE_TOKEN)], "_videos": []}
+    for (item,) in [each for each in kinds[""] if source.item_grid(index, each[0])[2:]]:
+        kinds[""].remove([item])
+        kinds["_videos"] += [[item]] if source.item_grid(index, item)[2:] == (0,) else []
+        kinds["_videos"][-1] += [item] if item not in kinds["_videos"][-1] else []
+        _, start, length = source.text(index).item_starts[item]
+        token_ids[start : start + length] = VIDEO_TOKEN
+    for kind, found in kinds.items():
+        if not found:
+            continue
+        patches = [torch.from_numpy(source.item(index, item).patches).double() for items in found for item in items]
+        grids = [(len(items), *source.item_grid(index, items[0])[:2]) for items in found]
+        name = "video_grid_thw" if kind else "image_grid_thw"
+        given |= {f"pixel_values{kind}": torch.cat(patches), name: torch.tensor(grids)}
+    image = source.graph.unit("vision").image if kinds["_videos"] else None
+    if image is not None and image.video is not None and image.video.tokens_per_second is not None:
+        between = [source.item_grid(index, items[1])[2] / image.video.tokens_per_second for items in kinds["_videos"]]
+        name = "video_second_per_grid" if image.video.ends_at_last_time else "second_per_grid_ts"
+        given[name] = torch.tensor(between, dtype=torch.float32)
+    return given

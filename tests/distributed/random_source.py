@@ -9,16 +9,18 @@ from multimodal.data.audio import frames_to_patches, samples_to_patches
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_item, pass_items
+from multimodal.values.units.items import Grid
 
 
 @dataclass(frozen=True)
 class SampleShape:
     """What a random sample looks like: its items as (unit, merged rows, merged columns), its text and target tokens.
 
-    A clip of sound is (unit, frames, 1), or (unit, samples, 1). What a generator makes has no tokens in the LLM.
+    A clip of sound is (unit, frames, 1), or (unit, samples, 1); a step of a video has its time behind these, and those behind its
+    first one, at 0, follow each other. What a generator makes has no tokens in the LLM.
     """
 
-    items: tuple[tuple[str, int, int], ...]
+    items: tuple[tuple[str, int, int] | tuple[str, int, int, int], ...]
     num_text_tokens: int
     num_target_tokens: int
 
@@ -51,7 +53,8 @@ class RandomSource:
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)
             cursor += num_outputs
-            if rest > self.num_between and item < len(shape.items) - 1:
+            is_followed = item < len(shape.items) - 1 and not any(shape.items[item + 1][3:])
+            if rest > self.num_between and is_followed:
                 cursor, rest = cursor + self.num_between, rest - self.num_between
         return SampleLengths(index, pass_items(self.graph, items), shape.num_text_tokens, shape.num_target_tokens, tuple(starts))
 
@@ -87,10 +90,11 @@ class RandomSource:
         assert isinstance(found, AudioInput)
         return self._numbers(index, item_index, (2 * found.max_tokens, found.num_mel_bins))
 
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        unit, rows, columns = self.shapes[index].items[item_index]
+    def item_grid(self, index: int, item_index: int) -> Grid:
+        unit, rows, columns, *time = self.shapes[index].items[item_index]
         found = self._input(unit)
-        return (rows, columns) if isinstance(found, AudioInput) else (rows * found.merge_size, columns * found.merge_size)
+        size = 1 if isinstance(found, AudioInput) else found.merge_size
+        return (rows * size, columns * size, time[0]) if time else (rows * size, columns * size)
 
     def _input(self, unit: str) -> ItemInput:
         found = self.graph.unit(unit).item_input

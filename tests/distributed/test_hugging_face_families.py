@@ -30,6 +30,15 @@ WITH_IMAGES = (
     SampleShape((("vision", 2, 2),), 7, 3),
     SampleShape((("vision", 4, 3), ("vision", 1, 5), ("vision", 2, 4)), 8, 2),
 )
+
+
+def with_videos(between: int) -> tuple[SampleShape, ...]:
+    """Videos of three and two steps; between: positions from one step to the next, 0: each stands alone in the text."""
+    video = [("vision", 2, 3, step * between) for step in range(3)]
+    first, *others = WITH_IMAGES
+    return replace(first, items=(first.items[0], *video)), replace(others[0], items=(*video[:2],), num_text_tokens=8), *others[1:]
+
+
 WITH_ROWS = (*WITH_IMAGES[:3], SampleShape((("vision", 4, 1), ("vision", 1, 5), ("vision", 2, 4)), 8, 2))
 LONGEST = 2 * models.MAX_TOKENS
 CLIPS = (
@@ -43,7 +52,7 @@ IMAGES_AND_CLIPS = (
     SampleShape((("vision", 3, 5), ("audio", 23, 1)), 9, 4),
     SampleShape((("audio", 12, 1),), 5, 5),
     SampleShape((("audio", 5, 1), ("vision", 2, 2), ("audio", 6, 1)), 12, 3),
-    SampleShape((("vision", 1, 4),), 8, 2),
+    SampleShape((("vision", 1, 4), ("vision", 2, 1, 0), ("vision", 2, 1, 7)), 8, 2),
 )
 IN_PARTS = {"sequence_parallel": True}
 SHARED = {"shards_weights": True}
@@ -114,8 +123,8 @@ def of_one_size(name: str) -> Family:
     return Family(models.LLAVAS[name], shapes, plans, models.images_of_one_size)
 
 
-def qwen(make: Callable[..., Any], plans: Plans, marks: Marks = (), **changes: Any) -> Family:
-    return Family(partial(make, **changes), WITH_IMAGES, plans, models.images_in_patches, marks)
+def qwen(make: Callable[..., Any], plans: Plans, between: int, marks: Marks = (), **changes: Any) -> Family:
+    return Family(partial(make, **changes), with_videos(between), plans, models.images_in_patches, marks)
 
 
 AROUND_IMAGES = "vision", models.VISION_START, models.VISION_END
@@ -126,12 +135,12 @@ FAMILIES: Mapping[str, Family] = {
     **{name: Family(make, plans=OF_EXPERTS) for name, make in models.MODELS_WITH_EXPERTS.items()},
     **{name: of_one_size(name) for name in models.LLAVAS},
     "pixtral": Family(models.pixtral, WITH_ROWS, OF_ONE_SIZE, models.images_in_rows),
-    "qwen2-vl": qwen(models.qwen2_vl, OF_IMAGES),
-    "qwen2.5-vl": qwen(models.qwen2_5_vl, OF_IMAGES, **UNTIED),
-    "qwen2.5-vl, tied": qwen(models.qwen2_5_vl, first_of(OF_IMAGES), **TIED),
+    "qwen2-vl": qwen(models.qwen2_vl, OF_IMAGES, 1),
+    "qwen2.5-vl": qwen(models.qwen2_5_vl, OF_IMAGES, 3, **UNTIED),
+    "qwen2.5-vl, tied": qwen(models.qwen2_5_vl, first_of(OF_IMAGES), 3, **TIED),
     # Older versions of transformers find images by the token before them.
-    "qwen3-vl": qwen(models.qwen3_vl, OF_DEEPSTACK, (AROUND_IMAGES,), **UNTIED),
-    "qwen3-vl, tied": qwen(models.qwen3_vl, first_of(OF_DEEPSTACK), (AROUND_IMAGES,), **TIED),
+    "qwen3-vl": qwen(models.qwen3_vl, OF_DEEPSTACK, 0, (AROUND_IMAGES,), **UNTIED),
+    "qwen3-vl, tied": qwen(models.qwen3_vl, first_of(OF_DEEPSTACK), 0, (AROUND_IMAGES,), **TIED),
     "qwen2-audio": Family(models.qwen2_audio, CLIPS, OF_CLIPS, models.clips_and_images),
     "qwen2.5-omni": Family(
         models.omni_thinker, IMAGES_AND_CLIPS, OF_IMAGES_AND_CLIPS, models.clips_and_images, (AROUND_IMAGES, AROUND_CLIPS)

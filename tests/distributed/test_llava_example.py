@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, GenerationConfig
 
 import multimodal
-from multimodal.data.image_files import FramePlace, read_frame
+from multimodal.data.image_files import FramePlace, read_frames
 from multimodal.data.index.index_cache import FOLDER_NAME
 from tests.distributed.launch import REPOSITORY, train
 from tests.unit.data.test_image_files import write_video
@@ -106,7 +106,7 @@ def test_a_video_is_asked_about_as_its_frames(tmp_path: Path, capsys: pytest.Cap
     (model, _), clip = write_inputs(tmp_path, "llava"), write_video(tmp_path / "clip.mp4", num_frames=20)
     frames = [tmp_path / f"{index}.png" for index in range(2)]
     for index, frame in enumerate(frames):
-        read_frame(FramePlace(str(clip), index, len(frames)), where="here").save(frame)
+        read_frames(FramePlace(str(clip), (index,), len(frames)), where="here")[0].save(frame)
     with multimodal.open_model(model) as opened:
         said = multimodal.generate(opened, "What is this?", images=frames, max_new_tokens=6)
     assert said

@@ -22,6 +22,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
+from multimodal.values.model_graph import ImageInput
 from tests.distributed.hugging_face_comparison import BETAS, DECAY, ONE_STEP, RATE, step_in_torch, weights_of
 from tests.distributed.hugging_face_models import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.launch import train
@@ -90,7 +91,7 @@ def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Map
             [[frame < count for frame in range(MAX_FRAMES)] for count, _ in frames]
         ).long()
     if source._graph.backbone.transformer.rotary_sections:
-        packed = pack_language_microbatch([Atom(index)], source=source, merge_sizes={"vision": 2})
+        packed = pack_language_microbatch([Atom(index)], source=source, images={"vision": ImageInput(merge_size=2)})
         given["position_ids"] = packed.position_ids.T[:, None]
     return given
 

@@ -119,6 +119,8 @@ def open_manifest(
         skips_bad=config.data.bad_sample == "skip",
         num_frames=config.data.num_frames,
         video_fps=config.data.video_fps,
+        video_max_pixels=config.data.video_max_pixels,
+        video_sound=config.data.video_sound,
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)

@@ -24,6 +24,7 @@ from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
+from multimodal.values.units.items import Grid
 
 WHOLE_TEXT = -1
 """Item index of a sample's text."""
@@ -38,10 +39,10 @@ class Piece(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Facts about a sample that all ranks know: its lengths, and the (rows, columns) of patches of its items."""
+    """Facts about a sample that all ranks know: its lengths, and the grids of its items."""
 
     lengths: SampleLengths
-    grids: tuple[tuple[int, int], ...]
+    grids: tuple[Grid, ...]
 
 
 Pieces = Mapping[Piece, SampleText | ItemPixels]
@@ -74,8 +75,8 @@ class ExchangedSamples:
         assert isinstance(pixels, ItemPixels)
         return pixels
 
-    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """(rows, columns) of patches of any item."""
+    def item_grid(self, index: int, item_index: int) -> Grid:
+        """Return the grid of any item."""
         return self._described[index].grids[item_index]
 
 

@@ -161,7 +161,7 @@ def _generator_input(
     num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
     is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
     if packed.patches is not None and (is_encoded or unit.module is not None):
-        grids = tuple(source.item_grid(*item) for item in items)
+        grids = tuple(source.item_grid(*item)[:2] for item in items)
         made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)), is_encoded)
         packed = dataclasses.replace(packed, items_made=made)
     if step.graph.takes_tokens(unit.name):
@@ -221,15 +221,13 @@ def _rows_handed_over(place: MicrobatchPlace, step: StepDecision) -> tuple[dict[
 
 def _language_input(source: SampleSource, place: MicrobatchPlace, step: StepDecision) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)
-    merge_sizes = {
-        unit.name: unit.image.merge_size
+    images = {
+        unit.name: unit.image
         for unit in step.graph.encoders
         if unit.image is not None and unit.queries is None and step.graph.item_units(unit.name) == (unit.name,)
         if not unit.image.has_row_ends
     }  # results of queries, and of other encoders' joins, have no rows and columns, and row ends none that are known
-    packed = pack_language_microbatch(
-        step.assignment.atoms(place), source=source, merge_sizes=merge_sizes if has_places else None
-    )
+    packed = pack_language_microbatch(step.assignment.atoms(place), source=source, images=images if has_places else None)
     lengths = _lengths(packed.cu_seqlens)
     routes = step.routes.to_target.get(place, ())
     items = tuple(ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)

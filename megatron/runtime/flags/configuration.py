@@ -350,9 +350,14 @@ class DataConfig:
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
     """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
     num_frames: int = field(default=NUM_FRAMES, metadata={"minimum": 1, "maximum": 10**5})
-    """Most frames that are taken of a video of a manifest, evenly spread over its time; each is an image to the model."""
+    """Most frames that are taken of a video, evenly spread over its time: images to the model, or parts of steps (Qwen2-VL)."""
     video_fps: float | None = field(default=None, metadata={"above": 0, "maximum": 10**4})
     """Frames that are taken of a second of video, up to --num-frames; by default that many of any."""
+    video_max_pixels: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    """Most pixels of a frame of a video once it is scaled, for encoders of images at native resolution; by default as the model
+    says."""
+    video_sound: bool = False
+    """Let models with an encoder of sound hear videos, behind their frames."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
     """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 256})

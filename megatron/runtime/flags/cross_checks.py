@@ -125,6 +125,12 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
         yield "--sample-guidance-scale would be ignored: the model has no generator, and draws nothing; leave it out"
     if config.data.latent_cache is not None and not any(unit.image and unit.image.latents for unit in graph.generators):
         yield "--latent-cache would be ignored: no generator of the model makes latents; leave it out, or give one `latents`"
+    images = [unit.image for unit in graph.item_encoders if unit.image is not None]
+    if config.data.video_max_pixels is not None and not any(each.image_size is each.longest_side is None for each in images):
+        yield "--video-max-pixels would be ignored: no encoder takes images at native resolution within bounds; leave it out"
+    num_ears = sum(unit.audio is not None for unit in graph.item_encoders)
+    if config.data.video_sound and num_ears != 1:
+        yield f"--video-sound needs one encoder of sound that hears videos, but the model has {num_ears}; leave it out"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             yield (

@@ -132,7 +132,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         {
             "chat_template": "a program's samples (digits, FILE.py) come in turns of Braid's own",
             "split": "a program (digits, FILE.py) holds out samples of its own",
-            "allow_outside_paths producers max_image_pixels num_frames video_fps": (
+            "allow_outside_paths producers max_image_pixels num_frames video_fps video_max_pixels video_sound": (
                 "a program (digits, FILE.py) reads no files; use a manifest"
             ),
             "overlong": "a program (digits, FILE.py) makes samples that fit, or cuts them; use a manifest",

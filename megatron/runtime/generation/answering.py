@@ -226,7 +226,7 @@ class Answering:
         """
         assert before.token_ids is not None
         num_new = len(ids) - len(before.token_ids)
-        behind = before.positions[-1].max() + 1 + torch.arange(num_new, device=ids.device)
+        behind = before.positions.max() + 1 + torch.arange(num_new, device=ids.device)
         positions = behind.reshape(-1, *[1] * (before.positions.dim() - 1)).expand(num_new, *before.positions.shape[1:])
         batch = replace(
             before,
@@ -242,10 +242,10 @@ class Answering:
         return head.predicted[0, : self._backbone.unit.num_tokens_known(self._session.options.vocab_size)]
 
 
-def open_answering(session: Session, model: StoredModel, path: Path, *, num_frames: int = NUM_FRAMES) -> Answering:
-    """Return what answers the samples of a file, in any form that --data-path takes; num_frames: of a video, at most."""
+def open_answering(session: Session, model: StoredModel, path: Path, **frames: Any) -> Answering:
+    """Return what answers the samples of a file, in any form that --data-path takes; frames: as in `open_questions`."""
     tokenizer, chat = model.texts.open()
-    source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat, num_frames=num_frames)
+    source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat, **frames)
     if session.graph.passes_items_on:
         source = PassedItems(source, graph=session.graph)
     return Answering(session, source, tokenizer)
@@ -254,7 +254,7 @@ def open_answering(session: Session, model: StoredModel, path: Path, *, num_fram
 def open_questions(
     path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None, **frames: Any
 ) -> ManifestSource:
-    """Open a file of questions, none of which is cut; frames: num_frames and video_fps. Raises DataError."""
+    """Open a file of questions, none of which is cut; frames: fields of IndexOptions about videos. Raises DataError."""
     options = IndexOptions(_UNBOUNDED, allows_outside_paths=True, **frames)
     return ManifestSource(path, graph=graph, tokenizer=tokenizer, options=options, chat=chat)
 
@@ -280,6 +280,7 @@ def generate(
     audio: Sequence[str | Path] = (),
     videos: Sequence[str | Path] = (),
     num_frames: int = NUM_FRAMES,
+    video_fps: float | None = None,
     max_new_tokens: int = 64,
     seed: int = 0,
     **options: Any,
@@ -287,9 +288,10 @@ def generate(
     """Return a trained model's answer, computed by this process.
 
     model: the folder of a run's checkpoints, one of them, a folder of Hugging Face, or what `open_model` gives for one, which
-    spares reading it for every question. prompt: a question, after images, videos and clips of sound from these files; of a video
-    the model sees `num_frames` frames, as images; or the messages of a conversation, the last one a user's, as `user_message`
-    makes them. options: as in `Answering.answer`. Raises BraidError if the model cannot be read, or takes no such files.
+    spares reading it for every question. prompt: a question, after images, videos and clips of sound from these files; or the
+    messages of a conversation, the last one a user's, as `user_message` makes them. num_frames: most frames that are seen of a
+    video; video_fps: frames of a second of it. options: as in `Answering.answer`. Raises BraidError if the model cannot be read,
+    or takes no such files.
     """
     if not isinstance(prompt, str) and (images or audio or videos):
         raise ConfigError("images, audio, videos go with a question; in a conversation name them in its messages (user_message)")
@@ -299,7 +301,8 @@ def generate(
         messages = [user_message(prompt, images=images, audio=audio, videos=videos)] if isinstance(prompt, str) else prompt
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
-        return open_answering(*opened, path, num_frames=num_frames).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
+        answering = open_answering(*opened, path, num_frames=num_frames, video_fps=video_fps)
+        return answering.answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
 
 
 def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:

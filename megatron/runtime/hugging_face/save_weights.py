@@ -20,6 +20,7 @@ from megatron.runtime.hugging_face.write_folder import PIPELINE_INDEX, Export, c
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
 from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, TOKENS_ENDING, UP_ENDING
+from multimodal.hugging_face.processors import write_video_processor
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
 from multimodal.hugging_face.weight_names import Rows, spelled
 from multimodal.model.adapter import is_adapter, is_new_rows
@@ -121,10 +122,12 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         names = as_spelled(names, architecture.written_spelling)
         shapes = {spelled(key, architecture.written_spelling): shape for key, shape in architecture.shapes(graph).items()}
         layout = cut_into_files(names, dtype, is_vector=name_vectors(tensors, names, what=what), given=shapes)
-        tokens = {key: special_tokens[name] for name, key in architecture.placeholders.items() if name in special_tokens}
+        known = {key: value for key, value in special_tokens.items() if key != "video" or value != special_tokens.get("image")}
+        tokens = {key: known[name] for name, key in architecture.placeholders.items() if name in known}
         written = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
         beside = Path(graph.backbone.weights) if graph.backbone.weights is not None else None
-        return Export(names, layout, written, beside=beside, processor=architecture.to_processor(graph))
+        images, videos = architecture.to_processor(graph), write_video_processor(graph)
+        return Export(names, layout, written, beside=beside, processor=images, video_processor=videos)
     before = check_same_model(like, graph).backbone.vocab_size or 0
     with failing_together(what=what), WeightFiles(like) as files:
         names = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=before)

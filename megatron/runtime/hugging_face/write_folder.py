@@ -27,7 +27,7 @@ from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
 from megatron.runtime.hugging_face.weight_files import INDEX_NAME, WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
-from multimodal.hugging_face.processors import PROCESSOR_NAME
+from multimodal.hugging_face.processors import PROCESSOR_NAME, VIDEO_NAME
 from multimodal.hugging_face.registry import CONFIG_NAME
 from multimodal.model.expert_mlp import is_of_expert
 from multimodal.values.errors import CheckpointError
@@ -52,6 +52,8 @@ class Export(NamedTuple):
     """The folder whose other files are copied, if `like` is None."""
     processor: Mapping[str, Any] = MappingProxyType({})
     """The content of preprocessor_config.json, if there is no folder to copy it from."""
+    video_processor: Mapping[str, Any] = MappingProxyType({})
+    """The same for video_preprocessor_config.json."""
 
 
 def write_folder(folder: Path, export: Export, *, session: Session, tensors: Iterable[HeldTensor]) -> None:
@@ -224,8 +226,9 @@ def _complete(partial: Path, folder: Path, export: Export) -> None:
             if _stays_inside(path):
                 shutil.copyfile(path, partial / path.name)
     _write_json(partial / export.config_name, export.config)
-    if export.processor:
-        _write_json(partial / PROCESSOR_NAME, export.processor)
+    for name, content in ((PROCESSOR_NAME, export.processor), (VIDEO_NAME, export.video_processor)):
+        if content:
+            _write_json(partial / name, content)
     if export.layout.index is not None:
         _write_json(partial / INDEX_NAME, export.layout.index)
     sync_folder(partial)

@@ -22,7 +22,7 @@ from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSeg
 from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
 
-_CONFIG_KEYS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
+_KINDS = "image", "audio", "video"
 _WRAPPED = {"internvl": ("<img>", "</img>")}
 """Model type -> tokens that the processor, rather than the template, puts around an image."""
 _ROW_ENDS = "[IMG_BREAK]", "[IMG_END]"
@@ -51,7 +51,7 @@ class Placeholder:
 
 
 def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str, Placeholder]:
-    """Return the placeholders by kind, image and audio; raises ConfigError if the tokenizer lacks those of config.json."""
+    """Return the placeholders by kind, image, audio and video; raises ConfigError if the tokenizer lacks those of config.json."""
     config: Any = {}
     if (folder / "config.json").is_file():
         try:
@@ -67,11 +67,9 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
         raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
     special = tokenizer.special
     found: dict[str, Placeholder] = {}
-    for kind, (start, own, end) in {
-        "image": (special.vision_start, special.image, special.vision_end),
-        "audio": (special.audio_start, special.audio, special.audio_end),
-    }.items():
-        token_id = next((config[key] for key in _CONFIG_KEYS[kind] if isinstance(config.get(key), int)), own)
+    for kind, (start, own, end) in ((kind, special.around(kind)) for kind in _KINDS):
+        keys = f"{kind}_token_id", f"{kind}_token_index"
+        token_id = next((config[key] for key in keys if isinstance(config.get(key), int)), own)
         if token_id == MISSING or any(token_id == other.token_id for other in found.values()):
             continue
         around = (MISSING, MISSING) if wrap or token_id != own else (start, end)
@@ -185,7 +183,7 @@ class ChatFormat:
                 spans.append((len(text), len(text) + len(hidden := self._hide(segment.text))))
                 text += hidden
             elif isinstance(segment, ItemSegment):
-                text += self._spelling(_kind(segment))
+                text += self._spelling(segment.kind)
         end = self._template.tokens.get("eos_token", "")
         return text + end, [*spans, (len(text), len(text) + len(end))]
 
@@ -250,7 +248,7 @@ class ChatFormat:
     ) -> Conversation:
         kinds = {placeholder.token_id: kind for kind, placeholder in self._placeholders.items()}
         places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]
-        if [kind for _, kind in places] != [_kind(item) for item in items]:
+        if [kind for _, kind in places] != [item.kind for item in items]:
             raise DataError(
                 f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} items, or in another "
                 "order; take the tokenizer and the template of a model that takes such items, or --chat-template none"
@@ -281,10 +279,6 @@ class ChatFormat:
         )
 
 
-def _kind(segment: ItemSegment) -> str:
-    return "audio" if segment.is_sound else "image"
-
-
 def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
     """[num_tokens]: True from the first to the last token that lies in a span, even if only in part."""
     trained = np.zeros(len(offsets), dtype=np.bool_)
@@ -302,7 +296,7 @@ def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, 
     waiting: list[dict[str, Any]] = []
     for segment in segments:
         if not isinstance(segment, TextSegment):
-            kind = _kind(segment) if isinstance(segment, ItemSegment) else "image"
+            kind = segment.kind if isinstance(segment, ItemSegment) else "image"
             waiting.append({"type": kind, kind: ""})  # some templates ask for the type, some for the key
             continue
         part = {"type": "text", "text": hide(segment.text)}

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from multimodal.data.audio import audio_to_patches, read_audio
 from multimodal.data.forms.segments import EMBEDDED
-from multimodal.data.image_files import parse_frame_address, read_frame, read_image
-from multimodal.data.image_processing import cut_patches, image_to_patches
+from multimodal.data.image_files import SOUND, parse_frame_address, read_frames, read_image, read_sound
+from multimodal.data.image_processing import cut_patches, step_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.index.sample_index import IndexedItem
 from multimodal.data.sample_source import ItemPixels, SampleSource
@@ -50,20 +50,22 @@ class ItemReader:
         item, where = wanted
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
-        path = frame.path if frame else item.path
+        path = frame.path if frame else item.path.removesuffix(SOUND)
         content = self._embedded(path) if path.startswith(EMBEDDED) else None
         kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
         name = path if content is None else f"its {kind}"
+        if isinstance(found, AudioInput) and path != item.path:
+            return audio_to_patches(read_sound(name, content=content, num_samples=item.size[0], where=where), audio=found)
         if isinstance(found, AudioInput):
             return audio_to_patches(read_audio(name, content=content, num_samples=item.size[0], where=where), audio=found)
         if frame is not None:
-            image = read_frame(frame._replace(path=name), content=content, where=where)
-            if image.size != item.size:
+            images = read_frames(frame._replace(path=name), content=content, where=where)
+            if (size := next((image.size for image in images if image.size != item.size), None)) is not None:
                 raise DataError(
-                    f"{where}: {name} has frames of {image.size[0]}x{image.size[1]} pixels, but {item.size[0]}x{item.size[1]} "
+                    f"{where}: {name} has frames of {size[0]}x{size[1]} pixels, but {item.size[0]}x{item.size[1]} "
                     f"when the data was indexed; restore the file, or remove {FOLDER_NAME} if it is right"
                 )
-            return image_to_patches(image, image_input=found, tile=item.tile)
+            return step_to_patches(images, image_input=found, grid=item.grid, tile=item.tile)
         return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
 
     def is_shaped(self, wanted: WantedItem, pixels: ItemPixels) -> bool:
@@ -72,7 +74,7 @@ class ItemReader:
         if isinstance(found, AudioInput):
             shape = found.num_tokens(grid), found.num_patch_values
         else:
-            shape = math.prod(grid), found.num_pixel_values
+            shape = math.prod(grid[:2]), found.num_pixel_values
         return pixels.grid == grid and pixels.patches.shape == shape
 
 

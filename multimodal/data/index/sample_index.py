@@ -22,9 +22,10 @@ import numpy.typing as npt
 
 from multimodal.data.conversation import Conversation
 from multimodal.values.arrays.rows import row_starts
+from multimodal.values.units.items import Grid
 
 _SUMMARY = "index.json"
-FORMAT = 2
+FORMAT = 3
 """Version of the written format."""
 _ARRAYS = {
     "token_ids": "int32",
@@ -40,8 +41,9 @@ _ARRAYS = {
     "path_starts": "int64",
 }
 """Name -> type of its values."""
-_ITEM_NUMBERS = 8
-"""Columns of `items`: unit, start, output tokens, width, height, rows, columns, tile."""
+_ITEM_NUMBERS = 9
+"""Columns of `items`: unit, start, output tokens, width, height, tile, rows, columns, time (NO_TIME if the grid has none)."""
+NO_TIME = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,7 @@ class IndexedItem:
     path: str
     size: tuple[int, int]
     """(width, height) of its file in pixels; for sound (samples at 16 kHz, 1)."""
-    grid: tuple[int, int]
-    """(rows, columns) of patches; for sound (frames, 1)."""
+    grid: Grid
     tile: int = 0
 
 
@@ -113,8 +114,9 @@ class SampleIndex:
         if not 0 <= item_index < self.num_items(index):
             raise IndexError(f"item {item_index} of sample {index}, which has {self.num_items(index)}")
         number = int(self.arrays["item_starts"][index]) + item_index
-        unit, _, _, width, height, rows, columns, tile = self.arrays["items"][number].tolist()
-        return IndexedItem(self.summary["units"][unit], self._text("paths", number), (width, height), (rows, columns), tile)
+        unit, _, _, width, height, tile, rows, columns, time = self.arrays["items"][number].tolist()
+        grid = (rows, columns) if time == NO_TIME else (rows, columns, time)
+        return IndexedItem(self.summary["units"][unit], self._text("paths", number), (width, height), grid, tile)
 
     def where(self, index: int) -> str:
         """Return the origin of a sample (file and line), for messages."""
@@ -143,7 +145,8 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         conversations.append(conversation)
         places.append(place)
         for item, (_, start, outputs) in zip(of_sample, conversation.item_starts, strict=True):
-            items.append((units.setdefault(item.unit, len(units)), start, outputs, *item.size, *item.grid, item.tile))
+            unit = units.setdefault(item.unit, len(units))
+            items.append((unit, start, outputs, *item.size, item.tile, *item.grid, *[NO_TIME][: 3 - len(item.grid)]))
             paths.append(item.path)
     arrays = {
         "token_ids": _joined([conversation.token_ids for conversation in conversations], np.int32),

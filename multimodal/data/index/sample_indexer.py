@@ -1,5 +1,6 @@
 """Indexes single samples, in any process: their tokens, and the tokens of their items in the LLM."""
 
+import math
 import multiprocessing
 import os
 from collections import deque
@@ -7,7 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
+
+import numpy as np
 
 from multimodal.data.audio import audio_grid, read_audio_length
 from multimodal.data.chat.chat_format import ChatFormat
@@ -21,20 +24,24 @@ from multimodal.data.conversation import (
 )
 from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
+from multimodal.data.forms.segments import Segment as DataSegment
 from multimodal.data.image_files import (
+    SOUND,
     FramePlace,
     ManifestPaths,
+    VideoLength,
     check_image_size,
     frame_address,
+    parse_frame_address,
     read_image_size,
     read_video_length,
 )
-from multimodal.data.image_processing import image_grid, num_tiles
+from multimodal.data.image_processing import image_grid, num_tiles, video_grid
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
-from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import count_llm_tokens
 
 
@@ -57,8 +64,14 @@ class IndexOptions:
     """The most frames that are taken of a video."""
     video_fps: float | None = None
     """Frames that are taken of a second of video; None: as many as there may be."""
+    video_max_pixels: int | None = None
+    """The most pixels of a frame once it is scaled; None: as the model says."""
+    video_sound: bool = False
+    """Videos are heard, too, by the model's only encoder of sound."""
 
 
+_LEAST_FRAMES = 4
+"""Frames that video processors of Qwen's models take of a second or less, if a video has them."""
 BLOCK_SIZE = 4096
 """Samples whose index is made at a time."""
 MOST_PROCESSES = 32
@@ -120,27 +133,33 @@ class SampleIndexer:
                     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
         try:
-            items_of = [self._index_segment(segment, unit, where=sample.where) for segment, unit in found]
+            parts_of = [self._index_segment(segment, unit, where=sample.where) for segment, unit in found]
         except DataError as problem:
             if self._options.skips_bad:
                 return f"{BAD}{problem}"
             raise
-        units = (unit for _, unit in found)
-        places = iter(
-            [[_item_segment(own, unit, graph=self._graph) for own in each] for each, unit in zip(items_of, units, strict=True)]
-        )
-        segments = [*chain.from_iterable([each] if isinstance(each, TextSegment) else next(places) for each in sample.segments)]
+        segments: list[Segment] = []
+        rest = iter(parts_of)
+        for number, segment in enumerate(sample.segments):
+            if isinstance(segment, TextSegment):
+                segments.append(segment)
+                continue
+            role = _role_around(sample.segments, number)
+            segments += [
+                TextSegment(role, part) if isinstance(part, str) else _item_segment(part, graph=self._graph)
+                for part in next(rest)
+            ]
         if self._chat is not None:
             conversation = self._chat.build(segments, seq_length=self._options.seq_length, where=sample.where)
         else:
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
-        items = [*chain.from_iterable(chain.from_iterable(items_of))]
+        items = [item for part in chain.from_iterable(parts_of) if not isinstance(part, str) for item in part]
         if conversation.is_cut and self._options.overlong == "skip":
             return f"of more than {self._options.seq_length} tokens (--overlong skip)"
         if conversation.is_cut and self._options.overlong == "error":
             raise DataError(
-                f"{sample.where}: more than {self._options.seq_length} tokens; raise --seq-length, shorten the sample, or give "
-                "--overlong truncate or skip"
+                f"{sample.where}: more than {self._options.seq_length} tokens; raise --seq-length, shorten the sample (videos: "
+                "--num-frames, --video-max-pixels), or give --overlong truncate or skip"
             )
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._options.seq_length} (seq_length)"
@@ -169,33 +188,70 @@ class SampleIndexer:
             )
         return fitting[0] if fitting else None
 
-    def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[list[IndexedItem]]:
-        """Return the items of a segment: a clip or an image, with its tiles, or every frame of a video with its own."""
+    def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[list[IndexedItem] | str]:
+        """Return the items of a segment, each with its tiles or steps: a clip, an image, or what a video becomes, with texts."""
         found = input_of(unit)
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
         kind = {AudioSegment: "sound", ImageSegment: "image", VideoSegment: "video"}[type(segment)]
         name, content = (f"its {kind}", self._files.embedded(path)) if is_embedded else (path, None)
-        paths = [path]
+        length = None
         if isinstance(segment, AudioSegment):
             size = read_audio_length(name, content=content, where=where), 1
         else:
             if isinstance(segment, VideoSegment):
-                length, fps = read_video_length(name, content=content, where=where), self._options.video_fps
-                wanted = max(1, round(length.seconds * fps)) if fps else self._options.num_frames
-                number = min(wanted, self._options.num_frames, length.num_frames)
-                paths, size = [frame_address(FramePlace(path, index, number)) for index in range(number)], length.size
+                length = read_video_length(name, content=content, where=where)
+                size = length.size
             else:
                 size = segment.size or read_image_size(name, content=content, where=where)
             check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
         try:
             if isinstance(found, AudioInput):
                 return [[IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]]
+            if length is not None:
+                sound = self._index_sound(path, length.num_samples) if self._options.video_sound else []
+                return [*self._index_video(path, length, unit=unit.name, image=found), *sound]
             grid = image_grid(width=size[0], height=size[1], image_input=found)
             tiles = range(num_tiles(width=size[0], height=size[1], image_input=found))
-            return [[IndexedItem(unit.name, each, size, grid, tile) for tile in tiles] for each in paths]
+            return [[IndexedItem(unit.name, path, size, grid, tile) for tile in tiles]]
         except DataError as problem:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
+
+    def _index_video(self, path: str, length: VideoLength, *, unit: str, image: ImageInput) -> list[list[IndexedItem] | str]:
+        """Return a video's frames, each with its tiles, or its steps: all as one, or each behind its time as text."""
+        frames = choose_frames(length, image=image, most=self._options.num_frames, fps=self._options.video_fps)
+        (width, height), video = length.size, image.video
+        most = self._options.video_max_pixels
+        grid = video_grid(width=width, height=height, num_frames=len(frames), image_input=image, max_pixels=most)
+        if video is None:
+            tiles = range(num_tiles(width=width, height=height, image_input=image))
+            places = [FramePlace(path, (frame,), len(frames)) for frame in frames]
+            return [[IndexedItem(unit, frame_address(each), length.size, grid, tile) for tile in tiles] for each in places]
+        per_step = image.num_frames
+        frames += frames[-1:] * (-len(frames) % per_step)
+        steps = [tuple(frames[first : first + per_step]) for first in range(0, len(frames), per_step)]
+        addresses = [frame_address(FramePlace(path, step, length.num_frames)) for step in steps]
+        if video.has_timestamps:
+            seconds = [(step[0] / length.fps + step[-1] / length.fps) / 2 for step in steps]
+            found: list[list[IndexedItem] | str] = []
+            for time, address in zip(seconds, addresses, strict=True):
+                found += [f"<{time:.1f} seconds>", [IndexedItem(unit, address, length.size, grid)]]
+            return found
+        seconds_between = np.float32(per_step / (len(frames) / length.num_frames * length.fps))
+        numbers = np.arange(len(steps), dtype=np.float32)
+        if video.tokens_per_second is not None and video.ends_at_last_time:  # rounded as transformers do in each
+            numbers = numbers * seconds_between * video.tokens_per_second
+        elif video.tokens_per_second is not None:
+            numbers = numbers * (seconds_between * video.tokens_per_second)
+        times = numbers.astype(np.int64).tolist()
+        return [[IndexedItem(unit, address, length.size, (*grid, time)) for address, time in zip(addresses, times, strict=True)]]
+
+    def _index_sound(self, path: str, num_samples: int) -> list[list[IndexedItem] | str]:
+        """Return the sound of a video; nothing of a silent one."""
+        (unit,) = (unit for unit in self._graph.item_encoders if unit.audio is not None)
+        assert unit.audio is not None
+        grid = audio_grid(num_samples, audio=unit.audio) if num_samples else None
+        return [] if grid is None else [[IndexedItem(unit.name, path + SOUND, (num_samples, 1), grid)]]
 
 
 _adopted: list[SampleIndexer] = []
@@ -240,13 +296,46 @@ def gather(values: Iterable[Value], *, weight: Callable[[Value], int], most: int
         yield gathered
 
 
-def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph) -> Segment:
-    """Return an item as its LLM tokens; tiles: of an image, or a clip alone."""
+def choose_frames(length: VideoLength, *, image: ImageInput, most: int, fps: float | None) -> list[int]:
+    """Return the frames that are taken of a video, at most so many, or so many of a second of it.
+
+    Of a model that takes single frames, as numbers of equal parts of the time, of which there are as many as frames; of others as
+    numbers of frames, chosen as by the video processor of the model: by that of Qwen3-VL from the first to the last one, by that
+    of Qwen2-VL in equal steps from the first one, in pairs.
+    """
+    total, video, group = length.num_frames, image.video, image.num_frames
+    if video is None:
+        wanted = max(1, round(length.seconds * fps)) if fps else most
+        return [*range(min(wanted, most, total))]
+    wanted_of_time = max(total / length.fps * fps, _LEAST_FRAMES) if fps else most
+    if video.has_timestamps:
+        number = max(1, min(int(wanted_of_time), most, total))
+        return np.linspace(0, total - 1, number).round().astype(int).tolist()  # type: ignore[no-any-return]
+    number = group * max(1, min(math.floor(wanted_of_time / group), most // group, total // group))
+    return [index * total // number for index in range(number)]
+
+
+def _role_around(segments: Sequence[DataSegment], number: int) -> str:
+    """Return the role of the texts on both sides of an item: their own if it is one, else a user's; or a document's."""
+    before, behind = (
+        next((each.role for each in part if isinstance(each, TextSegment)), None)
+        for part in (segments[number::-1], segments[number:])
+    )
+    if before is not None and before == behind:
+        return before
+    return "document" if "document" in (before, behind) else "user"
+
+
+def _item_segment(tiles: Sequence[IndexedItem], *, graph: ModelGraph) -> Segment:
+    """Return an item as its LLM tokens; tiles: of an image, steps of a video, or a clip alone."""
+    unit = graph.unit(tiles[0].unit)
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
     num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
     row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
-    return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles), row_length=row_length)
+    place, is_step = parse_frame_address(tiles[0].path), unit.image is not None and unit.image.video is not None
+    kind: Literal["image", "audio", "video"] = "video" if place and is_step else "image" if unit.audio is None else "audio"
+    return ItemSegment(num_output_tokens, kind, num_tiles=len(tiles), row_length=row_length)
 
 
 def input_of(unit: Unit) -> ItemInput:

@@ -167,7 +167,8 @@ def _projector(unit: Unit) -> Iterator[Rule]:
         yield "queries", size % heads > 0, problem
 
 
-_NO_ENDS = "has_row_ends", False
+_OF_ENCODERS = dict[str, object].fromkeys(("class_token", "position_grid", "video"))
+_OF_ENCODERS |= {"max_tiles": 1, "deepstack_layers": (), "has_row_ends": False}
 
 
 def _image(unit: Unit) -> Iterator[Rule]:
@@ -175,7 +176,7 @@ def _image(unit: Unit) -> Iterator[Rule]:
         return
     has_latents = unit.image.latents is not None
     yield "image", has_latents and unit.role is not Role.GENERATOR, "latents belongs to generators; remove it here"
-    for key, default in (("class_token", None), ("max_tiles", 1), ("position_grid", None), ("deepstack_layers", ()), _NO_ENDS):
+    for key, default in _OF_ENCODERS.items():
         is_broken = unit.role is Role.GENERATOR and getattr(unit.image, key) != default
         yield "image", is_broken, f"{key} belongs to encoders; remove it here"
     problem = "has_row_ends belongs to encoders that give the LLM every patch; leave it out, or queries and has_projector false"

@@ -7,6 +7,10 @@ from typing import Literal
 from multimodal.values.typed_reader import up_to
 from multimodal.values.units.transformer import MOST_LAYERS
 
+Grid = tuple[int, int] | tuple[int, int, int]
+"""(rows, columns) of patches; of a step of a video whose steps follow each other also its time, in rotary positions of the LLM
+from the video's first step. Of a clip (frames, 1), or (samples, 1)."""
+
 
 @dataclass(frozen=True)
 class Latents:
@@ -18,6 +22,26 @@ class Latents:
     """Numbers of one latent."""
     factor: int = field(default=8, metadata=up_to(2**10))
     """Pixels of both sides that one latent stands for."""
+
+
+@dataclass(frozen=True)
+class VideoInput:
+    """The rule by which a video becomes steps: as many frames as a patch covers, cut into patches together (Qwen2-VL)."""
+
+    min_pixels: int = field(default=100352, metadata=up_to(2**31))
+    max_pixels: int = field(default=602112, metadata=up_to(2**31))
+    """Bounds of a frame's pixels, or, with timestamps, of those of all frames together."""
+    max_tokens: int | None = field(default=None, metadata=up_to(2**31))
+    """A further bound, in tokens of merge_size x merge_size patches: with timestamps of a frame's pixels; else nine tenths of it
+    bound those of all steps together. None: none."""
+    has_timestamps: bool = False
+    """Every step stands alone in the text, behind its time (Qwen3-VL); False: steps follow each other, and their times are those
+    of the LLM's rotary positions."""
+    tokens_per_second: int | None = field(default=None, metadata=up_to(2**20))
+    """Rotary positions of a second (Qwen2.5-VL); None: a step is one position behind the step before."""
+    ends_at_last_time: bool = False
+    """Text behind a video continues behind the time of its last step, too; False: behind its rows and columns alone, as for
+    images."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,8 @@ class ImageInput:
     """Encoders of images at native resolution: in the LLM a token of the text stands behind every row of patches (Pixtral)."""
     num_frames: int = field(default=1, metadata=up_to(2**10))
     """Frames that a patch covers; an image is repeated in all of them."""
+    video: VideoInput | None = None
+    """Encoders: videos are seen as steps of so many frames; None: each of their frames is an image."""
     window_size: int | None = field(default=None, metadata=up_to(2**14))
     """Encoders: pixels of both sides of the windows in which patches attend; None: patches attend to the whole image."""
     position_grid: int | None = field(default=None, metadata=up_to(2**10))
@@ -113,11 +139,11 @@ class ImageInput:
         """Number of an image's tokens that are not patches: class token and registers."""
         return 0 if self.class_token is None else 1 + self.num_registers
 
-    def num_tokens(self, grid: tuple[int, int]) -> int:
+    def num_tokens(self, grid: Grid) -> int:
         """Tokens inside an encoder of an image with these (rows, columns) of patches."""
         return grid[0] * grid[1] + self.num_class_tokens
 
-    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+    def num_output_tokens(self, grid: Grid) -> int:
         """Tokens that leave the encoder, and of the text those that end rows."""
         kept = self.num_class_tokens * (self.class_token == "kept")
         return grid[0] * grid[1] // self.merge_size**2 + kept + grid[0] * self.has_row_ends
@@ -198,13 +224,13 @@ class AudioInput:
         """Number of learned positions."""
         return 0 if self.chunk_tokens is not None else self.max_tokens
 
-    def num_tokens(self, grid: tuple[int, int]) -> int:
+    def num_tokens(self, grid: Grid) -> int:
         """Tokens inside an encoder of a clip of this many frames, or samples."""
         if self.waveform is not None:
             return max(0, (grid[0] - self.waveform.samples_seen) // self.waveform.samples_per_token + 1)
         return (grid[0] - 1) // 2 + 1
 
-    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+    def num_output_tokens(self, grid: Grid) -> int:
         """Tokens that leave the encoder."""
         return self.num_tokens(grid) // self.merge_factor
 
@@ -246,6 +272,8 @@ def problem_of_image(image: ImageInput) -> str:
             f"patch_size {image.patch_size} holds no whole number of latents, each of {image.latents.factor} pixels a side; make "
             "it a multiple, with num_frames 1"
         )
+    if image.video is not None and (image.num_frames == 1 or image.image_size is not None or image.longest_side is not None):
+        return "video is for images at native resolution, within min_pixels and max_pixels, with num_frames above 1; leave it out"
     is_cut = image.image_size is not None and image.fit == "crop"
     if image.shorter_side is not None and not (is_cut and image.shorter_side >= (image.image_size or 0)):
         return f"shorter_side {image.shorter_side} is for images that are cut, at least image_size; set fit: crop or leave it out"

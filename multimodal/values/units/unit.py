@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from multimodal.values.typed_reader import Plain, up_to
-from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
+from multimodal.values.units.items import AudioInput, Grid, ImageInput, ItemInput
 from multimodal.values.units.transformer import Transformer
 
 
@@ -293,7 +293,7 @@ class Unit:
         """Width between the two products of an encoder's projector."""
         return self.projector_hidden_size or self.merged_size
 
-    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+    def num_output_tokens(self, grid: Grid) -> int:
         """Number of tokens that leave an encoder for an item with this grid, with those that end rows in the LLM."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
         num_row_ends = grid[0] if self.image is not None and self.image.has_row_ends else 0

@@ -22,7 +22,7 @@ from multimodal.data.image_files import (
     check_image_size,
     frame_address,
     parse_frame_address,
-    read_frame,
+    read_frames,
     read_image,
     read_image_size,
     read_video_length,
@@ -300,8 +300,8 @@ def test_frames_are_spread_over_the_time(num_frames: int, wanted: int, shown: li
     length = read_video_length(str(path), where="here")
     assert (length.size, length.num_frames, length.seconds) == ((48, 32), num_frames, pytest.approx(num_frames / 10))
     for content in (None, path.read_bytes()):
-        places = [FramePlace(str(path), index, wanted) for index in range(wanted)]
-        greys = [np.asarray(read_frame(place, content=content, where="here").convert("L")).mean() for place in places]
+        places = [FramePlace(str(path), (index,), wanted) for index in range(wanted)]
+        greys = [np.asarray(read_frames(place, content=content, where="here")[0].convert("L")).mean() for place in places]
         assert greys == pytest.approx([10 * index for index in shown], abs=4)
 
 
@@ -313,7 +313,7 @@ def test_what_is_no_video_is_said(content: bytes | None, tmp_path: Path) -> None
         path.write_bytes(content)
     for read in (
         lambda: read_video_length(str(path), where="here"),
-        lambda: read_frame(FramePlace(str(path), 0, 1), where="here"),
+        lambda: read_frames(FramePlace(str(path), (0,), 1), where="here"),
     ):
         with pytest.raises(DataError, match=r"here: .*clip.m3u8 cannot be decoded as a video .*; give another file"):
             read()
@@ -322,7 +322,7 @@ def test_what_is_no_video_is_said(content: bytes | None, tmp_path: Path) -> None
 def test_addresses_of_frames_are_those_of_no_image() -> None:
     for path in ("clip.mp4", "\0[3, 1, 2]", "a\nb.mp4"):
         assert parse_frame_address(path) is None
-        assert parse_frame_address(frame_address(FramePlace(path, 3, 8))) == (path, 3, 8)
+        assert parse_frame_address(frame_address(FramePlace(path, (3, 5), 8))) == (path, (3, 5), 8)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_addresses_of_frames_are_those_of_no_image() -> None:
 def test_a_sample_with_a_video_is_one_with_its_frames(options: dict[str, float], shown: int, data: DataFolder) -> None:
     path = write_video(data.path / "clip.mp4", num_frames=20)
     for index in range(shown):
-        read_frame(FramePlace(str(path), index, shown), where="here").save(data.path / f"{index}.png")
+        read_frames(FramePlace(str(path), (index,), shown), where="here")[0].save(data.path / f"{index}.png")
     turns = [{"role": "user", "content": "<video>what?"}, {"role": "assistant", "content": "grey"}]
     as_images = [{**turns[0], "content": "<image>" * shown + "what?"}, turns[1]]
     segments = [{"type": "text", "role": role, "text": text} for role, text in (("user", "what?"), ("assistant", "grey"))]

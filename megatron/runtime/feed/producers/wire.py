@@ -19,6 +19,7 @@ from multimodal.data.index.item_reader import WantedItem
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
+from multimodal.values.units.items import Grid
 
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
@@ -101,8 +102,16 @@ def unpack_wanted(said: Any) -> Wanted:
 
 
 def _unpack_item(*, unit: str, path: str, size: Sequence[int], grid: Sequence[int], tile: int, where: str) -> WantedItem:
-    (width, height), (rows, columns) = map(int, size), map(int, grid)
-    return WantedItem(IndexedItem(str(unit), str(path), (width, height), (rows, columns), int(tile)), str(where))
+    width, height = map(int, size)
+    return WantedItem(IndexedItem(str(unit), str(path), (width, height), _unpack_grid(grid), int(tile)), str(where))
+
+
+def _unpack_grid(said: Sequence[int]) -> Grid:
+    rows, columns, *times = map(int, said)
+    if not times:
+        return rows, columns
+    (time,) = times
+    return rows, columns, time
 
 
 def _unpack_segment(said: Mapping[str, Any]) -> Segment:
@@ -152,10 +161,10 @@ def pack_pixels(pixels: ItemPixels) -> tuple[dict[str, Any], bytes]:
 def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
     """Return the item from the results of `pack_pixels`; raises WireError."""
     try:
-        (patches,), (rows, columns) = unpack_arrays(said["arrays"], payload), map(int, said["grid"])
+        (patches,) = unpack_arrays(said["arrays"], payload)
         if patches.dtype not in (np.uint8, np.float32):
             raise ValueError(f"values of type {patches.dtype}")
-        return ItemPixels(patches, (rows, columns))
+        return ItemPixels(patches, _unpack_grid(said["grid"]))
     except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"an item that is none ({problem})") from problem
 

@@ -168,13 +168,13 @@ AUDIO = (
 def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model], asked: str) -> None:
     """As Qwen2-Audio's templates have them; images and clips in one sample stay apart."""
     model = open_model(AUDIO.replace("content['type'] == 'audio'", asked), image_token_index=267, audio_token_index=270)
-    found = model.build([ItemSegment(2, is_sound=True), ItemSegment(3), QUESTION, ANSWER])
+    found = model.build([ItemSegment(2, "audio"), ItemSegment(3), QUESTION, ANSWER])
     assert [length for _, _, length in found.item_starts] == [2, 3]
     assert [found.token_ids[start : start + length].tolist() for _, start, length in found.item_starts] == [[270] * 2, [267] * 3]
     swapped = AUDIO.replace("message['content']", "(message['content'] | sort(attribute='type', reverse=True))")
     with pytest.raises(DataError, match="writes 2 placeholders for 2 items, or in another order"):
         open_model(swapped, image_token_index=267, audio_token_index=270).build(
-            [ItemSegment(2, is_sound=True), ItemSegment(3), QUESTION, ANSWER]
+            [ItemSegment(2, "audio"), ItemSegment(3), QUESTION, ANSWER]
         )
 
 
