@@ -19,7 +19,7 @@ two is a target (the LLM decides that an image follows), and its hidden state is
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -53,6 +53,15 @@ class ItemSegment:
     """Number of consecutive items, with equal shares of these tokens."""
     row_length: int | None = None
     """Tokens of a row of an image, with the one that ends it; None: rows have no ends."""
+    times: tuple[str, ...] = ()
+    """Texts before each tile, if these are steps of a video that stand alone (Qwen3-VL)."""
+
+    @property
+    def alone(self) -> "list[ItemSegment]":
+        """The steps that stand alone, or the item itself."""
+        if not self.times:
+            return [self]
+        return [replace(self, num_output_tokens=self.num_output_tokens // self.num_tiles, num_tiles=1, times=())] * self.num_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +191,13 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
                 yield _TokenRun([special.end], turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
-            count, (start, placeholder, end) = segment.num_output_tokens, special.around(segment.kind)
-            yield _TokenRun([start, *[placeholder] * count, end], num_output_tokens=count, num_tiles=segment.num_tiles)
+            start, placeholder, end = special.around(segment.kind)
+            yield from [_TokenRun([start])] if segment.times else ()
+            for time, each in zip(segment.times or ("",), segment.alone, strict=True):
+                yield from [_TokenRun(tokenizer.encode(time))] if time else ()
+                run = [start, *[placeholder] * each.num_output_tokens, end]
+                yield _TokenRun(run, num_output_tokens=each.num_output_tokens, num_tiles=each.num_tiles)
+            yield from [_TokenRun([end])] if segment.times else ()
             continue
         num_seen += 1
         if turn is None:

@@ -7,7 +7,7 @@ is repeated to its number of output tokens; templates write them in the order of
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -147,6 +147,7 @@ class ChatFormat:
         except (ConfigError, DataError) as problem:
             raise DataError(f"{where}: {problem}") from problem
         items = [segment for segment in segments if isinstance(segment, ItemSegment)]
+        text, spans = self._with_times(text, spans, items)
         text, spans, literal = self._shown(text, spans)
         begin = self._template.tokens.get("bos_token")
         adds = ("document" in roles or self._has_processor) and not (begin and text.startswith(begin))
@@ -154,6 +155,7 @@ class ChatFormat:
         trained = _trained(offsets, spans)
         if literal:
             token_ids, trained = self._with_literal(token_ids, trained, offsets, literal)
+        items = [each for item in items for each in item.alone]
         return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
 
     def _turns(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
@@ -212,21 +214,26 @@ class ChatFormat:
         numbers = {spelling: index for index, (spelling, _) in enumerate(self._special)}
         return self._spelled.sub(lambda match: f"{_HIDDEN}{numbers[match[0]]}{_HIDDEN}", text)
 
+    def _with_times(self, text: str, spans: list[Span], items: Sequence[ItemSegment]) -> tuple[str, list[Span]]:
+        """Repeat the placeholder of a video whose steps stand alone behind the time of each, as Qwen3-VL's processor does."""
+        videos = [item for item in items if item.kind == "video"]
+        if not any(item.times for item in videos):
+            return text, spans
+        placeholder = self._placeholders["video"]
+        token = next(spelling for spelling, number in self._special if number == placeholder.token_id)
+        found = [*re.finditer(re.escape(token), text)][: len(videos)]  # of others `_expand` tells
+        steps = ["".join(f"{time}{placeholder.spelling}" for time in item.times) or token for item in videos]
+        text, moved = _replaced(text, found, steps[: len(found)])
+        return text, [(moved(start), moved(end)) for start, end in spans]
+
     def _shown(self, text: str, spans: list[Span]) -> tuple[str, list[Span], dict[int, str]]:
         """Restore the spellings of hidden tokens; returns text, spans, and the start of each such spelling."""
         matches = list(_HIDDEN_TOKEN.finditer(text))
         if not matches:
             return text, spans, {}
         spelled = [self._special[int(match[1])][0] for match in matches]
-        growth = [0, *accumulate(len(new) - len(match[0]) for new, match in zip(spelled, matches, strict=True))]
-        ends = [match.end() for match in matches]
-
-        def moved(place: int) -> int:
-            return place + growth[bisect_right(ends, place)]
-
+        shown, moved = _replaced(text, matches, spelled)
         literal = {moved(match.start()): new for match, new in zip(matches, spelled, strict=True)}
-        replacements = iter(spelled)
-        shown = _HIDDEN_TOKEN.sub(lambda match: next(replacements), text)
         return shown, [(moved(start), moved(end)) for start, end in spans], literal
 
     def _with_literal(
@@ -277,6 +284,15 @@ class ChatFormat:
         return Conversation(
             np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_), tuple(starts), is_cut
         )
+
+
+def _replaced(text: str, matches: Sequence[re.Match[str]], new: Sequence[str]) -> tuple[str, Callable[[int], int]]:
+    """Replace what was found in a text; returns it, and where a place in it is now."""
+    growth = [0, *accumulate(len(each) - len(match[0]) for each, match in zip(new, matches, strict=True))]
+    ends = [match.end() for match in matches]
+    between = [text[start:end] for start, end in zip([0, *ends], [*[match.start() for match in matches], len(text)], strict=True)]
+    whole = between[0] + "".join(map("".join, zip(new, between[1:], strict=True)))
+    return whole, lambda place: place + growth[bisect_right(ends, place)]
 
 
 def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from multimodal.data.conversation import (
 )
 from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
-from multimodal.data.forms.segments import Segment as DataSegment
 from multimodal.data.image_files import (
     SOUND,
     FramePlace,
@@ -79,6 +78,15 @@ Value = TypeVar("Value")
 
 BAD = "that cannot be read: "
 """How the reason begins for which such a sample is left out."""
+
+
+class _Part(NamedTuple):
+    """What stands at one place of a sample."""
+
+    items: Sequence[IndexedItem]
+    """Tiles of an image, steps of a video, or a clip alone."""
+    times: tuple[str, ...] = ()
+    """Texts before each step, if these stand alone."""
 
 
 class SampleIndexing(Protocol):
@@ -138,22 +146,13 @@ class SampleIndexer:
             if self._options.skips_bad:
                 return f"{BAD}{problem}"
             raise
-        segments: list[Segment] = []
-        rest = iter(parts_of)
-        for number, segment in enumerate(sample.segments):
-            if isinstance(segment, TextSegment):
-                segments.append(segment)
-                continue
-            role = _role_around(sample.segments, number)
-            segments += [
-                TextSegment(role, part) if isinstance(part, str) else _item_segment(part, graph=self._graph)
-                for part in next(rest)
-            ]
+        places = iter([[_item_segment(part, graph=self._graph) for part in parts] for parts in parts_of])
+        segments = [*chain.from_iterable([each] if isinstance(each, TextSegment) else next(places) for each in sample.segments)]
         if self._chat is not None:
             conversation = self._chat.build(segments, seq_length=self._options.seq_length, where=sample.where)
         else:
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
-        items = [item for part in chain.from_iterable(parts_of) if not isinstance(part, str) for item in part]
+        items = [*chain.from_iterable(part.items for part in chain.from_iterable(parts_of))]
         if conversation.is_cut and self._options.overlong == "skip":
             return f"of more than {self._options.seq_length} tokens (--overlong skip)"
         if conversation.is_cut and self._options.overlong == "error":
@@ -188,8 +187,8 @@ class SampleIndexer:
             )
         return fitting[0] if fitting else None
 
-    def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[list[IndexedItem] | str]:
-        """Return the items of a segment, each with its tiles or steps: a clip, an image, or what a video becomes, with texts."""
+    def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[_Part]:
+        """Return what a segment becomes: a clip, an image, every frame of a video, or a video; and its sound."""
         found = input_of(unit)
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
@@ -207,36 +206,34 @@ class SampleIndexer:
             check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
         try:
             if isinstance(found, AudioInput):
-                return [[IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]]
+                return [_Part([IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))])]
             if length is not None:
                 sound = self._index_sound(path, length.num_samples) if self._options.video_sound else []
                 return [*self._index_video(path, length, unit=unit.name, image=found), *sound]
             grid = image_grid(width=size[0], height=size[1], image_input=found)
             tiles = range(num_tiles(width=size[0], height=size[1], image_input=found))
-            return [[IndexedItem(unit.name, path, size, grid, tile) for tile in tiles]]
+            return [_Part([IndexedItem(unit.name, path, size, grid, tile) for tile in tiles])]
         except DataError as problem:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
 
-    def _index_video(self, path: str, length: VideoLength, *, unit: str, image: ImageInput) -> list[list[IndexedItem] | str]:
-        """Return a video's frames, each with its tiles, or its steps: all as one, or each behind its time as text."""
+    def _index_video(self, path: str, length: VideoLength, *, unit: str, image: ImageInput) -> list[_Part]:
+        """Return a video's frames, each with its tiles, or all of its steps."""
         frames = choose_frames(length, image=image, most=self._options.num_frames, fps=self._options.video_fps)
         (width, height), video = length.size, image.video
         most = self._options.video_max_pixels
         grid = video_grid(width=width, height=height, num_frames=len(frames), image_input=image, max_pixels=most)
         if video is None:
             tiles = range(num_tiles(width=width, height=height, image_input=image))
-            places = [FramePlace(path, (frame,), len(frames)) for frame in frames]
-            return [[IndexedItem(unit, frame_address(each), length.size, grid, tile) for tile in tiles] for each in places]
+            found = [frame_address(FramePlace(path, (frame,), len(frames))) for frame in frames]
+            return [_Part([IndexedItem(unit, each, length.size, grid, tile) for tile in tiles]) for each in found]
         per_step = image.num_frames
         frames += frames[-1:] * (-len(frames) % per_step)
         steps = [tuple(frames[first : first + per_step]) for first in range(0, len(frames), per_step)]
         addresses = [frame_address(FramePlace(path, step, length.num_frames)) for step in steps]
         if video.has_timestamps:
             seconds = [(step[0] / length.fps + step[-1] / length.fps) / 2 for step in steps]
-            found: list[list[IndexedItem] | str] = []
-            for time, address in zip(seconds, addresses, strict=True):
-                found += [f"<{time:.1f} seconds>", [IndexedItem(unit, address, length.size, grid)]]
-            return found
+            items = [IndexedItem(unit, address, length.size, grid) for address in addresses]
+            return [_Part(items, tuple(f"<{time:.1f} seconds>" for time in seconds))]
         seconds_between = np.float32(per_step / (len(frames) / length.num_frames * length.fps))
         numbers = np.arange(len(steps), dtype=np.float32)
         if video.tokens_per_second is not None and video.ends_at_last_time:  # rounded as transformers do in each
@@ -244,14 +241,15 @@ class SampleIndexer:
         elif video.tokens_per_second is not None:
             numbers = numbers * (seconds_between * video.tokens_per_second)
         times = numbers.astype(np.int64).tolist()
-        return [[IndexedItem(unit, address, length.size, (*grid, time)) for address, time in zip(addresses, times, strict=True)]]
+        places = zip(addresses, times, strict=True)
+        return [_Part([IndexedItem(unit, address, length.size, (*grid, time)) for address, time in places])]
 
-    def _index_sound(self, path: str, num_samples: int) -> list[list[IndexedItem] | str]:
+    def _index_sound(self, path: str, num_samples: int) -> list[_Part]:
         """Return the sound of a video; nothing of a silent one."""
         (unit,) = (unit for unit in self._graph.item_encoders if unit.audio is not None)
         assert unit.audio is not None
         grid = audio_grid(num_samples, audio=unit.audio) if num_samples else None
-        return [] if grid is None else [[IndexedItem(unit.name, path + SOUND, (num_samples, 1), grid)]]
+        return [] if grid is None else [_Part([IndexedItem(unit.name, path + SOUND, (num_samples, 1), grid)])]
 
 
 _adopted: list[SampleIndexer] = []
@@ -315,19 +313,9 @@ def choose_frames(length: VideoLength, *, image: ImageInput, most: int, fps: flo
     return [index * total // number for index in range(number)]
 
 
-def _role_around(segments: Sequence[DataSegment], number: int) -> str:
-    """Return the role of the texts on both sides of an item: their own if it is one, else a user's; or a document's."""
-    before, behind = (
-        next((each.role for each in part if isinstance(each, TextSegment)), None)
-        for part in (segments[number::-1], segments[number:])
-    )
-    if before is not None and before == behind:
-        return before
-    return "document" if "document" in (before, behind) else "user"
-
-
-def _item_segment(tiles: Sequence[IndexedItem], *, graph: ModelGraph) -> Segment:
-    """Return an item as its LLM tokens; tiles: of an image, steps of a video, or a clip alone."""
+def _item_segment(part: _Part, *, graph: ModelGraph) -> Segment:
+    """Return a part of a sample as its LLM tokens."""
+    tiles, times = part
     unit = graph.unit(tiles[0].unit)
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
@@ -335,7 +323,7 @@ def _item_segment(tiles: Sequence[IndexedItem], *, graph: ModelGraph) -> Segment
     row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
     place, is_step = parse_frame_address(tiles[0].path), unit.image is not None and unit.image.video is not None
     kind: Literal["image", "audio", "video"] = "video" if place and is_step else "image" if unit.audio is None else "audio"
-    return ItemSegment(num_output_tokens, kind, num_tiles=len(tiles), row_length=row_length)
+    return ItemSegment(num_output_tokens, kind, num_tiles=len(tiles), row_length=row_length, times=times)
 
 
 def input_of(unit: Unit) -> ItemInput:

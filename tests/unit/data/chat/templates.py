@@ -7,7 +7,8 @@ CHATML = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}"
+    "{% if content['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in content %}"
     "{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -37,7 +38,7 @@ FORGETFUL = (
 """Qwen3's in short: only the last answer has thoughts, so that what is rendered first does not stay as it was."""
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<image>", "<s>"),
-    *("</s>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG_BREAK]", "[IMG_END]"),
+    *("</s>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG_BREAK]", "[IMG_END]", "<|video_pad|>"),
 )
 
 
