@@ -105,6 +105,10 @@ PROOFS = {
         ),
         "left out by all ranks alike": ("distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan",),
         "videos as frames": ("unit/data/test_image_files.py::test_a_sample_with_a_video_is_one_with_its_frames",),
+        "as Qwen's models see them": (
+            "distributed/test_videos.py::test_a_sample_with_a_video_is_what_transformers_make_of_it",
+            "unit/data/test_videos.py::test_frames_and_sizes_are_those_of_the_video_processor",
+        ),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",

@@ -282,7 +282,7 @@ MULTIMODAL = {
     "not available: tiles are chosen by InternVL's rule": (
         "use-area-weighted-aspect-ratio match-tiling-dynamic-resolution masked-tiling-dynamic-resolution"
     ),
-    "not available: of a video --num-frames are taken, as images": (
+    "not available: of a video --num-frames are taken, see docs/data.md": (
         "video-* separate-video-embedder allow-large-videos efficient-video-sampling-variant"
     ),
     "not available: the loss is a mean over target tokens of the global batch": "use-loss-scaling no-calculate-per-token-loss",

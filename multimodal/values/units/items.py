@@ -272,8 +272,8 @@ def problem_of_image(image: ImageInput) -> str:
             f"patch_size {image.patch_size} holds no whole number of latents, each of {image.latents.factor} pixels a side; make "
             "it a multiple, with num_frames 1"
         )
-    if image.video is not None and (image.num_frames == 1 or image.image_size is not None or image.longest_side is not None):
-        return "video is for images at native resolution, within min_pixels and max_pixels, with num_frames above 1; leave it out"
+    if image.video is not None and (image.image_size is not None or image.longest_side is not None):
+        return "video is for images at native resolution, within min_pixels and max_pixels; leave it out"
     is_cut = image.image_size is not None and image.fit == "crop"
     if image.shorter_side is not None and not (is_cut and image.shorter_side >= (image.image_size or 0)):
         return f"shorter_side {image.shorter_side} is for images that are cut, at least image_size; set fit: crop or leave it out"
