@@ -353,7 +353,7 @@ class DataConfig:
     """Most frames that are taken of a video, evenly spread over its time: images to the model, or parts of steps (Qwen2-VL)."""
     video_fps: float | None = field(default=None, metadata={"above": 0, "maximum": 10**4})
     """Frames that are taken of a second of video, up to --num-frames; by default that many of any."""
-    video_max_pixels: int | None = field(default=None, metadata=AT_LEAST_ONE)
+    video_max_pixels: int | None = field(default=None, metadata={"minimum": 1, "maximum": 2**31})
     """Most pixels of a frame of a video once it is scaled, for encoders of images at native resolution; by default as the model
     says."""
     video_sound: bool = False

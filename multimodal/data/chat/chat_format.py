@@ -72,6 +72,8 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
         token_id = next((config[key] for key in keys if isinstance(config.get(key), int)), own)
         if token_id == MISSING or any(token_id == other.token_id for other in found.values()):
             continue
+        if kind == "video" and token_id not in tokenizer.special_spellings.values():  # of those that name it by default
+            continue
         around = (MISSING, MISSING) if wrap or token_id != own else (start, end)
         spelling = _spelled_placeholder(kind, token_id, around=around, folder=folder, tokenizer=tokenizer)
         row_ends = (ends[0], ends[1]) if ends and kind == "image" else None
