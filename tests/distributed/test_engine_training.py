@@ -1,4 +1,4 @@
-"""pretrain_mllm.py with layers of Transformer Engine, over the stand-in for its compiled module: from flags to steps."""
+"""pretrain_mllm.py with the defaults of CUDA: Transformer Engine over the stand-in for its compiled module, and fused kernels."""
 
 import os
 import re
@@ -16,15 +16,22 @@ DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
 OVERLAPPED = "--tp-comm-overlap --tp-comm-overlap-rows 180"  # nearly filled by four samples
-LINE = "--global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1 --peak-tflops 1"
+LINE = "--global-batch-size 4 --lr 1e-3 --attention-backend blocks --log-interval 1 --peak-tflops 1"
 PROGRAM = """
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tests.engine_on_cpu.install import install
 install(Path(sys.argv[1]))
 from megatron.runtime.flags import flag_rules
+from megatron.runtime.training import run
 flag_rules._has_cuda = lambda: True
+with_defaults, build_options = run.with_device_defaults, run._build_options
+run.with_device_defaults = lambda config, **given: with_defaults(config, **{**given, "has_cuda": True})
+run._build_options = lambda config: replace(
+    build_options(config), fuses_kernels=True, accumulates_in_products=not config.parallelism.shards_weights
+)
 from tests.distributed.forked_programs import pretrain_mllm  # which imports what each run would
 from tools.launch import free_port
 for line in sys.argv[2:]:
@@ -54,21 +61,21 @@ def test_every_way_to_train(tmp_path: Path) -> None:
     model, (trained, of_local) = tmp_path / "model", (tmp_path / name for name in ("trained", "local"))
     texts.small_qwen2(vocab_size=265).save_pretrained(model)
     manifest = texts.write_manifest(tmp_path / "data")
-    digits, two = f"--data-path digits --model {DIGITS}", "--train-iters 2 --lr-decay-iters 2"
+    digits, two = f"--data-path digits --model {DIGITS} --lora-rank 4", "--train-iters 2 --lr-decay-iters 2"
+    split = "--schedule zb-h1 --colocate-units --vision-dp 2 --llm-pp 2"
     tuned = f"--data-path {manifest} --seq-length 64 --tokenizer-type ByteTokenizer --load-hf {model} --train-iters 1"
     flags = (
         f"1 {digits} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
         f"1 {digits} --load {tmp_path}/saved {two}",
         f"1 {digits} {two}",
-        f"1 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid",
+        f"2 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid {split}",
         f"2 {digits} {two} --data-parallel-sharding-strategy optim_grads_params --colocate-units --vision-dp 2 --llm-dp 2",
         f"2 {digits} {two} --colocate-units --vision-dp 2 --llm-tp 2 --sequence-parallel --micro-batch-size 4 {OVERLAPPED}",
         f"1 {tuned} --save-hf {trained}",
         f"1 {tuned} --save-hf {of_local} --transformer-impl local",
     )
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
-    lines = (each if "--transformer-impl" in each else f"{each} --transformer-impl transformer_engine" for each in flags)
-    command = [sys.executable, "-c", PROGRAM, ENGINE, *(f"{each} {LINE}" for each in lines)]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "TORCHDYNAMO_DISABLE": "1"}  # fused kernels run step by step
+    command = [sys.executable, "-c", PROGRAM, ENGINE, *(f"{each} {LINE}" for each in flags)]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
