@@ -167,7 +167,7 @@ def hosts_of(
             elif event.kind is EventKind.WAIT:
                 computed[event.stream] = Kernel(f"behind {event.call}", stream, [kernels[rank, event.number], *before])
                 hosts[rank].append(computed[event.stream])
-            elif before:
+            elif event.kind is EventKind.READ and before:
                 hosts[rank].append(HostWait(before[0]))
     for (rank, number), others in _matched(recorded).items():
         kernels[rank, number].peers += [kernels[other] for other in others]
@@ -182,7 +182,11 @@ def _first_uses(call: Call, rank: int) -> list[tuple[Hashable, tuple[int, ...]]]
 
 
 def _matched(recorded: Sequence[Recorded]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return the calls of other ranks that each call, a rank's and its number, ends with."""
+    """Return the calls of other ranks that each call, a rank's and its number, ends with.
+
+    Calls of aborted communicators that others did not come to end by themselves.
+    """
+    aborted = tuple({event.call.communicator for events in recorded for event in events if event.kind is EventKind.ABORT})
     collectives: dict[Hashable, list[tuple[int, int, Call]]] = defaultdict(list)
     messages: dict[Hashable, list[tuple[int, int]]] = defaultdict(list)
     for rank, events in enumerate(recorded):
@@ -201,11 +205,15 @@ def _matched(recorded: Sequence[Recorded]) -> dict[tuple[int, int], list[tuple[i
     found: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for calls in collectives.values():
         (rank, _, first), ranks = calls[0], {rank for rank, *_ in calls}
+        if first.communicator.startswith(aborted) and ranks != set(first.ranks):
+            continue
         for other, _, call in calls:
             if not call.is_alike(first) or ranks != set(first.ranks):
                 raise ValueError(f"rank {rank}: {first}; rank {other}: {call}; of {first.ranks}, {sorted(ranks)} called")
             found[other, _] += [(each, number) for each, number, _ in calls if each != other]
-    for ends in messages.values():
+    for (communicator, *_), ends in messages.items():
+        if len(ends) == 1 and communicator.startswith(aborted):
+            continue
         if len(ends) != 2:
             raise ValueError(f"a message has one end: {ends}")
         found[ends[0]].append(ends[1])

@@ -5,7 +5,7 @@ Whoever imports functions of torch.distributed by name is heard, too, as methods
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -36,6 +36,8 @@ class EventKind(Enum):
     """Its stream waits for a call."""
     READ = "read"
     """It waits for its stream itself."""
+    ABORT = "abort"
+    """Its communicators are aborted, since ranks are lost: no call of theirs waits for anyone."""
 
 
 class Call(NamedTuple):
@@ -76,9 +78,15 @@ Recorded = list[Event]
 _READ = Call("read", "", ())
 
 
-class _Recorder:
+class Recorder:
+    """What this rank's host does."""
+
     def __init__(self) -> None:
         self.events: Recorded = []
+        self.world: Sequence[int] | None = None
+        """Of an elastic run: the node of each rank, of which every one has one rank; calls then name nodes."""
+        self.prefix = ""
+        """Of the names of groups, which come again in other worlds."""
         self.is_batched = False
         self.calls: list[Call] = []
         self.numbers: dict[int, int] = {}
@@ -90,7 +98,20 @@ class _Recorder:
         """True in the thread that records, and in autograd's; others have groups of their own on the CPU."""
         return threading.get_ident() == self.thread or isinstance(threading.current_thread(), threading._DummyThread)
 
+    def enter(self, prefix: str, world: Sequence[int]) -> None:
+        """Go on in another world, in this thread."""
+        self.prefix, self.world, self.thread = prefix, world, threading.get_ident()
+
+    def abort(self) -> None:
+        """Note that this world's communicators are aborted."""
+        self.add(EventKind.ABORT, Call("abort", self.prefix, ()), -1)
+
+    def named(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks, or the nodes that they are."""
+        return tuple(ranks if self.world is None else (self.world[rank] for rank in ranks))
+
     def add(self, kind: EventKind, call: Call, number: int) -> None:
+        """Note an event, with the seconds since the one before."""
         stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
         self.events.append(Event(kind, call, number, stream, time.perf_counter() - self.last))
 
@@ -110,7 +131,14 @@ class _Recorder:
 @contextmanager
 def recording_calls() -> Iterator[Recorded]:
     """Yield the list of what this rank's host does inside."""
-    recorder = _Recorder()
+    with recording() as recorder:
+        yield recorder.events
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Yield what records inside."""
+    recorder = Recorder()
     work = torch._C._distributed_c10d.Work
     with ExitStack() as patches:
         for name in METHODS:
@@ -123,25 +151,27 @@ def recording_calls() -> Iterator[Recorded]:
             patches.enter_context(patch.object(Tensor, name, _method(read)))
         for owner in (dist, dist.distributed_c10d):
             patches.enter_context(patch.object(owner, "batch_isend_irecv", partial(_batch, recorder, dist.batch_isend_irecv)))
-        yield recorder.events
+        yield recorder
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args, **options: function(self, *args, **options)
 
 
-def _call(recorder: _Recorder, name: str, original: Callable[..., Any], group: Any, *args: Any, **options: Any) -> Any:
+def _call(recorder: Recorder, name: str, original: Callable[..., Any], group: Any, *args: Any, **options: Any) -> Any:
     run = partial(original, group, *args, **options)
-    return recorder.start(_described(name, group, args), run) if recorder.is_heard() and not recorder.is_batched else run()
+    return (
+        recorder.start(_described(recorder, name, group, args), run) if recorder.is_heard() and not recorder.is_batched else run()
+    )
 
 
-def _described(name: str, group: Any, args: tuple[Any, ...]) -> Call:
-    ranks = tuple(dist.get_process_group_ranks(group))
+def _described(recorder: Recorder, name: str, group: Any, args: tuple[Any, ...]) -> Call:
+    ranks, group_name = recorder.named(dist.get_process_group_ranks(group)), recorder.prefix + group.group_name
     size = sum(each.numel() * each.element_size() for each in _tensors(args[:1]))
     if name not in ("send", "recv"):
-        return Call(name, group.group_name, ranks, size_bytes=size)
+        return Call(name, group_name, ranks, size_bytes=size)
     _, peer, tag = args
-    return Call("messages", f"{group.group_name}:{tag}", ranks, ((ranks[peer], name == "send"),), size)
+    return Call("messages", f"{group_name}:{tag}", ranks, ((ranks[peer], name == "send"),), size)
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
@@ -152,23 +182,21 @@ def _tensors(given: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _batch(recorder: _Recorder, original: Callable[..., Any], operations: list[Any]) -> Any:
+def _batch(recorder: Recorder, original: Callable[..., Any], operations: list[Any]) -> Any:
     if not recorder.is_heard():
         return original(operations)
     group = operations[0].group or dist.group.WORLD
-    messages = tuple((each.peer, each.op is dist.isend) for each in operations)
+    messages = tuple((*recorder.named([each.peer]), each.op is dist.isend) for each in operations)
     size = sum(each.tensor.numel() * each.tensor.element_size() for each in operations)
-    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks, name = recorder.named(dist.get_process_group_ranks(group)), f"{recorder.prefix}{group.group_name}:{operations[0].tag}"
     recorder.is_batched = True
     try:
-        return recorder.start(
-            Call("messages", f"{group.group_name}:{operations[0].tag}", ranks, messages, size), partial(original, operations)
-        )
+        return recorder.start(Call("messages", name, ranks, messages, size), partial(original, operations))
     finally:
         recorder.is_batched = False
 
 
-def _wait(recorder: _Recorder, original: Callable[..., Any], work: Any, *args: Any) -> Any:
+def _wait(recorder: Recorder, original: Callable[..., Any], work: Any, *args: Any) -> Any:
     number = recorder.numbers.get(id(work)) if recorder.is_heard() else None
     if number is not None:
         recorder.add(EventKind.WAIT, recorder.calls[number], number)
@@ -178,7 +206,7 @@ def _wait(recorder: _Recorder, original: Callable[..., Any], work: Any, *args: A
     return result
 
 
-def _read(recorder: _Recorder, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+def _read(recorder: Recorder, original: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
     if recorder.is_heard():
         recorder.add(EventKind.READ, _READ, -1)
         recorder.last = time.perf_counter()

@@ -2,10 +2,12 @@
 
 `BRAID_TEST_DEATHS` names deaths as NODE:PLACE:STEP,..., and `BRAID_TEST_WAITS` waits that nothing ends; only in the first
 processes of a node. Before the steps in `BRAID_TEST_HOLDS` every rank waits until it is told that a node has returned. Who dies
-at "known norm" first waits until another rank knows the norm, too, which that rank says by a file beside `BRAID_TEST_MARK`.
+at "known norm" first waits until another rank knows the norm, too, which that rank says by a file beside `BRAID_TEST_MARK`. What
+a node's rank calls through torch is beside it, too, when training has ended.
 """
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import pretrain_mllm
+from benchmarks.recorded_calls import Recorder, recording
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.state_shares import StateShares
@@ -96,6 +99,25 @@ def hold_steps(steps: set[int]) -> None:
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
+def record(recorder: Recorder) -> None:
+    form, train, leave = elastic.ElasticRun._form, elastic.ElasticRun._train, Member.leave
+
+    def forming(self: Any, verdict: Any, found: Any) -> None:
+        recorder.enter(f"{verdict.generation}:", found.nodes)
+        form(self, verdict, found)
+
+    def training(self: Any, *args: Any) -> None:
+        train(self, *args)
+        Path(f"{os.environ['BRAID_TEST_MARK']}-calls-{os.environ['BRAID_NODE']}").write_bytes(pickle.dumps(recorder.events))
+
+    def leaving(self: Member, problem: Exception) -> None:
+        recorder.abort()
+        leave(self, problem)
+
+    elastic.ElasticRun._form, elastic.ElasticRun._train = forming, training  # type: ignore[method-assign]
+    Member.leave = leaving  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     hold_steps({int(step) for step in os.environ["BRAID_TEST_HOLDS"].split()})
     for variable, happen in (("BRAID_TEST_DEATHS", die), ("BRAID_TEST_WAITS", wait_forever)):
@@ -105,4 +127,6 @@ if __name__ == "__main__":
                 plant(place, int(step), die_after_others_know if place == "known norm" else happen)
             elif place == "known norm":
                 plant(place, int(step), mark_known_norm)
-    pretrain_mllm.main(sys.argv[1:])
+    with recording() as recorder:
+        record(recorder)
+        pretrain_mllm.main(sys.argv[1:])

@@ -1,6 +1,8 @@
 """Runs whose ranks are killed go on in the processes that are left, and log what a run logs in which nothing happened."""
 
+import pickle
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.nccl_replay import hosts_of, run_kernels
+from benchmarks.recorded_calls import EventKind
 from megatron.runtime.recovery.ledger import Ledger, connect
 from tests.distributed.conftest import Once
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
@@ -69,9 +73,21 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
         assert run.processes(5) == waiting
         run.let_return(0)
         output = check(run, inputs)
+    assert_recorded_calls_end(tmp_path, 6)
     assert output.count("goes on after step") >= 4
     assert output.count("left behind") == 1
     assert "1 node may be lost at once, down to 2; 6 replicas each keep all of the optimizer state" in output
+
+
+def assert_recorded_calls_end(folder: Path, num_nodes: int) -> None:
+    """With NCCL, whose communicators are aborted where gloo's connections are cut."""
+    files = [folder / f"known-calls-{node}" for node in range(num_nodes)]
+    recorded = [pickle.loads(file.read_bytes()) if file.exists() else [] for file in files]
+    kinds = Counter(event.kind for events in recorded for event in events)
+    assert kinds[EventKind.ABORT] >= 4 and kinds[EventKind.CALL] > 500
+    for num_queues in (1, 33):
+        hosts = hosts_of(recorded, creates_lazily=False)
+        assert not run_kernels(hosts, num_queues=num_queues).stuck
 
 
 @pytest.mark.deep
