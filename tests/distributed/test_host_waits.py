@@ -6,7 +6,7 @@ What would make it wait is counted on the CPU, where all of it works.
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from multimodal.values.action import Action
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Lane
 from tests.distributed import test_plan_change, test_reduce_by_layer
-from tests.distributed.dealt_case import UNITS, dealt_case
+from tests.distributed.dealt_case import UNITS, dealt_case, described
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_on_rank
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
@@ -184,6 +184,8 @@ EIGHT_RANKS = {
 }
 EXPERTS = {**UNITS, "llm": {**UNITS["llm"], "experts": {"num_experts": 4}}}
 SHARING = Plan({"vision": unit_plan(0), "llm": replace(unit_plan(1, dp=2, pp=2), expert_parallel_size=2)})
+SIXTEEN = "16 ranks"
+WIDE = Plan({"vision": unit_plan(0, dp=2, tp=2), "llm": unit_plan(4, dp=3, tp=2, pp=2)})
 RUNS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
     "reductions inside backwards": (7, run_on_rank, (test_reduce_by_layer.build_case("1f1b", num_stages=2),)),
     "collectives that are held back": (4, run_on_rank, (build_inside(2, PAIRS, sequence_parallel=True),)),
@@ -191,6 +193,11 @@ RUNS: dict[str, tuple[int, Callable[..., Any], tuple[Any, ...]]] = {
         5,
         run_on_rank,
         (dealt_case({name: EXPERTS[name] for name in SHARING.units}, SHARING, builder="zb-h1", cluster=EVEN_CLUSTER),),
+    ),
+    SIXTEEN: (
+        16,
+        run_on_rank,
+        (dealt_case(described(*WIDE.units), WIDE, builder="zb-h1", sequence_parallel=True, cluster=EVEN_CLUSTER),),
     ),
     **{name: (8, run_on_rank, (replace(case_of_any_plan(), **changes),)) for name, changes in EIGHT_RANKS.items()},
     **{
@@ -206,11 +213,12 @@ def record(function: Callable[..., Any], *args: Any) -> Recorded:
     return events
 
 
-@pytest.mark.deep(when=lambda name: name in test_plan_change.CHANGES and name != test_plan_change.SHARDED)
+@pytest.mark.deep(when=lambda name: name == SIXTEEN or (name in test_plan_change.CHANGES and name != test_plan_change.SHARDED))
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_calls_ends_with_nccl(ranks: RankPool, name: str) -> None:
     num_ranks, function, given = RUNS[name]
-    recorded = ranks.run(record, function, *given, world_size=num_ranks)
+    with closing(RankPool(num_ranks)) if name == SIXTEEN else nullcontext(ranks) as pool:
+        recorded = pool.run(record, function, *given, world_size=num_ranks)
     calls = [event.call for events in recorded for event in events if event.kind is EventKind.CALL]
     assert any(call.messages for call in calls) and any(not call.messages for call in calls)
     for num_queues, creates_lazily in itertools.product((1, 2, 8, 33), (False, True)):

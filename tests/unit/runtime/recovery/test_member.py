@@ -236,6 +236,39 @@ def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting: Member, mon
     assert waiting._trainer is first
 
 
+def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(
+    waiting: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its signs of life go on, but it arrives nowhere: the keeper gives its node up, which starts anew."""
+    never, port = threading.Event(), free_port()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", never.wait)
+    kept = Ledger(keep("127.0.0.1", port), TOKEN.encode())
+    waiting.identity, waiting._timeout_seconds = ledger.Identity(0, 0, 0), 0.5
+    waiting.place_in_step = lambda: (1, 2)
+    waiting._store_watch = SimpleNamespace(note_answer=lambda: None)
+    cutting = start(lambda: waiting._cut_until_left(3))
+    beating = start(lambda: waiting._beat(ledger.open_ledger("127.0.0.1", port, TOKEN.encode())))
+    assert wait_until(lambda: int(kept.flag("beat/0/0/0") or 0) > 2, seconds=20) and cutting.is_alive()
+    flags, command = read_flags(["--nodes", "1", "--return-after", "0", "--port", str(port), "program.py"])
+    supervised, ended, started = Supervisor(flags, command), [], []
+    monkeypatch.setattr(supervised, "_start", started.append)
+    (node,) = supervised._nodes
+    node.incarnation = 0
+    node.processes = [SimpleNamespace(exitcode=None, kill=lambda: ended.append("killed"), join=lambda: ended.append("joined"))]
+    supervised._look_at(node)
+    assert not ended
+    kept.set_flag("kill/0/0")  # as the keeper does after the timeout (test_a_survivor_that_never_arrives_is_left_out)
+    supervised._look_at(node)
+    supervised._look_at(node)
+    assert (ended, started) == (["killed", "joined"], [node])
+    waiting.place_in_step, waiting._has_left = sys.exit, True
+    never.set()
+    for thread in (beating, cutting):
+        thread.join(20)
+
+
 def test_a_signal_to_a_generation_that_was_left_cuts_nothing(waiting: Member) -> None:
     waiting._cut_until_left(2)
     assert not waiting.connections.is_cut
