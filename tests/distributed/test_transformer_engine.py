@@ -201,17 +201,23 @@ PLANS: Plans = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+FAMILIES = ("qwen3", "mixtral", "gemma3", "siglip and qwen2", "internvl", "qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
+
+
+@pytest.mark.deep(when=lambda name: name not in FAMILIES[:2])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name: str) -> None:
     """The gradients that local layers have from it, and files that are the same byte for byte."""
-    models = pytest.importorskip("tests.distributed.hugging_face_models", reason="transformers is not installed")
-    make = {**models.TEXT_MODELS, **models.MODELS_WITH_EXPERTS}[name]
+    families = pytest.importorskip("tests.distributed.test_hugging_face_families", reason="transformers is not installed")
+    make, shapes, plans, _, marks = families.FAMILIES[name]
     folder = tmp_path / "model"
     build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
-    (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.TEXTS, PLANS["alone"][0]), world_size=1)
-    plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in PLANS.items()}
-    Comparison(folder, graph, models.TEXTS, (), expected).assert_under_plans(plans, engine_ranks)
+    alone = {unit.name: (1, 1, 1) for unit in graph.units} | {"colocated": len(graph.units) > 1}
+    (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, shapes, alone, marks=marks), world_size=1)
+    plans = PLANS if name in FAMILIES[:2] else plans
+    plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in plans.items()}
+    Comparison(folder, graph, shapes, marks, expected).assert_under_plans(plans, engine_ranks)
 
 
 def fp8_case(recipe: str, **described: Any) -> GradientCase:

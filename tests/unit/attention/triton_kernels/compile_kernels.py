@@ -4,11 +4,15 @@ The interpreter forgives what the compiler does not: a variable of two types, a 
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
@@ -63,7 +67,18 @@ def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: 
         "shared_bytes": compiled.metadata.shared,
         "specialized_sizes": [each.name for each in kernel.params if each.name.startswith("num_") and not each.do_not_specialize],
         "has_matrix_instructions": "wgmma.mma_async" in compiled.asm["ptx"],
+        **resources(compiled.asm["cubin"]),
     }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and the bytes that it keeps elsewhere because there are no more."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {name: int(re.findall(rf"{key}:(\d+)", told)[-1]) for name, key in (("registers", "REG"), ("spilled_bytes", "STACK"))}
 
 
 def main() -> None:
