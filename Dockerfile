@@ -12,5 +12,5 @@ COPY . .
 RUN python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > /opt/constraints.txt \
     && echo 'megatron-core==0.19.2' >> /opt/constraints.txt \
     && PIP_CONSTRAINT=/opt/constraints.txt pip install --no-cache-dir --editable \
-        '.[audio,diffusion,examples,hf,mlflow,plots,producers,tensorboard,tokenizers,video,wandb]' \
+        '.[audio,diffusion,examples,hf,mlflow,plots,producers,remote,tensorboard,tokenizers,video,wandb]' \
     && python -c 'from multimodal.kernels import kernels; assert kernels is not None, "the C++ kernels did not build"'

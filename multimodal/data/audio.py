@@ -12,6 +12,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from io import BytesIO
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -22,7 +23,7 @@ import scipy.fft
 from scipy.io import wavfile
 
 from multimodal.data.sample_source import ItemPixels
-from multimodal.values.errors import DataError
+from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import AudioInput
 from multimodal.values.units.items import FRAMES_PER_TOKEN, Grid
 
@@ -38,16 +39,16 @@ class _Sound(NamedTuple):
     """Returns [num_samples] or [num_samples, num_channels]."""
 
 
-def read_audio_length(path: str, *, content: bytes | None = None, where: str) -> int:
+def read_audio_length(path: str, *, content: BinaryIO | None = None, where: str) -> int:
     """Return the samples of a file at 16 kHz, from its header; raises DataError naming the file and the sample (`where`).
 
-    content: the bytes of a sound that is no file; `path` is then only its name.
+    content: a sound that is no file of this machine; `path` is then only its name.
     """
     sound = _open(path, content, where=where)
     return -(-sound.num_samples * SAMPLING_RATE // sound.rate)
 
 
-def read_audio(path: str, *, content: bytes | None = None, num_samples: int, where: str) -> npt.NDArray[np.float32]:
+def read_audio(path: str, *, content: BinaryIO | None = None, num_samples: int, where: str) -> npt.NDArray[np.float32]:
     """Return [num_samples] from -1 to 1, the mean of all channels.
 
     content: as for `read_audio_length`; num_samples: at 16 kHz, the number that the lengths were computed from. Raises DataError
@@ -75,13 +76,18 @@ def read_audio(path: str, *, content: bytes | None = None, num_samples: int, whe
     return mono
 
 
-def _open(path: str, content: bytes | None, *, where: str) -> _Sound:
+def _open(path: str, content: BinaryIO | None, *, where: str) -> _Sound:
     try:
-        with open(path, "rb") if content is None else BytesIO(content) as file:
+        with open(path, "rb") if content is None else nullcontext(content) as file:
             is_wav = file.read(4) in (b"RIFF", b"RIFX", b"RF64")
-            if is_wav:
-                _check_wav_header(file)
-        sound = _open_wav(path, content) if is_wav else _open_other(path, content)
+            sound = _check_wav_header(file) if is_wav else None
+            file.seek(0)
+        if sound is None:
+            sound = _open_other(path, content)
+        elif content is None or isinstance(content, BytesIO):  # else that costs requests: it is checked when it is heard
+            sound = _open_wav(path, content)
+    except BraidError:
+        raise
     except ImportError as problem:
         raise DataError(
             f"{where}: {path} is no WAV file, and to read FLAC, OGG or MP3 the package soundfile is missing; install it "
@@ -97,20 +103,24 @@ def _open(path: str, content: bytes | None, *, where: str) -> _Sound:
     return sound
 
 
-def _open_wav(path: str, content: bytes | None) -> _Sound:
+def _open_wav(path: str, content: BinaryIO | None) -> _Sound:
     """Open a WAV file; if possible, samples are only read from the disk when they are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
         try:
-            rate, samples = wavfile.read(path if content is None else BytesIO(content), mmap=content is None)
+            rate, samples = wavfile.read(path if content is None else content, mmap=content is None)
         except ValueError:  # 24-bit samples, among others, cannot be mapped
-            rate, samples = wavfile.read(path if content is None else BytesIO(content))
+            rate, samples = wavfile.read(path if content is None else content)
     return _Sound(int(rate), len(samples), lambda: samples)
 
 
-def _check_wav_header(file: BinaryIO) -> None:
-    """Raise ValueError for samples of more bits than they have bytes for, and for more samples than follow; scipy reads both."""
+def _check_wav_header(file: BinaryIO) -> _Sound:
+    """Return what the header says, without samples.
+
+    Raises ValueError for samples of more bits than they have bytes for, and for more samples than follow; scipy reads both.
+    """
+    rate, frame_bytes, num_samples = 0, 1, 0
     file.seek(0)
     form: Literal["big", "little"] = "big" if file.read(4) == b"RIFX" else "little"
     length, large_size = file.seek(0, os.SEEK_END), None
@@ -122,6 +132,7 @@ def _check_wav_header(file: BinaryIO) -> None:
         elif head[:4] == b"fmt ":
             content = file.read(16)
             channels, frame_bytes, bits = (int.from_bytes(content[place : place + 2], form) for place in (2, 12, 14))
+            rate = int.from_bytes(content[4:8], form)
             sample_bytes = frame_bytes / max(channels, 1)
             if not 8 <= bits <= 8 * sample_bytes or (bits == 8 and sample_bytes > 1):
                 raise ValueError(f"its header says {channels} channels of {bits} bits in {frame_bytes} bytes")
@@ -129,14 +140,18 @@ def _check_wav_header(file: BinaryIO) -> None:
             size = large_size if large_size is not None else size
             if size > length - start:
                 raise ValueError(f"its header says {size} bytes of sound, but {length - start} follow")
+            num_samples = size // max(frame_bytes, 1)
         file.seek(start + size + size % 2)
+    return _Sound(rate, num_samples, lambda: np.empty(0))
 
 
-def _open_other(path: str, content: bytes | None) -> _Sound:
+def _open_other(path: str, content: BinaryIO | None) -> _Sound:
     import soundfile
 
+    whole = None if content is None else content.read()
+
     def source() -> str | BytesIO:
-        return path if content is None else BytesIO(content)
+        return path if whole is None else BytesIO(whole)
 
     header = soundfile.info(source())
     return _Sound(header.samplerate, header.frames, lambda: soundfile.read(source(), dtype="float32")[0])

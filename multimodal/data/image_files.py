@@ -6,13 +6,13 @@ these alone, from the last key frame before each. The address of its sound is `P
 """
 
 import os
+import posixpath
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,9 @@ from PIL import Image, UnidentifiedImageError
 from multimodal.data.audio import SAMPLING_RATE
 from multimodal.data.image_processing import image_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
+from multimodal.data.remote import DataPath, RemotePath, data_path, is_address
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS, ItemPixels
-from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.errors import BraidError, ConfigError, DataError
 from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -37,16 +38,33 @@ warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-p
 class ManifestPaths:
     """Looks up the files that a manifest names; an untrusted manifest must not name files outside its folder."""
 
-    def __init__(self, folder: Path, *, allows_outside: bool) -> None:
-        """folder: the manifest's; allows_outside: True if absolute paths, `..` and links may lead out of it."""
+    def __init__(self, folder: DataPath, *, allows_outside: bool) -> None:
+        """folder: the manifest's; allows_outside: True if addresses, absolute paths, `..` and links may lead out of it."""
         self._folder, self._allows_outside = folder, allows_outside
-        self._root = os.path.realpath(folder)
+        self._root = os.path.realpath(str(folder))
         snapshots = [parent for parent in Path(self._root).parents if parent.name == "snapshots"][:1]
         self._roots = (self._root, *[str(parent.with_name("blobs")) for parent in snapshots])
         self._real_folders: dict[str, str] = {}
 
     def resolve(self, path: str, *, where: str) -> str:
-        """Return a path that can be opened; raises DataError if there is no such file or it lies outside."""
+        """Return a path that can be opened; raises DataError if it lies outside, or on this machine and there is no such file."""
+        if is_address(path) and not self._allows_outside:
+            raise DataError(
+                f"{where}: {path[:60]} is no path of a file, and nothing is downloaded; save it beside the data, or add "
+                "--allow-outside-paths if you trust the data"
+            )
+        if is_address(path):
+            try:
+                return str(data_path(path))
+            except DataError as problem:
+                raise DataError(f"{where}: {problem}") from problem
+        if isinstance(self._folder, RemotePath):
+            if path.startswith("/") or ".." in path.split("/"):
+                raise DataError(
+                    f"{where}: {path} leads out of the data's folder {self._folder}; move the file there, or give its whole "
+                    "address and --allow-outside-paths"
+                )
+            return str(self._folder / posixpath.normpath(path))
         full = os.path.join(self._folder, path)
         if not os.path.isfile(full):
             raise DataError(f"{where}: {full} does not exist; restore the file or remove that line")
@@ -67,18 +85,20 @@ class ManifestPaths:
             return os.path.realpath(path)
         folder, name = os.path.split(path)
         if folder not in self._real_folders:
-            self._real_folders[folder] = os.path.realpath(folder)
+            self._real_folders[folder] = os.path.realpath(str(folder))
         return os.path.join(self._real_folders[folder], name)
 
 
-def read_image_size(path: str, *, content: bytes | None = None, where: str) -> tuple[int, int]:
+def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:
     """Return (width, height) from the file's header; raises DataError naming the file and the sample (`where`).
 
-    content: the bytes of an image that is no file; `path` is then only its name.
+    content: an image that is no file of this machine; `path` is then only its name.
     """
     try:
-        with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:
+        with Image.open(path if content is None else content, formats=FORMATS) as image:
             return image.size
+    except BraidError:
+        raise
     except Exception as problem:  # decoders raise errors of every kind for damaged files
         raise _unreadable(path, is_file=content is None, where=where, problem=problem) from problem
 
@@ -94,17 +114,17 @@ def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where
 
 
 def read_image(
-    path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: bytes | None = None, tile: int = 0
+    path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: BinaryIO | None = None, tile: int = 0
 ) -> ItemPixels:
     """Decode an image file into patches; of an animation or a file with several pages, the first image.
 
     `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors, `content`
-    is the bytes of an image that is no file (`path` is then only its name), `tile` is the index of the wanted tile. Raises
+    is an image that is no file of this machine (`path` is then only its name), `tile` is the index of the wanted tile. Raises
     DataError if the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of unknown
     range.
     """
     try:
-        with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:
+        with Image.open(path if content is None else content, formats=FORMATS) as image:
             actual_size = image.size
             if actual_size == size:
                 image.load()
@@ -183,17 +203,17 @@ def parse_frame_address(path: str) -> FramePlace | None:
     return match and FramePlace(match[1], tuple(map(int, match[2].split(","))), int(match[3]))
 
 
-def read_video_length(path: str, *, content: bytes | None = None, where: str) -> VideoLength:
+def read_video_length(path: str, *, content: BinaryIO | None = None, where: str) -> VideoLength:
     """Return the size and length of a video from its header; of one that tells no number of frames, by their rate.
 
-    content: the bytes of a video that is no file; `path` is then only its name. where: names the sample in errors. Raises
+    content: a video that is no file of this machine; `path` is then only its name. where: names the sample in errors. Raises
     ConfigError without PyAV (extra `video`), and DataError for what is no video.
     """
     with _opened(path, content, where=where) as (_, stream):
         return _length(stream)
 
 
-def read_frames(place: FramePlace, *, content: bytes | None = None, where: str) -> list[Image.Image]:
+def read_frames(place: FramePlace, *, content: BinaryIO | None = None, where: str) -> list[Image.Image]:
     """Decode frames; raises as `read_video_length`. content: as there."""
     with _opened(place.path, content, where=where) as (container, stream):
         length = _length(stream)
@@ -217,7 +237,7 @@ def _frame_at(frames: Iterator[Any], time: float) -> Any:
     return shown
 
 
-def read_sound(path: str, *, num_samples: int, content: bytes | None = None, where: str) -> npt.NDArray[np.float32]:
+def read_sound(path: str, *, num_samples: int, content: BinaryIO | None = None, where: str) -> npt.NDArray[np.float32]:
     """Return [num_samples] of a video's sound at 16 kHz, from -1 to 1, the mean of all channels; raises as `read_video_length`.
 
     num_samples: as its header says; what is decoded is cut to them, or followed by silence. content: as there.
@@ -233,7 +253,7 @@ def read_sound(path: str, *, num_samples: int, content: bytes | None = None, whe
 
 
 @contextmanager
-def _opened(path: str, content: bytes | None, *, where: str) -> Iterator[tuple[Any, Any]]:
+def _opened(path: str, content: BinaryIO | None, *, where: str) -> Iterator[tuple[Any, Any]]:
     """Give a container and its stream of video; whatever fails meanwhile is a DataError."""
     try:
         import av
@@ -241,8 +261,10 @@ def _opened(path: str, content: bytes | None, *, where: str) -> Iterator[tuple[A
         raise ConfigError(f"{path}: videos need the package av: pip install 'braid[video]'") from problem
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
     try:
-        with av.open(path if content is None else BytesIO(content), options=options) as container:
+        with av.open(path if content is None else content, options=options) as container:
             yield container, container.streams.video[0]
+    except BraidError:
+        raise
     except Exception as problem:  # decoders raise errors of every kind for damaged files
         reason = " ".join(str(problem).split()) or type(problem).__name__
         raise DataError(

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from pathlib import Path
 
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import build_sample_lengths, build_sample_text
@@ -12,6 +11,7 @@ from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import SampleIndex, join_indices
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
+from multimodal.data.remote import DataPath, RemoteOptions
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -33,7 +33,7 @@ class ManifestSource:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | DataPath,
         *,
         graph: ModelGraph,
         tokenizer: Tokenizer,
@@ -41,6 +41,7 @@ class ManifestSource:
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
+        remote: RemoteOptions | None = None,
         indexing: SampleIndexing | None = None,
         watch: Callable[[Iterator[SampleIndex]], Iterator[SampleIndex]] = iter,
     ) -> None:
@@ -49,6 +50,7 @@ class ManifestSource:
         graph: its encoders take images, videos and sound; its generator, if it has one, makes the assistant's images; samples
         with items that no unit takes are left out. chat: writes conversations by a model's template; None: in Braid's own format.
         cache: keeps indices; None: the index is built, and not kept. decoder: decodes items; None: this process does, on request.
+        remote: how remote files are read.
         indexing: tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees blocks pass
         while an index is built.
 
@@ -56,14 +58,14 @@ class ManifestSource:
         too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
         cannot take or make image files.
         """
-        self._files = open_sample_files(path)
+        self._files = open_sample_files(path, remote)
         self._graph = graph
         for unit in graph.units:
             if unit.image is not None and unit.image.in_channels not in (1, 3):
                 raise ModelError(
                     f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
                 )
-        self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
+        self._decoder = decoder or ItemReader(item_inputs(graph), opened=self._files.open_item)
         self._tokenizer = tokenizer
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch

@@ -48,5 +48,9 @@ class DataError(BraidError):
     """A sample, an image or a manifest cannot be used."""
 
 
+class RemoteError(BraidError):
+    """Remote data cannot be read, for a reason that does not lie in a sample."""
+
+
 class CheckpointError(BraidError):
     """A checkpoint is missing, damaged, or belongs to another model."""

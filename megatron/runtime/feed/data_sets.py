@@ -141,6 +141,7 @@ def open_manifest(
         chat=chat,
         decoder=_with_latents(path, config, graph, decoder=producers),
         indexing=producers,
+        remote=config.data.remote,
         cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
         watch=partial(watch_indexing, path=path),
     )
@@ -164,7 +165,7 @@ def _with_latents(path: str, config: RunConfig, graph: ModelGraph, *, decoder: I
         images,
         {name: autoencoder_digest(image) for name, image in images.items()},
         data_path=path,
-        decoder=decoder or ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
+        decoder=decoder or ItemReader(item_inputs(graph), opened=open_sample_files(path, config.data.remote).open_item),
     )
 
 
@@ -186,7 +187,7 @@ def _find_producers(
         [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path, flag="--producer-token"),
         data_set=describe_data_set(graph, path, texts=texts, options=options),
-        local=ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
+        local=ItemReader(item_inputs(graph), opened=open_sample_files(path, config.data.remote).open_item),
     )
     found.check()
     return found
@@ -289,7 +290,8 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     Files are identified by their content, so they may be moved.
     """
     program = config.data.sample_program
-    digests = [program_digest(program)] if program else [open_sample_files(named.path).digest for named in config.data.mixture]
+    opened = [open_sample_files(named.path, config.data.remote) for named in config.data.mixture if not program]
+    digests = [program_digest(program)] if program else [files.digest for files in opened]
     parts = data.train_parts or (DataPart(len(data.train)),)
     split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])

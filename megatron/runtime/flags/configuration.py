@@ -13,6 +13,7 @@ from typing import Literal
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.global_batches import NamedData, read_mixture
+from multimodal.data.remote import RemoteOptions
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, DIGITS_PROGRAM, NUM_FRAMES, BadSample, Overlong
 from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
@@ -342,11 +343,17 @@ class DataConfig:
     """Source of lengths: metadata, so that each rank loads only samples assigned to it; or decoding, in which each rank decodes a
     share of the global batch, which is then exchanged."""
     data_cache_path: Path | None = field(default=None, metadata={"metavar": "DIR"})
-    """Folder for the index that is made of the data; by default .braid-index beside it, or ~/.cache/braid."""
+    """Folder for the index that is made of the data, and for what is kept of remote data; by default .braid-index beside it, or
+    ~/.cache/braid."""
+    data_cache_mib: int = field(default=8192, metadata={"minimum": 0, "maximum": 2**40})
+    """Most of remote data (s3://, gs://, http://) that a node keeps on its disk, in MiB."""
+    data_retries: int = field(default=8, metadata={"minimum": 0, "maximum": 100})
+    """Times that a read of remote data is tried again, ever later, before the run ends."""
     latent_cache: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
     """Folder with the latents of what generators make, as tools/cache_latents.py writes it; by default ranks encode images."""
     allow_outside_paths: bool = False
-    """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
+    """Let a manifest name files outside its own folder, by addresses, absolute paths, .. or links; for manifests that you
+    trust."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
     """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
     num_frames: int = field(default=NUM_FRAMES, metadata={"minimum": 1, "maximum": 10**5})
@@ -368,6 +375,12 @@ class DataConfig:
     """A file with the secret that producers were started with."""
     program_samples: int = field(default=10000, metadata=A_COUNT)
     """--data-path FILE.py or digits: number of training samples that the program makes."""
+
+    @property
+    def remote(self) -> RemoteOptions:
+        """The way in which remote data are read."""
+        folder = self.data_cache_path and self.data_cache_path / "remote"
+        return RemoteOptions(folder, cache_mib=self.data_cache_mib, retries=self.data_retries)
 
     @property
     def sample_program(self) -> Path | None:

@@ -141,6 +141,11 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         },
     ),
     *_where(
+        "data_path",
+        lambda c: not c.data.allow_outside_paths and "://" not in " ".join((*c.data.data_path, *c.evaluation.valid_data_path)),
+        {"data_cache_mib data_retries": "no data lie elsewhere; give an address, such as s3://BUCKET/DATA"},
+    ),
+    *_where(
         "bad_sample",
         lambda c: c.data.bad_sample != "skip",
         {"bad_samples_per_thousand": "the first bad sample is an error; add --bad-sample skip"},

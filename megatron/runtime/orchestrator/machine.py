@@ -23,7 +23,7 @@ from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_n
 from megatron.runtime.profiler import find_peak_tflops
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
-from multimodal.data.index.index_cache import user_cache
+from multimodal.data.remote import user_cache
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)

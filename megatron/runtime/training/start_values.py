@@ -116,7 +116,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Return the values of the data; those of a program follow from its text, flags and seed."""
     valid = {
-        f"the digest of validation set '{name}'": open_sample_files(path).digest
+        f"the digest of validation set '{name}'": open_sample_files(path, config.data.remote).digest
         for name, path in config.evaluation.valid_sets.items()
     }
     if config.data.sample_program is not None:
@@ -130,6 +130,6 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
         values[f"the digest of the lengths of {name} samples"] = digest.hexdigest()
     for number, named in enumerate(config.data.mixture):
         which = f" {number + 1}" if number else ""
-        values[f"the digest of the manifest{which}"] = open_sample_files(named.path).digest
+        values[f"the digest of the manifest{which}"] = open_sample_files(named.path, config.data.remote).digest
         values[f"the weight of the manifest{which}"] = str(named.weight)
     return values

@@ -198,12 +198,12 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
 
 
 def local_path(path: str, *, where: str) -> str:
-    """Return a path without `file://`; raises DataError for addresses and for what no file can be called."""
+    """Return a path without `file://`; raises DataError for files inside addresses and for what no file can be called."""
     if isinstance(path, EmbeddedAddress):
         return path
     path = path.removeprefix("file://")
-    if path.startswith(("http://", "https://", "data:")):
-        raise DataError(f"{where}: {path[:60]} is no path of a file, and nothing is downloaded; save it beside the data")
+    if path.startswith("data:"):
+        raise DataError(f"{where}: {path[:60]} is no path of a file; save it beside the data")
     return check_path(path, where=where)
 
 
@@ -215,7 +215,7 @@ def parse_document_entry(entry: dict[str, Any], *, where: str) -> SegmentedSampl
 
     OBELICS: `texts` and `images` of one length, one of which is null at each place. MMC4: `text_list`, and `image_info` with the
     `image_name` of each image and the `matched_text_index` of the text that it stands before. Raises DataError for rows that are
-    not so, and for addresses in place of paths: nothing is downloaded.
+    not so.
     """
     if isinstance(entry.get("text_list"), list):
         check_keys(entry, ("text_list", "image_info", LOSS_WEIGHT, *_OF_MMC4), where=where)

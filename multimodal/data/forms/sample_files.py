@@ -4,12 +4,14 @@ import hashlib
 import json
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from multimodal.data.conversation import ROLES, TextSegment
 from multimodal.data.forms.chat_rows import parse_chat_entry, parse_document_entry
 from multimodal.data.forms.segments import (
+    EMBEDDED,
     LOSS_WEIGHT,
     AudioSegment,
     ImageSegment,
@@ -23,20 +25,23 @@ from multimodal.data.forms.segments import (
     shown,
     shown_keys,
 )
-from multimodal.data.forms.table_files import TableFiles, find_table_files
+from multimodal.data.forms.table_files import TableFiles, digest_files, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
+from multimodal.data.remote import DataPath, RemoteOptions, RemotePath, data_path, is_address
 from multimodal.values.errors import DataError
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
 """The first bytes of gzip, zstd, bzip2 and xz files."""
 _DECODER = json.JSONDecoder()
+_LINES_READ = 2**22
+"""Bytes of lines that are read at once."""
 _SPACE = " \t\r\n"
 
 
 class JsonFile:
     """The objects of one file: a manifest, or chats."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: DataPath) -> None:
         self._path = path
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -60,11 +65,13 @@ class JsonFile:
             raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
 
     def digest(self) -> str:
-        """Digest the whole content."""
+        """Digest the whole content; of a remote file, length and version."""
+        if isinstance(self._path, RemotePath):
+            return digest_files(self._path.parent, [self._path])
         status = self._path.stat()
         return _content_digest(self._path, status.st_size, status.st_mtime_ns)
 
-    def embedded(self, address: str) -> bytes:
+    def embedded(self, address: str, *, block: int) -> BinaryIO:
         """JSON embeds no images."""
         raise DataError(f"{self._path}: holds no images, and so none at {address!r}; name a file")
 
@@ -76,8 +83,8 @@ def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
+def _line_values(path: DataPath) -> Iterator[tuple[int, Any]]:
+    with path.open("rb", _LINES_READ) as file:
         for number, raw in enumerate(file, start=1):
             if number == 1 and raw.startswith(_COMPRESSED):
                 raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first")
@@ -102,10 +109,10 @@ def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, value
 
 
-def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
+def _list_values(path: DataPath) -> Iterator[tuple[int, Any]]:
     """Decode the entries of a list one by one, so that only the text and one entry are in memory."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise DataError(f"{path}: is no UTF-8 ({problem}); save it as UTF-8") from problem
     place, number, seen = _behind_space(text, text.index("[") + 1), 1, 0
@@ -133,7 +140,7 @@ def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
         place = _behind_space(text, place + 1)
 
 
-def _check_end(text: str, place: int, *, path: Path) -> None:
+def _check_end(text: str, place: int, *, path: DataPath) -> None:
     """Raise DataError if something follows the `]` at a place, such as another list, which would be lost."""
     if (rest := _behind_space(text, place + 1)) < len(text):
         line = 1 + text.count("\n", 0, rest)
@@ -233,12 +240,12 @@ _TURN = ("user", "assistant")
 class SampleFiles:
     """The samples at a data path, in order."""
 
-    def __init__(self, path: Path, files: JsonFile | TableFiles | TarFiles) -> None:
+    def __init__(self, path: DataPath, files: JsonFile | TableFiles | TarFiles, remote: RemoteOptions) -> None:
         """path: the file or folder, for messages."""
-        self.path, self._files = path, files
+        self.path, self._files, self._remote = path, files, remote
 
-    @property
-    def folder(self) -> Path:
+    @cached_property
+    def folder(self) -> DataPath:
         """The folder that paths of images are relative to."""
         return self.path if self.path.is_dir() else self.path.parent
 
@@ -253,9 +260,18 @@ class SampleFiles:
         for place, row in self._files.rows():
             yield parse_entry(row, place=place, where=f"{self.path}, {place}", place_of_id=place_of_id)
 
-    def embedded(self, address: str) -> bytes:
-        """Return the bytes of an item whose path begins with EMBEDDED; raises DataError."""
-        return self._files.embedded(address)
+    def open_item(self, path: str, *, block: int = 0) -> BinaryIO | None:
+        """Open an item that is no file of this machine but a part of the data or remote; None: it is one.
+
+        path: of an item, full; block: bytes that are read at once of what is remote, where that is not all; 0: all. Raises
+        DataError or FileNotFoundError.
+        """
+        if path.startswith(EMBEDDED):
+            return self._files.embedded(path, block=block)
+        if not is_address(path):
+            return None
+        found = data_path(path, self._remote)
+        return found.open("rb", block) if block else BytesIO(found.read_bytes())
 
 
 def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
@@ -300,14 +316,18 @@ def _of_texts(entry: dict[str, Any], *, where: str) -> dict[str, Any]:
     return {**rest, "images": images, "messages": said}
 
 
-def open_sample_files(path: str | Path) -> SampleFiles:
-    """Open the data at a path in the form that it has; raises DataError if it is missing or in another form."""
-    path = Path(path)
-    if path.is_dir() and (path / MANIFEST_NAME).is_file():
+def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None) -> SampleFiles:
+    """Open the data at a path in the form that it has; raises DataError if it is missing or in another form.
+
+    remote: how remote files are read, the data and those that it names.
+    """
+    path = data_path(path, remote)
+    remote = remote or (path.options if isinstance(path, RemotePath) else RemoteOptions())
+    if not path.is_file() and (path / MANIFEST_NAME).is_file():
         path = path / MANIFEST_NAME
-        return SampleFiles(path, JsonFile(path))
+        return SampleFiles(path, JsonFile(path), remote)
     if (files := find_tar_files(path) or (find_table_files(path) if path.exists() else None)) is not None:
-        return SampleFiles(path, files)
+        return SampleFiles(path, files, remote)
     if path.is_dir():
         inside = sorted(found.name for found in path.iterdir() if not found.name.startswith("."))
         raise DataError(
@@ -318,10 +338,10 @@ def open_sample_files(path: str | Path) -> SampleFiles:
         raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
     if (found := _archive_kind(path)) is not None:
         raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
-    return SampleFiles(path, JsonFile(path))
+    return SampleFiles(path, JsonFile(path), remote)
 
 
-def _archive_kind(path: Path) -> str | None:
+def _archive_kind(path: DataPath) -> str | None:
     try:
         with path.open("rb") as file:
             start = file.read(8)

@@ -8,17 +8,21 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress
-from multimodal.values.errors import DataError
+from multimodal.data.remote import DataPath, RemotePath, at_once, name_in
+from multimodal.values.errors import BraidError, DataError
 
 _PARQUET = b"PAR1"
 _DIGESTED_BYTES = 2**20
+_REMOTE_BLOCK = 2**16
+"""Bytes of a remote Parquet file that are read at once, at least: those of its end, which describes it, that pyarrow asks for."""
 _SPLIT_OF_NAME = re.compile(r"^(.*?)-\d{5}-of-\d{5}|^(train|test|val|valid|validation|dev|eval)\b")
 """Names as the hub writes them, or whole splits in one file."""
 
@@ -26,7 +30,7 @@ _SPLIT_OF_NAME = re.compile(r"^(.*?)-\d{5}-of-\d{5}|^(train|test|val|valid|valid
 class _Piece(NamedTuple):
     """Successive rows of a file: a batch of Arrow, which is mapped into memory, or a group of rows of Parquet."""
 
-    path: Path
+    path: DataPath
     num_rows: int
     read: Callable[[list[str] | None], Any]
     """Returns the rows, at least these columns of them."""
@@ -35,7 +39,7 @@ class _Piece(NamedTuple):
 class TableFiles:
     """The rows of Arrow or Parquet files, file after file."""
 
-    def __init__(self, folder: Path, files: list[Path], *, is_arrow: bool) -> None:
+    def __init__(self, folder: DataPath, files: Sequence[DataPath], *, is_arrow: bool) -> None:
         """folder: names of files in digests are relative to it; is_arrow: batches as `datasets` writes them, else Parquet."""
         self._folder, self._paths, self._pieces_of = folder, files, _arrow_pieces if is_arrow else _parquet_pieces
         self._open_pieces: list[_Piece] | None = None
@@ -54,8 +58,8 @@ class TableFiles:
                 yield f"row {number}", {name: _without_bytes(value, (number, name)) for name, value in row.items()}
                 number += 1
 
-    def embedded(self, address: str) -> bytes:
-        """Return the bytes at an address from `rows`; O(log pieces) and one piece."""
+    def embedded(self, address: str, *, block: int) -> BinaryIO:
+        """Open the bytes at an address from `rows`; O(log pieces) and one piece."""
         row, column, *steps = json.loads(address.removeprefix(EMBEDDED))
         pieces = self._pieces()
         index = bisect.bisect_right(self._starts, row) - 1
@@ -63,7 +67,7 @@ class TableFiles:
         for step in steps:
             value = value[step]
         assert isinstance(value, bytes)
-        return value
+        return BytesIO(value)
 
     def digest(self) -> str:
         """Digest the files."""
@@ -71,7 +75,7 @@ class TableFiles:
 
     def _pieces(self) -> list[_Piece]:
         if self._open_pieces is None:
-            opened = [_guard(path, lambda path=path: self._pieces_of(path)) for path in self._paths]  # type: ignore[misc]
+            opened = at_once(lambda path: _guard(path, lambda: self._pieces_of(path)), self._paths, among=self._folder)
             self._open_pieces = [piece for pieces in opened for piece in pieces]
             self._starts = [0, *accumulate(piece.num_rows for piece in self._open_pieces)][:-1]
         return self._open_pieces
@@ -82,17 +86,19 @@ class TableFiles:
         return self._last[2]
 
 
-def _guard(path: Path, action: Callable[[], Any]) -> Any:
+def _guard(path: DataPath, action: Callable[[], Any]) -> Any:
     """Run an action on a file; errors of pyarrow become a DataError that names the file."""
     try:
         return action()
+    except BraidError:
+        raise
     except ImportError as problem:
         raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install braid[hf]") from problem
     except Exception as problem:
         raise DataError(f"{path}: cannot be read ({str(problem).splitlines()[0]}); copy the data set again") from problem
 
 
-def _arrow_pieces(path: Path) -> list[_Piece]:
+def _arrow_pieces(path: DataPath) -> list[_Piece]:
     """Map the record batches of a stream into memory: reading a row costs only that row."""
     pyarrow = importlib.import_module("pyarrow")
     ipc = importlib.import_module("pyarrow.ipc")
@@ -104,18 +110,25 @@ def _whole(batch: Any, columns: list[str] | None) -> Any:
     return batch
 
 
-def _parquet_pieces(path: Path) -> list[_Piece]:
-    file = importlib.import_module("pyarrow.parquet").ParquetFile(path, memory_map=True)
+def _parquet_pieces(path: DataPath) -> list[_Piece]:
+    source = path if isinstance(path, Path) else path.open("rb", _REMOTE_BLOCK)
+    file = importlib.import_module("pyarrow.parquet").ParquetFile(source, memory_map=True)
     read = partial(file.read_row_group, use_threads=False)
     return [_Piece(path, file.metadata.row_group(index).num_rows, partial(read, index)) for index in range(file.num_row_groups)]
 
 
-def digest_files(folder: Path, paths: list[Path]) -> str:
-    """Digest every file's name in a folder, length, beginning and end, where formats store what identifies their content."""
+def digest_files(folder: DataPath, paths: Sequence[DataPath]) -> str:
+    """Digest every file's name in a folder, length, beginning and end, where formats store what identifies their content.
+
+    Of remote files names, lengths and versions.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+    for path, status in zip(paths, at_once(lambda path: path.stat(), paths, among=folder), strict=True):
+        size = status.st_size
+        if isinstance(path, RemotePath):
+            digest.update(f"{name_in(folder, path)}\0{status}\0".encode())
+            continue
+        digest.update(f"{name_in(folder, path)}\0{size}\0".encode())
         with path.open("rb") as file:
             digest.update(file.read(_DIGESTED_BYTES))
             file.seek(max(0, size - _DIGESTED_BYTES))
@@ -123,25 +136,28 @@ def digest_files(folder: Path, paths: list[Path]) -> str:
     return digest.hexdigest()
 
 
-def find_table_files(path: Path) -> TableFiles | None:
+def find_table_files(path: DataPath) -> TableFiles | None:
     """Return the tables at a path, or None if there are none; raises DataError if it holds several splits."""
     if path.is_file():
         with path.open("rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
         return TableFiles(path.parent, [path], is_arrow=False) if is_parquet else None
     if (path / "dataset_dict.json").is_file():
-        splits = sorted(found.parent.name for found in path.glob("*/state.json"))
+        splits = sorted(found.name for found in path.iterdir() if (found / "state.json").is_file())
         raise _several_splits(path, [str(path / split) for split in splits])
     if (path / "state.json").is_file():
+        if isinstance(path, RemotePath):
+            raise DataError(f"{path}: Arrow files are mapped into memory, and so must lie on this machine; save them as Parquet")
         return TableFiles(path, _files_of_state(path / "state.json"), is_arrow=True)
-    files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
+    files: list[DataPath] = [*path.glob("*.parquet")] or [*path.glob("data/*.parquet")]
+    files.sort(key=str)
     splits = sorted({match[1] or match[2] for file in files if (match := _SPLIT_OF_NAME.match(file.name))})
     if len(splits) > 1:
         raise _several_splits(path, [f"a folder of the {split}*.parquet alone" for split in splits])
     return TableFiles(path, files, is_arrow=False) if files else None
 
 
-def _several_splits(path: Path, choices: list[str]) -> DataError:
+def _several_splits(path: DataPath, choices: list[str]) -> DataError:
     return DataError(f"{path}: a data set of several splits; give --data-path one of them: {' or '.join(choices)}")
 
 

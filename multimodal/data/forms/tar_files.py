@@ -8,15 +8,17 @@ import json
 import os
 import re
 import tarfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
 from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress, shown, shown_keys
 from multimodal.data.forms.table_files import digest_files
+from multimodal.data.remote import AT_ONCE, DataPath, at_once, name_in
 from multimodal.values.errors import DataError
 
 _MAGIC = (257, b"ustar")
@@ -38,7 +40,12 @@ class TarFiles:
     """The samples of tar archives, archive after archive."""
 
     def __init__(
-        self, folder: Path, archives: list[Path], *, fields: Mapping[str, str] | None = None, left_out: Collection[str] = ()
+        self,
+        folder: DataPath,
+        archives: Sequence[DataPath],
+        *,
+        fields: Mapping[str, str] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         """folder: names of archives in digests are relative to it.
 
@@ -48,31 +55,44 @@ class TarFiles:
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield where a sample stands, and the sample as an object with `messages`; raises DataError."""
-        for number, archive in enumerate(self._archives):
-            members = self._members(number, archive)
+        for archive, members in self._read_archives():
             for key, found in groupby(members, key=lambda member: _split_name(member[0])[0]):
-                where, name = f"{archive}, {key}", archive.relative_to(self._folder)
+                where, name = f"{archive}, {key}", name_in(self._folder, archive)
                 parts = {_split_name(name)[1]: value for name, value in found}
                 if f"{name}/{key}" in self._left_out:
                     continue
                 place = key if len(self._archives) == 1 else f"{name}, {key}"
                 yield place, self._by_fields(parts, where=where) if self._fields else _by_names(parts, where=where)
 
-    def embedded(self, address: str) -> bytes:
-        """Return the bytes at an address from `rows`."""
+    def embedded(self, address: str, *, block: int) -> BinaryIO:
+        """Open the file at an address from `rows`; block: as for `SampleFiles.open_item`."""
         number, start, size = json.loads(address.removeprefix(EMBEDDED))
-        with self._archives[number].open("rb") as file:
-            return os.pread(file.fileno(), size, start)
+        archive = self._archives[number]
+        if not isinstance(archive, Path):
+            return archive.open_range(start, size, block=block) if block else BytesIO(archive.read_range(start, size))
+        with archive.open("rb") as file:
+            return BytesIO(os.pread(file.fileno(), size, start))
+
+    def _read_archives(self) -> Iterator[tuple[DataPath, Iterable[tuple[str, Any]]]]:
+        """Yield every archive with its files; of remote ones several are read at once."""
+        numbered = [*enumerate(self._archives)]
+        for first in range(0, len(numbered), AT_ONCE):
+            some = numbered[first : first + AT_ONCE]
+            if isinstance(self._folder, Path):
+                yield from ((archive, self._members(number, archive)) for number, archive in some)
+            else:
+                read = at_once(lambda each: [*self._members(*each)], some, among=self._folder)
+                yield from ((archive, members) for (_, archive), members in zip(some, read, strict=True))
 
     def digest(self) -> str:
         """Digest every archive's name, length, beginning and end."""
         return digest_files(self._folder, self._archives)
 
-    def _members(self, number: int, archive: Path) -> Iterator[tuple[str, Any]]:
+    def _members(self, number: int, archive: DataPath) -> Iterator[tuple[str, Any]]:
         """Yield the name of each file, and its text, or the address of its bytes."""
         size = archive.stat().st_size
         try:
-            with tarfile.open(archive, "r:") as opened:
+            with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as opened:
                 for member in opened:
                     opened.members = []  # type: ignore[attr-defined]  # which would grow with the archive
                     if member.isdir():
@@ -83,9 +103,9 @@ class TarFiles:
                         raise DataError(f"{archive}: ends inside {member.name}; copy the archive again")
                     kind = member.name.rpartition(".")[2].lower()
                     if kind in _TEXTS:
-                        file = opened.extractfile(member)
-                        assert file is not None
-                        yield member.name, _text(file.read(), is_json=kind == "json", where=f"{archive}, {member.name}")
+                        text = opened.extractfile(member)
+                        assert text is not None
+                        yield member.name, _text(text.read(), is_json=kind == "json", where=f"{archive}, {member.name}")
                     else:
                         yield member.name, EmbeddedAddress(EMBEDDED + json.dumps((number, member.offset_data, member.size)))
         except (tarfile.TarError, OSError) as problem:
@@ -99,7 +119,7 @@ class TarFiles:
         return _asked({"image": [found["image"]]}, str(found.get("context", "")), str(answer))
 
 
-def find_tar_files(path: Path) -> TarFiles | None:
+def find_tar_files(path: DataPath) -> TarFiles | None:
     """Return the archives at a path, or None if there are none; FOLDER/SPLIT names a split of Energon's. Raises DataError."""
     if path.is_file():
         with path.open("rb") as file:
@@ -108,11 +128,11 @@ def find_tar_files(path: Path) -> TarFiles | None:
     for folder, split in ((path, None), (path.parent, path.name)):
         if (folder / ".nv-meta" / "split.yaml").is_file() and (split is None or not path.exists()):
             return _energon(folder, split)
-    archives = sorted(path.glob("*.tar"))
+    archives: list[DataPath] = sorted([*path.glob("*.tar")], key=str)
     return TarFiles(path, archives) if archives else None
 
 
-def _energon(folder: Path, split: str | None) -> TarFiles:
+def _energon(folder: DataPath, split: str | None) -> TarFiles:
     meta = folder / ".nv-meta"
     described = _mapping(meta / "split.yaml")
     splits, left_out = described.get("split_parts"), {*_expanded(described.get("exclude"))}
@@ -124,8 +144,10 @@ def _energon(folder: Path, split: str | None) -> TarFiles:
         raise DataError(f"{folder}: a data set of the splits {', '.join(splits) or '(none)'}; give --data-path {choices}")
     archives = [folder / name for name in splits[split] if name not in left_out]
     root = folder.resolve()
-    if missing := [str(each) for each in archives if not (each.is_file() and each.resolve().is_relative_to(root))]:
-        raise DataError(f"{meta / 'split.yaml'}: names {missing[0]}, which is not in {folder}; copy the whole data set")
+    present = at_once(lambda each: each.is_file() and each.resolve().is_relative_to(root), archives, among=folder)
+    if not all(present):
+        missing = archives[present.index(False)]
+        raise DataError(f"{meta / 'split.yaml'}: names {missing}, which is not in {folder}; copy the whole data set")
     samples = _mapping(meta / "dataset.yaml") if (meta / "dataset.yaml").is_file() else {}
     fields = samples.get("field_map")
     if fields is None:
@@ -152,7 +174,7 @@ def _expanded(names: Any) -> Iterator[str]:
             yield from _expanded([f"{name[: match.start()]}{number:0{len(match[1])}d}{name[match.end() :]}"])
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: DataPath) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as problem:

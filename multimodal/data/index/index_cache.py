@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from multimodal.data.index.sample_index import FORMAT, SampleIndex, join_indices, read_index, write_index
+from multimodal.data.remote import DataPath, user_cache
 from multimodal.values.errors import ConfigError, DataError
 
 FOLDER_NAME = ".braid-index"
@@ -30,7 +30,7 @@ class IndexCache:
     report: Callable[[Path | None], None] = lambda place: None
     """Told where a new index was written; None: nowhere."""
 
-    def get(self, folder: Path, *, depends_on: Iterable[str], build: Callable[[], Iterator[SampleIndex]]) -> SampleIndex:
+    def get(self, folder: DataPath, *, depends_on: Iterable[str], build: Callable[[], Iterator[SampleIndex]]) -> SampleIndex:
         """Return the index of the data in `folder`: read if it has been written, else built and written.
 
         depends_on: everything it depends on beside `text`; build: makes the index block by block. An index that cannot be
@@ -46,7 +46,8 @@ class IndexCache:
                 ) from problem
 
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
-        folders = (self.chosen,) if self.chosen else (folder / FOLDER_NAME, self.fallback or user_cache("index"))
+        beside = [folder / FOLDER_NAME] if isinstance(folder, Path) else []
+        folders = [self.chosen] if self.chosen else [*beside, self.fallback or user_cache("index")]
         places = [place / key.hexdigest() for place in folders]
         for place in places:
             if (found := read_index(place)) is not None:
@@ -65,12 +66,6 @@ class IndexCache:
             return read_index(place) or join_indices(blocks())  # mapped, so that ranks of a node share its memory
         self.report(None)
         return join_indices(blocks())
-
-
-def user_cache(room: str) -> Path:
-    """Return the user's cache folder for one kind of files: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "braid" / room
 
 
 _SECONDS_BETWEEN_LINES = 30.0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from multimodal.data.audio import audio_to_patches, read_audio
 from multimodal.data.forms.segments import EMBEDDED
@@ -11,10 +11,14 @@ from multimodal.data.image_files import SOUND, parse_frame_address, read_frames,
 from multimodal.data.image_processing import cut_patches, step_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.remote import data_path as path_of_data
 from multimodal.data.sample_source import ItemPixels, SampleSource
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
 from multimodal.values.units.items import ImageInput
+
+VIDEO_BLOCK = 2**20
+"""Bytes of a remote video that are read at once, for its header or the frames around one."""
 
 
 class WantedItem(NamedTuple):
@@ -35,12 +39,20 @@ class ItemDecoder(Protocol):
         """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
 
 
+def open_item(opened: Callable[..., BinaryIO | None], path: str, *, block: int, where: str) -> BinaryIO | None:
+    """Open an item as `SampleFiles.open_item` does; raises DataError, which names the sample, if it is not there."""
+    try:
+        return opened(path, block=block)
+    except FileNotFoundError as problem:
+        raise DataError(f"{where}: {path} does not exist; restore the file or remove that line") from problem
+
+
 class ItemReader:
     """Decodes items in this process, on request."""
 
-    def __init__(self, inputs: Mapping[str, ItemInput], *, embedded: Callable[[str], bytes]) -> None:
-        """inputs: unit -> description of its items; embedded: returns the bytes of an item in a data set, by its path."""
-        self._inputs, self._embedded = inputs, embedded
+    def __init__(self, inputs: Mapping[str, ItemInput], *, opened: Callable[..., BinaryIO | None]) -> None:
+        """inputs: unit -> description of its items; opened: opens items by their paths (`SampleFiles.open_item`)."""
+        self._inputs, self._opened = inputs, opened
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
         """Do nothing: an item is decoded when it is read."""
@@ -51,9 +63,9 @@ class ItemReader:
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
-        content = self._embedded(path) if path.startswith(EMBEDDED) else None
+        content = open_item(self._opened, path, block=VIDEO_BLOCK if frame else 0, where=where)
         kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
-        name = path if content is None else f"its {kind}"
+        name = f"its {kind}" if path.startswith(EMBEDDED) else path
         if isinstance(found, AudioInput) and path != item.path:
             return audio_to_patches(read_sound(name, content=content, num_samples=item.size[0], where=where), audio=found)
         if isinstance(found, AudioInput):
@@ -105,7 +117,7 @@ _WRITE_AGAIN = "write it again with tools/cache_latents.py"
 def latent_key(item: IndexedItem, image: ImageInput, *, data_path: str) -> str:
     """Return the name of an item's latents: its file, or its place in the data set, and its size in pixels once it is scaled."""
     height, width = (side * image.patch_size for side in item.grid)
-    place = f"{Path(data_path).absolute()}:{item.path}" if item.path.startswith(EMBEDDED) else item.path
+    place = f"{path_of_data(data_path).absolute()}:{item.path}" if item.path.startswith(EMBEDDED) else item.path
     return f"{place} {width}x{height}"
 
 

@@ -36,7 +36,9 @@ from multimodal.data.image_files import (
     read_video_length,
 )
 from multimodal.data.image_processing import image_grid, num_tiles, video_grid
+from multimodal.data.index.item_reader import VIDEO_BLOCK, open_item
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
+from multimodal.data.remote import BLOCK
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
@@ -193,8 +195,10 @@ class SampleIndexer:
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
         kind = {AudioSegment: "sound", ImageSegment: "image", VideoSegment: "video"}[type(segment)]
-        name, content = (f"its {kind}", self._files.embedded(path)) if is_embedded else (path, None)
-        length = None
+        name, length = f"its {kind}" if is_embedded else path, None
+        block = VIDEO_BLOCK if isinstance(segment, VideoSegment) else BLOCK
+        has_size = isinstance(segment, ImageSegment) and segment.size is not None
+        content = None if has_size else open_item(self._files.open_item, path, block=block, where=where)
         if isinstance(segment, AudioSegment):
             size = read_audio_length(name, content=content, where=where), 1
         else:

@@ -13,6 +13,7 @@ from scipy.io import wavfile
 
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
+from multimodal.data.remote import DataPath
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph
 
@@ -81,9 +82,9 @@ class DataFolder:
         (self.path / name).write_text(lines if name.endswith("l") else json.dumps(entries, indent=1))
         return self.path / name
 
-    def open(self, data: Sequence[Any] | Path, *, seq_length: int = 1000, **options: Any) -> ManifestSource:
+    def open(self, data: Sequence[Any] | DataPath, *, seq_length: int = 1000, **options: Any) -> ManifestSource:
         """Index lines, or a file or folder."""
-        path = data if isinstance(data, Path) else self.manifest(data)
+        path = data if isinstance(data, DataPath) else self.manifest(data)
         own = {key: options.pop(key) for key in options.keys() & {field.name for field in fields(IndexOptions)}}
         index_options = IndexOptions(seq_length, **own)
         return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "options": index_options, **options})

@@ -301,7 +301,9 @@ def test_frames_are_spread_over_the_time(num_frames: int, wanted: int, shown: li
     assert (length.size, length.num_frames, length.seconds) == ((48, 32), num_frames, pytest.approx(num_frames / 10))
     for content in (None, path.read_bytes()):
         places = [FramePlace(str(path), (index,), wanted) for index in range(wanted)]
-        greys = [np.asarray(read_frames(place, content=content, where="here")[0].convert("L")).mean() for place in places]
+        opened = [content and io.BytesIO(content) for _ in places]
+        frames = [read_frames(place, content=each, where="here")[0] for place, each in zip(places, opened, strict=True)]
+        greys = [np.asarray(frame.convert("L")).mean() for frame in frames]
         assert greys == pytest.approx([10 * index for index in shown], abs=4)
 
 

@@ -26,6 +26,8 @@ from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.index.sample_index import SampleIndex, build_index
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, gather
+from multimodal.data.remote import DataPath
+from multimodal.data.remote import data_path as path_of_data
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
@@ -42,10 +44,10 @@ _BLOCKS_ASKED = 8
 logger = logging.getLogger(__name__)
 
 
-def describe_data_set(graph: ModelGraph, data_path: str | Path, *, texts: TextSettings, options: IndexOptions) -> str:
+def describe_data_set(graph: ModelGraph, data_path: str | DataPath, *, texts: TextSettings, options: IndexOptions) -> str:
     """Return everything that a producer must know of a data set: the model's units, its location, and the text settings."""
     found = replace(texts, tokenizer_model=_absolute(texts.tokenizer_model), chat_template=_absolute(texts.chat_template))
-    said = {"model": graph.to_dict(), "data_path": str(Path(data_path).absolute()), "options": asdict(options)}
+    said = {"model": graph.to_dict(), "data_path": str(path_of_data(data_path).absolute()), "options": asdict(options)}
     return json.dumps({**said, "texts": asdict(found), "identity": texts.identity})
 
 

@@ -315,7 +315,7 @@ def _check_data_set(data_set: str) -> Mapping[str, str]:
 def _open_data_set(data_set: str) -> ItemReader:
     """Open a data set; data_set: a result of `describe_data_set`."""
     said = json.loads(data_set)
-    return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), embedded=open_sample_files(said["data_path"]).embedded)
+    return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), opened=open_sample_files(said["data_path"]).open_item)
 
 
 @lru_cache(maxsize=MOST_DATA_SETS)

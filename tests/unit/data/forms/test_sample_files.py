@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.forms.sample_files import SampleFiles, open_sample_files
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, VideoSegment
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
@@ -235,11 +235,15 @@ def write_tar(path: Path, files: Mapping[str, Any]) -> Path:
     return path
 
 
+def content(files: SampleFiles, segment: Any) -> Any:
+    return files.open_item(segment.path).read() if isinstance(segment, ImageSegment) else (segment.role, segment.text)
+
+
 def read(path: Path) -> list[list[Any]]:
     """The segments of all samples, images as their bytes."""
     files = open_sample_files(path)
     return [
-        [files.embedded(each.path) if isinstance(each, ImageSegment) else (each.role, each.text) for each in sample.segments]
+        [content(files, each) for each in sample.segments]
         for sample in files.samples()
     ]
 

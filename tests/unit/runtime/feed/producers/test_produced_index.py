@@ -63,7 +63,7 @@ def open_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
         indexing = None
         if producers:
-            local = ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+            local = ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
             data_set = describe_data_set(GRAPH, path, texts=texts, options=OPTIONS)
             indexing = ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=local)
             indexing.check()
@@ -127,7 +127,7 @@ def test_the_first_fault_is_told_whoever_finds_it(
 def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving], tmp_path: Path) -> None:
     (tmp_path / "manifest.jsonl").touch()
     data_set = json.loads(describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS))
-    local = ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+    local = ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
     found = ProducedItems([serve().address], token=TOKEN, data_set=json.dumps({**data_set, "identity": "other"}), local=local)
     with pytest.raises(ConfigError, match="--producers .*other tokens there: the run's .* are other, the producer's are None"):
         found.check()

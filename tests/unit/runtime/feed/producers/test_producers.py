@@ -59,7 +59,7 @@ def wanted(tmp_path: Path) -> list[WantedItem]:
 
 
 def _local() -> ItemReader:
-    return ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+    return ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
 
 
 _OPENED: list[ProducedItems] = []
