@@ -111,8 +111,8 @@ class Conversion:
             if name in flags:
                 self.rename(name, name.replace("samples", "iters"), int(flags.number(name)) // config["global-batch-size"])
         if "packing-seq-length" in flags and flags.number("packing-seq-length") > 0:
-            del config["micro-batch-size"]
-            self.rename("packing-seq-length", "tokens-per-microbatch", flags.number("packing-seq-length"))
+            config["packing-seq-length"] = int(flags.number("packing-seq-length"))
+            self.note(KEPT, "packing-seq-length")
         length = flags.number(*_LENGTHS)
         image = self.graph.encoders[0].image if self.graph.encoders else None
         if program.endswith("pretrain_vlm.py") and image is not None and "decoder-seq-length" not in flags:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -94,11 +94,15 @@ _TURNS = 10_000
 """Resolution of the weights of a mixture, as the inverse of a fraction."""
 
 
+MOST_JOINED = 2**16
+"""Most samples in a sequence."""
+
+
 class DrawnSample(NamedTuple):
     """One sample of a global batch."""
 
     sample_id: int
-    """Position in the order of consumption, unique over the run."""
+    """Position in the order of consumption, unique over the run; in a sequence, its place there plus MOST_JOINED times that."""
     source_index: int
 
 
@@ -107,10 +111,35 @@ class DataPart:
     """One data set of a mixture."""
 
     num_samples: int
+    """Its samples, or its sequences of samples, which count as one."""
     weight: float = 1.0
     """Its share of every global batch, in any unit."""
     position: int = 0
     """Samples drawn from it before the first step of `GlobalBatches`, in a resumed run."""
+    starts: Integers | None = field(default=None, compare=False, repr=False)
+    """[num_samples + 1] the first sample of each sequence, and the end; None: samples are drawn one by one."""
+
+    def samples(self, index: int) -> range:
+        """Return the samples that are drawn as one."""
+        return range(index, index + 1) if self.starts is None else range(*self.starts[index : index + 2].tolist())
+
+    @property
+    def end(self) -> int:
+        """The number of its samples in the source."""
+        return self.samples(self.num_samples - 1).stop
+
+
+def join_samples(num_tokens: Integers, *, most: int) -> Integers:
+    """Return the starts of sequences that take samples in order while they have room, and the number of samples.
+
+    num_tokens: of each sample; most: tokens in a sequence, but one of a single sample may have more. O(samples).
+    """
+    ends, starts, before = np.cumsum(num_tokens), [0], 0
+    while starts[-1] < len(ends):
+        first = starts[-1]
+        starts.append(min(max(first + 1, int(np.searchsorted(ends, before + most, side="right"))), first + MOST_JOINED))
+        before = ends[starts[-1] - 1]
+    return np.array(starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +176,11 @@ class GlobalBatches:
         rounds, places = np.divmod(numbers, len(turns))
         owners = turns[places]
         drawn = np.array([part.position for part in self.parts])[owners] + rounds * shares[owners] + before[places, owners]
-        offsets = row_starts([part.num_samples for part in self.parts])
+        offsets = row_starts([part.end for part in self.parts])
         return tuple(
-            DrawnSample(sample_id, int(offsets[part]) + self._index_in_part(part, count))
-            for sample_id, part, count in zip(
-                (self.first_sample + numbers).tolist(), owners.tolist(), drawn.tolist(), strict=True
-            )
+            DrawnSample(number if self.parts[part].starts is None else number * MOST_JOINED + place, int(offsets[part]) + index)
+            for number, part, count in zip((self.first_sample + numbers).tolist(), owners.tolist(), drawn.tolist(), strict=True)
+            for place, index in enumerate(self.parts[part].samples(self._index_in_part(part, count)))
         )
 
     def positions(self, step: int) -> tuple[int, ...]:
@@ -177,6 +205,11 @@ class GlobalBatches:
         number = int(np.searchsorted(starts, position, side="right")) - 1
         block, size = int(blocks[number]), int(starts[number + 1] - starts[number])
         return block * self.block_size + int(_order(size, self.seed, epoch, block)[position - starts[number]])
+
+
+def shuffled(indices: Integers, *, seed: int) -> Integers:
+    """Return samples in the order in which they are joined."""
+    return indices[_order(len(indices), seed, 0, 0)]
 
 
 @lru_cache(maxsize=8)

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 
+import numpy as np
+
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import build_sample_lengths, build_sample_text
 from multimodal.data.forms.sample_files import open_sample_files
@@ -14,6 +16,7 @@ from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, Sa
 from multimodal.data.remote import DataPath, RemoteOptions
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -80,6 +83,11 @@ class ManifestSource:
     def __len__(self) -> int:
         """Count the usable samples."""
         return len(self._samples)
+
+    @property
+    def num_tokens(self) -> Integers:
+        """[num_samples] tokens of each sample in the LLM."""
+        return np.diff(self._samples.arrays["token_starts"])
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""

@@ -49,8 +49,10 @@ def test_the_loss_is_the_weighted_mean(entries: list[dict[str, Any]], tmp_path: 
     alone = [evaluate(tmp_path, [entry]) for entry in entries]
     for average, counts in (("tokens", [len(entry["segments"][1]["text"]) + 1 for entry in entries]), ("samples", [1] * 4)):
         weights = [entry["loss_weight"] * count for entry, count in zip(entries, counts, strict=True)]
-        found = evaluate(tmp_path, entries, **{"--loss-average": average})
-        assert found == pytest.approx(np.average(alone, weights=weights), rel=0, abs=1e-9), average
+        joined = {"--seq-length": 90, "--packing-seq-length": 90, "--global-batch-size": 2, "--micro-batch-size": 1}
+        for flags in ({}, joined):  # the same samples, in two sequences
+            found = evaluate(tmp_path, entries, **{"--loss-average": average}, **flags)
+            assert found == pytest.approx(np.average(alone, weights=weights), rel=0, abs=1e-9), average
 
 
 def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, Any]], tmp_path: Path) -> None:

@@ -58,8 +58,9 @@ def test_phases_of_one_run(folder: Path) -> None:
 
 
 def test_a_phase_in_two_runs_is_that_of_one(folder: Path) -> None:
-    """Losses of a mixture that is interrupted are those without interruption, to 1e-9, whoever balances."""
-    changed = {"data_path": [3, folder / "data", 1, folder / "texts"], "global_batch_size": 3, "tokens_per_microbatch": 30}
+    """Losses of a mixture of sequences that is interrupted are those without interruption, to 1e-9, whoever balances."""
+    changed = {"data_path": [3, folder / "data", 1, folder / "texts"], "global_batch_size": 3}
+    changed |= {"seq_length": 40, "packing_seq_length": 60}
     whole, _ = run(folder, **changed, save=folder / "whole", load=folder / "whole")
     for first, balance in ((0, "disttrain"), (2, "entrain")):
         part, _ = run(folder, **changed, exit_interval=2, balance=balance)

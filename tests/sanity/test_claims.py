@@ -113,6 +113,10 @@ PROOFS = {
             "unit/data/test_videos.py::test_frames_and_sizes_are_those_of_the_video_processor",
         ),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
+        "joined into sequences": (
+            "distributed/test_loss_weights.py::test_the_loss_is_the_weighted_mean",
+            "distributed/test_phases.py::test_a_phase_in_two_runs_is_that_of_one",
+        ),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",
         ),

@@ -5,20 +5,22 @@ A resumed run must continue with the same data, in the same order.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from megatron.runtime.feed.agreement import check_share
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import HELD_OUT, RunConfig
 from megatron.runtime.launch.rank_place import read_token
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.global_batches import DataPart, split_indices
+from multimodal.data.global_batches import DataPart, join_samples, shuffled, split_indices
 from multimodal.data.index.index_cache import IndexCache, watch_indexing
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
@@ -28,6 +30,7 @@ from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, 
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.architecture import autoencoder_digest
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import CheckpointError, ConfigError, DataError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 
@@ -44,11 +47,17 @@ class DataSets:
     train: SampleSource
     valid: SampleSource
     tokenizer: Tokenizer
-    train_parts: tuple[DataPart, ...] = ()
-    """The data sets of a mixture, in the order of their samples in `train`; empty: a single data set."""
-    valid_parts: tuple[DataPart, ...] = ()
+    train_parts: tuple[DataPart, ...]
+    """The data sets of a mixture, in the order of their samples in `train`, or the one that there is."""
+    valid_parts: tuple[DataPart, ...]
     valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
     """The sets of --valid-data-path by their names."""
+    valid_set_parts: Mapping[str, tuple[DataPart, ...]] = field(default_factory=dict)
+
+    @property
+    def num_train(self) -> int:
+        """Samples of the training, or sequences of them."""
+        return sum(part.num_samples for part in self.train_parts)
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
@@ -74,26 +83,59 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         request = SampleRequest(graph, tokenizer, config.data.seq_length, seed, num_train, num_valid)
         with in_turn or nullcontext():
             sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=None)
-        return DataSets(*open_program(program, request), tokenizer, valid_sets=sets)
-    tokenizer, chat = text_settings(config).open()
-    check_placeholders(config.model.model, tokenizer, chat)
-    with in_turn or nullcontext():
-        sources = [
-            open_manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
-        ]
-        sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=chat)
-    parts = [split_indices(len(source), split=config.data.split, seed=config.training.seed) for source in sources]
-    train = [SourceSubset(source, part.train) for source, part in zip(sources, parts, strict=True)]
-    valid = [SourceSubset(source, part.valid) for source, part in zip(sources, parts, strict=True)]
-    weights = [named.weight or float(len(part.train)) for named, part in zip(config.data.mixture, parts, strict=True)]
+        train, valid = ([_join(source, config=config, name=program.name)] for source in open_program(program, request))
+        weights = [1.0]
+    else:
+        tokenizer, chat = text_settings(config).open()
+        check_placeholders(config.model.model, tokenizer, chat)
+        with in_turn or nullcontext():
+            open_data = partial(open_manifest, config=config, graph=graph, tokenizer=tokenizer, chat=chat)
+            sources = [(named, open_data(named.path)) for named in config.data.mixture]
+            sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=chat)
+        split = partial(split_indices, split=config.data.split, seed=config.training.seed)
+        parts = [(named.path, source, split(len(source))) for named, source in sources]
+        train = [_join(source, part.train, config=config, name=path, is_shuffled=True) for path, source, part in parts]
+        valid = [_join(source, part.valid, config=config, name=f"{path} ({HELD_OUT})") for path, source, part in parts]
+        weights = [named.weight or float(part.num_samples) for (named, _), (_, part) in zip(sources, train, strict=True)]
+    joined = {name: _join(source, config=config, name=name) for name, source in sets.items()}
     return DataSets(
-        train[0] if len(train) == 1 else Mixture(train, loss_weights=config.training.sample_loss_weight),
-        valid[0] if len(valid) == 1 else Mixture(valid, loss_weights=config.training.sample_loss_weight),
+        _mix([source for source, _ in train], config),
+        _mix([source for source, _ in valid], config),
         tokenizer,
-        tuple(DataPart(len(part), weight) for part, weight in zip(train, weights, strict=True)),
-        tuple(DataPart(len(part), weight) for part, weight in zip(valid, weights, strict=True)),
-        sets,
+        tuple(replace(part, weight=weight) for (_, part), weight in zip(train, weights, strict=True)),
+        tuple(replace(part, weight=weight) for (_, part), weight in zip(valid, weights, strict=True)),
+        {name: source for name, (source, _) in joined.items()},
+        {name: (part,) for name, (_, part) in joined.items()},
     )
+
+
+def _mix(sources: Sequence[SampleSource], config: RunConfig) -> SampleSource:
+    return sources[0] if len(sources) == 1 else Mixture(sources, loss_weights=config.training.sample_loss_weight)
+
+
+def _join(
+    source: SampleSource, indices: Integers | None = None, *, config: RunConfig, name: str, is_shuffled: bool = False
+) -> tuple[SampleSource, DataPart]:
+    """Return samples of a source as they are drawn: one by one, or joined into sequences.
+
+    indices: of the samples; None: all. is_shuffled: join them in an order of the run's seed.
+    """
+    most = config.training.packing_seq_length
+    if most is None:
+        found = source if indices is None else SourceSubset(source, indices)
+        return found, DataPart(len(found))
+    order = np.arange(len(source)) if indices is None else indices
+    order = shuffled(order, seed=config.training.seed) if is_shuffled else order
+    if isinstance(source, ManifestSource):
+        num_tokens = source.num_tokens[order]
+    else:
+        num_tokens = np.array([source.lengths(index).num_tokens for index in order.tolist()], np.int64)
+    starts = join_samples(num_tokens, most=most)
+    count, total = len(starts) - 1, int(num_tokens.sum())
+    if count:
+        what = "%s: joined %d samples into %d sequences of at most %d tokens, %.1f%% full on average (%d of padding avoided)"
+        logger.info(what, name, len(order), count, most, 100 * total / (count * most), count * most - total)
+    return SourceSubset(source, order), DataPart(count, starts=starts)
 
 
 def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource]:
@@ -275,6 +317,7 @@ _COMPARED = (
     _Compared("program_samples", "--program-samples", may_change=True),
     _Compared("split", "--split", may_change=True),
     _Compared("seq_length", "--seq-length", may_change=True),
+    _Compared("packing_seq_length", "--packing-seq-length", may_change=True),
     _Compared("tokenizer_type", "--tokenizer-type"),
     _Compared("tokenizer_digest", "--tokenizer-model", shown="tokenizer_model"),
     _Compared("chat_template_digest", "--chat-template", shown="chat_template", may_change=True),
@@ -292,7 +335,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     program = config.data.sample_program
     opened = [open_sample_files(named.path, config.data.remote) for named in config.data.mixture if not program]
     digests = [program_digest(program)] if program else [files.digest for files in opened]
-    parts = data.train_parts or (DataPart(len(data.train)),)
+    parts = data.train_parts
     split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
     joined = hashlib.blake2b(weighted.encode(), digest_size=16).hexdigest()
@@ -304,6 +347,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
         "program_samples": config.data.program_samples if program else None,
         "split": split,
         "seq_length": config.data.seq_length,
+        "packing_seq_length": config.training.packing_seq_length,
         "tokenizer_type": config.data.tokenizer_type,
         "tokenizer_model": config.data.tokenizer_model,
         "chat_template": config.data.chat_template,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from megatron.runtime.feed.data_sets import RunData, data_set_name
 from multimodal.data.global_batches import DataPart, GlobalBatches
 
-_OF_BATCHES = ("global_batch_size", "data_sets", "seq_length", "chat_template_digest")
+_OF_BATCHES = ("global_batch_size", "data_sets", "seq_length", "packing_seq_length", "chat_template_digest")
 _OF_LEARNING_RATE = ("learning_rate", "trained")
 
 

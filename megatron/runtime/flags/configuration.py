@@ -173,6 +173,9 @@ class TrainingConfig:
     """Samples in one microbatch of the LLM; the mean where --balance equalises their work."""
     tokens_per_microbatch: int | None = field(default=None, metadata=A_COUNT)
     """Most tokens of the LLM in one microbatch, in place of a number of samples; a longer sample has one of its own."""
+    packing_seq_length: int | None = field(default=None, metadata=A_COUNT)
+    """Join samples into sequences of at most so many tokens of the LLM, which --global-batch-size and --micro-batch-size then
+    count. Samples of a sequence do not see each other, and balancers may part them."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=dict, metadata=PER_UNIT)
     """Items in one microbatch of an encoder; an encoder that is not named follows the LLM's microbatches."""
     global_batch_size: int = field(metadata={"minimum": 1, "maximum": 2**17})
@@ -247,6 +250,12 @@ class TrainingConfig:
     """Build the model although the plan needs more memory than a rank has free, by an estimate from below."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """Minutes that a rank waits for its peers before the run ends with an error."""
+
+    @property
+    def most_microbatch_tokens(self) -> int | None:
+        """Most tokens of the LLM in a microbatch of several samples; None: it has a number of samples."""
+        most = self.packing_seq_length
+        return self.tokens_per_microbatch if most is None else most * self.micro_batch_size
 
     @property
     def declared_costs(self) -> dict[str, LengthCost]:

@@ -127,10 +127,11 @@ RULES: Mapping[str, Condition] = {
         and c.data.sample_program is None
         and not any(parse_split(c.data.split)[1:2])
     ),
-    "--balance-num-microbatches effective makes microbatches as large as the longest sample's, whatever --tokens-per-microbatch "
-    "{c.training.tokens_per_microbatch} allows; leave one of them out": lambda c: (
-        c.training.tokens_per_microbatch is not None and c.training.balance_num_microbatches == "effective"
-    ),
+    "--packing-seq-length {c.training.packing_seq_length} has no room for samples of --seq-length {c.data.seq_length}; raise the "
+    "former or lower the latter": lambda c: c.data.seq_length > (c.training.packing_seq_length or c.data.seq_length),
+    "--balance-num-microbatches effective makes microbatches as large as the longest sample's, whatever "
+    "{c.training.most_microbatch_tokens} tokens a microbatch allow (--tokens-per-microbatch, --packing-seq-length); leave one of "
+    "them out": lambda c: c.training.most_microbatch_tokens is not None and c.training.balance_num_microbatches == "effective",
     "--data-path {c.data.data_path}: a program's samples (digits, FILE.py) are no part of a mixture; "
     "give it alone, or paths": lambda c: (
         len(c.data.data_path) > 1 and any(word == DIGITS or word.endswith(".py") for word in c.data.data_path)

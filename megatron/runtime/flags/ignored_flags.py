@@ -239,6 +239,7 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("num_epochs", "new_phase", "the phases before have other data; say by --train-iters how many steps there are in all"),
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
     ("micro_batch_size", "tokens_per_microbatch", "both say how large a microbatch is"),
+    ("packing_seq_length", "tokens_per_microbatch", "a microbatch has at most --micro-batch-size sequences' tokens"),
     ("finetune", "new_phase", "the former starts at step 0, the latter goes on"),
     ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
     ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
@@ -247,7 +248,10 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
 
-LEFT_TO_THE_PLAN = ("schedule", "schedule_passes", "balance", "sequence_parallel", "tp_comm_overlap", "tokens_per_microbatch")
+LEFT_TO_THE_PLAN = (
+    *("schedule", "schedule_passes", "balance", "sequence_parallel", "tp_comm_overlap"),
+    *("tokens_per_microbatch", "packing_seq_length"),
+)
 """Fields that a run which plans by itself chooses with its plan, or cannot plan with."""
 
 EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (

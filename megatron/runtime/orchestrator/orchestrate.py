@@ -20,7 +20,7 @@ from megatron.runtime.orchestrator.choose_plan import PLAN_NAME, Choice, build_r
 from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
 from megatron.runtime.orchestrator.profile_layers import describe_machine, measure_cluster, profile_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.data.global_batches import GlobalBatches
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError
@@ -158,15 +158,14 @@ def _key(request: PlanningRequest) -> str:
     return key_of(repr(getattr(request, field.name)) for field in fields(request) if field.compare)
 
 
-def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES) -> Iterator[SampleLengths]:
-    """Yield the lengths of the first samples of the training, up to the given number or all of them.
+def first_lengths(config: RunConfig, data: DataSets, *, most: int | None = MOST_SAMPLES) -> Iterator[SampleLengths]:
+    """Yield the lengths of the first samples of the training, up to the given number or all of them; None: of the first step.
 
     Where --split leaves nothing to train on (--skip-train), those of the held-out samples.
     """
     source, parts = (data.train, data.train_parts) if len(data.train) else (data.valid, data.valid_parts)
-    parts = parts or (DataPart(len(source)),)
     is_shuffled, seed = config.data.sample_program is None, config.training.seed
     batches = GlobalBatches(parts, config.training.global_batch_size, seed, shuffle=is_shuffled)
-    drawn = (sample for step in count() for sample in batches.batch(step))
-    for number, sample in enumerate(islice(drawn, min(most, len(source)))):
+    drawn = (sample for step in (count() if most is not None else (0,)) for sample in batches.batch(step))
+    for number, sample in enumerate(islice(drawn, None if most is None else min(most, len(source)))):
         yield replace(source.lengths(sample.source_index), sample_id=number)

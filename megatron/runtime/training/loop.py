@@ -215,8 +215,8 @@ def _compare_with_simulation(
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
-    def evaluate(name: str, source: SampleSource) -> EvaluationReport:
-        report = run.trainer.evaluate(steps_until_stopped(source, run.data.valid_parts if name.startswith(HELD_OUT) else ()))
+    def evaluate(name: str, source: SampleSource, parts: tuple[DataPart, ...]) -> EvaluationReport:
+        report = run.trainer.evaluate(steps_until_stopped(source, parts))
         reporter.evaluation(number, name, report)
         return report
 
@@ -229,9 +229,10 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
     flags, found = run.config.evaluation, []
     held_out = {HELD_OUT: run.data.valid} if len(run.data.valid) else {}
     for name, source in {**held_out, **run.data.valid_sets}.items():
-        evaluation, blank = evaluate(name, source), None
+        parts = run.data.valid_set_parts.get(name, run.data.valid_parts)
+        evaluation, blank = evaluate(name, source, parts), None
         if flags.eval_blank_images:
-            blank = evaluate(f"{name}, blank images", BlankImages(source, graph=run.session.graph))
+            blank = evaluate(f"{name}, blank images", BlankImages(source, graph=run.session.graph), parts)
         found.append((evaluation, blank))
     first = found[0]
     if run.config.checkpoint.save_best is not None:

@@ -25,15 +25,15 @@ MOST_MEASURED = 8
 
 def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
     """Yield these steps of the training, from 0, as this rank computes them; closing stops loading ahead."""
-    parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), run.config.training.global_batch_size
-    batches = GlobalBatches(parts, size, run.config.training.seed, shuffle=run.config.data.sample_program is None)
+    size = run.config.training.global_batch_size
+    batches = GlobalBatches(run.data.train_parts, size, run.config.training.seed, shuffle=run.config.data.sample_program is None)
     in_order = run.phase.go_on(batches, run.described_data)
     return _load(run, _planner(run, run.data.train, batches=in_order, forward_only=False), steps)
 
 
-def load_evaluation_steps(run: Run, source: SampleSource, parts: tuple[DataPart, ...] = ()) -> Generator[Step, None, None]:
-    """Yield the --eval-iters steps of an evaluation, forward only; parts: the data sets of a mixture."""
-    batches = GlobalBatches(parts or (DataPart(len(source)),), run.config.training.global_batch_size, seed=0, shuffle=False)
+def load_evaluation_steps(run: Run, source: SampleSource, parts: tuple[DataPart, ...]) -> Generator[Step, None, None]:
+    """Yield the --eval-iters steps of an evaluation, forward only; parts: the data sets of a mixture, or the one."""
+    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
     planner = _planner(run, source, batches=batches, forward_only=True)
     return _load(run, planner, range(run.config.evaluation.eval_iters))
 
@@ -43,7 +43,7 @@ def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
-        tokens_per_microbatch=training.tokens_per_microbatch,
+        tokens_per_microbatch=training.most_microbatch_tokens,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
         granularity=Granularity(training.balance_granularity),
         microbatch_count=MicrobatchCount(training.balance_num_microbatches),

@@ -194,7 +194,7 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
     units, batch_size = plan.units, config.training.global_batch_size
     num_replicas = math.gcd(*(unit.data_parallel_size for unit in units.values()))
     has_own_ranks = len(units) > 1 and sum(len(set(unit.ranks)) for unit in units.values()) == plan.num_ranks
-    is_unknown = config.training.emulate or config.data.lengths_from == "decode"
+    is_unknown = config.training.emulate or config.data.lengths_from == "decode" or config.training.packing_seq_length
     if not has_own_ranks or is_unknown or plan.num_ranks // num_replicas <= len(units):
         return None
     indices = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
@@ -303,10 +303,10 @@ def estimate(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_co
     training, graph, batch = config.training, inputs.graph, config.training.global_batch_size
     lengths = tuple(SampleLengths(index, (), 1, 1) for index in range(batch))
     if config.data.lengths_from != "decode":
-        lengths = tuple(first_lengths(config, inputs.data, most=batch))
+        lengths = tuple(first_lengths(config, inputs.data, most=None))
     options = BalanceOptions(
         micro_batch_size=min(training.micro_batch_size, batch),
-        tokens_per_microbatch=training.tokens_per_microbatch,
+        tokens_per_microbatch=training.most_microbatch_tokens,
         encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
         vocab_size=inputs.vocab_size,
     )

@@ -181,7 +181,7 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
 def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
     """Build the plan, and the values from which the run is built under it."""
     graph, vocab_size = inputs.graph, inputs.vocab_size
-    config = with_epochs(config, graph=graph, num_samples=len(inputs.data.train))
+    config = with_epochs(config, graph=graph, num_samples=inputs.data.num_train)
     if config.training.num_epochs is not None and world.rank == 0:
         logger.info("%g epochs are %d steps", config.training.num_epochs, config.training.train_iters)
     ranks_per_node = find_ranks_per_node(os.environ)

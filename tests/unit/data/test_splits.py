@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.data.global_batches import DataPart, GlobalBatches, NamedData, parse_split, read_mixture, split_indices
+from multimodal.data.global_batches import (
+    MOST_JOINED,
+    DataPart,
+    GlobalBatches,
+    NamedData,
+    join_samples,
+    parse_split,
+    read_mixture,
+    split_indices,
+)
 from multimodal.data.source_views import BlankImages, ReadableItems, SourceSubset
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
@@ -214,6 +223,21 @@ def test_data_sets_take_turns_by_their_weights() -> None:
             assert abs(drawn[:count].count(number) - part.weight * count) < 2
     visited = [sample.source_index for step in range(25) for sample in batches.batch(step) if 30 <= sample.source_index < 40]
     assert sorted(visited[:10]) == sorted(visited[10:20]) == list(range(30, 40))
+
+
+def test_joined_samples_are_drawn_as_one() -> None:
+    """A sequence takes samples in order while they fit, one that is too long alone; ids stay unique and in order."""
+    starts = join_samples(np.array([3, 4, 5, 9, 1, 1, 1, 20, 2]), most=9)
+    assert starts.tolist() == [0, 2, 3, 4, 7, 8, 9]
+    batches = GlobalBatches((DataPart(6, starts=starts), DataPart(1, starts=np.array([0, 2]))), 7, seed=3)
+    for step, first in ((0, 0), (1, 7)):
+        drawn = batches.batch(step)
+        ids = [sample.sample_id for sample in drawn]
+        assert sorted(set(ids)) == ids and [number // MOST_JOINED for number in ids[:: len(ids) - 1]] == [first, first + 6]
+    assert batches.positions(2) == (7, 7)
+    alone = GlobalBatches((DataPart(6, starts=starts),), 6, seed=3)
+    for step in range(3):
+        assert sorted(sample.source_index for sample in alone.batch(step)) == list(range(9))
 
 
 def test_positions_count_what_was_drawn() -> None:

@@ -56,7 +56,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 def describe(config: RunConfig, num_samples: int = 9) -> RunData:
     samples: Any = range(num_samples)
-    return describe_data(config, DataSets(samples, samples, SimpleNamespace()))  # type: ignore[arg-type]
+    parts = (DataPart(num_samples),)
+    return describe_data(config, DataSets(samples, samples, SimpleNamespace(), parts, parts))  # type: ignore[arg-type]
 
 
 def change(config: RunConfig, group: str, **values: Any) -> RunConfig:
