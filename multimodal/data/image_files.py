@@ -162,6 +162,8 @@ def _shown(side: int) -> str:
 
 
 _ADDRESS = re.compile(r"(.*)\0frame (\d+(?:,\d+)*)/(\d+)", re.DOTALL)
+_MOST_MISSING = 1.0
+"""Seconds by which a video may end before its header says so, or its last frame may stand."""
 SOUND = "\0sound"
 """The end of the address of a video's sound."""
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,asf"
@@ -226,14 +228,14 @@ def read_frames(place: FramePlace, *, content: BinaryIO | None = None, where: st
 
 
 def _frame_at(frames: Iterator[Any], time: float) -> Any:
-    """Return the last frame that begins at a time or before it, or the first one."""
+    """Return the last frame that begins at a time or before it, or the first one; raises ValueError if they end long before."""
     shown = None
     for frame in frames:
         if shown is not None and frame.time > time:
-            break
+            return shown
         shown = frame
-    if shown is None:
-        raise ValueError("no frame")
+    if shown is None or time > shown.time + _MOST_MISSING:
+        raise ValueError(f"there is no frame at {time:.1f} seconds, although its header says so")
     return shown
 
 
@@ -273,11 +275,19 @@ def _opened(path: str, content: BinaryIO | None, *, where: str) -> Iterator[tupl
 
 
 def _length(stream: Any) -> VideoLength:
-    seconds = stream.duration * stream.time_base if stream.duration else (stream.container.duration or 0) / 10**6
-    number = stream.frames or round(float(seconds) * float(stream.average_rate or 0))
-    start = (stream.start_time or 0) * stream.time_base
-    fps = float(stream.average_rate or 0) or max(1, number) / max(float(seconds), 1e-6)
-    sound = next(iter(stream.container.streams.audio), None)
-    lasts = 0 if sound is None else sound.duration * sound.time_base if sound.duration else seconds
-    num_samples = round(float(lasts) * SAMPLING_RATE)
-    return VideoLength((stream.width, stream.height), max(1, number), float(start), float(seconds), fps, num_samples)
+    seconds, start = _seconds(stream), (stream.start_time or 0) * stream.time_base
+    number = stream.frames or round(seconds * float(stream.average_rate or 0))
+    if not number or not seconds:
+        raise ValueError("its header says no length")
+    fps = float(stream.average_rate or 0) or number / seconds
+    num_samples = sum(round(_seconds(sound) * SAMPLING_RATE) for sound in stream.container.streams.audio[:1])
+    return VideoLength((stream.width, stream.height), number, float(start), seconds, fps, num_samples)
+
+
+def _seconds(stream: Any) -> float:
+    """Return how long a stream lasts by its header, or, where that does not say, how long the whole container does."""
+    if stream.duration:
+        return float(stream.duration * stream.time_base)
+    if tag := re.fullmatch(r"(\d+):(\d+):([\d.]+)", stream.metadata.get("DURATION", "")):  # Matroska's
+        return int(tag[1]) * 3600 + int(tag[2]) * 60 + float(tag[3])
+    return (stream.container.duration or 0) / 10**6

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,9 @@ from multimodal.data.packing import pack_language_microbatch
 from multimodal.model.latents import normalised_patches
 from multimodal.values.assignment import Atom
 from tests.distributed.hugging_face_models import qwen2_5_vl, qwen2_vl, qwen3_vl
+from tests.distributed.launch import train
 from tests.distributed.test_generate import forward_logits
+from tests.distributed.test_producers import producer
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tests.unit.data import video_processors
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
@@ -141,3 +144,43 @@ def test_a_sample_with_a_video_is_what_transformers_make_of_it(name: str, tmp_pa
         assert (forward_logits(answering, 0)[:, : logits.shape[1]] - logits).abs().max() < 1e-9
         answer = answering.answer(0, max_new_tokens=6)
         assert answer == answering.tokenizer.decode(written.tolist())
+
+
+PLANS: Mapping[str, Mapping[str, object]] = {
+    "both cut by context": {"--colocate-units": None, "--llm-cp": 2, "--vision-cp": 2, "--balance": "orchmllm"},
+    "apart, from a producer": {"--vision-dp": 1, "--llm-dp": 1, "--schedule": "1f1b"},
+    "two stages": {"--colocate-units": None, "--llm-pp": 2},
+}
+
+
+def test_any_plan_trains_on_videos_like_one_process(tmp_path: Path) -> None:
+    """Two steps through pretrain_mllm.py."""
+    write_model(tmp_path / "model", qwen2_5_vl)
+    (tmp_path / "token").write_text("a secret of these tests")
+    lines = []
+    for number, num_frames in enumerate((30, 9, 4)):
+        clip = write_clip(tmp_path / f"{number}.mkv", num_frames=num_frames)
+        asked = [{"type": "video", "video": clip.name}] * (number + 1) + [{"type": "text", "text": "what?"}]
+        lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": f"it is {number}"}]})
+    lines.append({"messages": [{"role": "user", "content": "nothing to see"}, {"role": "assistant", "content": "so"}]})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags: dict[str, object] = {"--load-hf": tmp_path / "model", "--data-path": tmp_path / "data.jsonl", "--num-frames": 6}
+    flags |= {
+        "--dtype": "float64",
+        "--seq-length": 512,
+        "--global-batch-size": 4,
+        "--train-iters": 2,
+        "--lr": 0.01,
+        "--split": 100,
+    }
+    flags |= {"--log-json": tmp_path / "log.jsonl", "--num-workers": 0}
+    expected = [step["loss"] for step in train(flags, num_ranks=1)[0]]
+    assert len(expected) == 2 and expected[0] != expected[1]
+    for name, plan in PLANS.items():
+        with ExitStack() as stack:
+            more: dict[str, object] = {}
+            if "producer" in name:
+                address = stack.enter_context(producer(tmp_path)).address
+                more = {"--producers": address, "--producer-token": tmp_path / "token"}
+            found, _ = train({**flags, **plan, **more}, num_ranks=2)
+        assert [step["loss"] for step in found] == pytest.approx(expected, rel=1e-9), name

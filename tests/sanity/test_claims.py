@@ -110,6 +110,7 @@ PROOFS = {
         "videos as frames": ("unit/data/test_image_files.py::test_a_sample_with_a_video_is_one_with_its_frames",),
         "as Qwen's models see them": (
             "distributed/test_videos.py::test_a_sample_with_a_video_is_what_transformers_make_of_it",
+            "distributed/test_videos.py::test_any_plan_trains_on_videos_like_one_process",
             "unit/data/test_videos.py::test_frames_and_sizes_are_those_of_the_video_processor",
         ),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),

@@ -2,17 +2,19 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from multimodal.data.image_files import VideoLength
+from multimodal.data.image_files import FramePlace, VideoLength, read_frames, read_sound, read_video_length
 from multimodal.data.image_processing import video_grid
 from multimodal.data.index.sample_indexer import choose_frames
 from multimodal.values.errors import DataError
-from multimodal.values.model_graph import ImageInput
+from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.units.items import VideoInput
 from tests.unit.data import video_processors as theirs
+from tests.unit.data.conftest import DataFolder
 
 QWEN = ImageInput(patch_size=14, merge_size=2, num_frames=2, video=VideoInput(max_tokens=40_000))
 RULES = {
@@ -72,3 +74,96 @@ def test_short_videos_have_whole_steps(total: int) -> None:
     for image in RULES.values():
         found = choose_frames(length, image=image, most=8, fps=None)
         assert found and max(found) < total and found == sorted(found)
+
+
+def write_clip(path: Path, *, num_frames: int, fps: int, codec: str = "mpeg4", seconds_of_sound: float = 0.0) -> Path:
+    """Frame i has the grey 2 * i; sound is a tone of 200 Hz."""
+    av = pytest.importorskip("av", reason="PyAV is not installed (pip install 'braid[video]')")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
+        sound = container.add_stream("pcm_s16le", rate=22050) if seconds_of_sound else None
+        for index in range(num_frames):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 2 * index % 256, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+        if sound is not None:
+            times = np.arange(round(22050 * seconds_of_sound)) / 22050
+            tone = (np.sin(2 * np.pi * 200 * times) * 2**14).astype(np.int16)
+            frame = av.AudioFrame.from_ndarray(tone[None], format="s16", layout="mono")
+            frame.sample_rate = 22050
+            container.mux([*sound.encode(frame), *sound.encode()])
+    return path
+
+
+def test_headers_say_what_decoding_finds(tmp_path: Path) -> None:
+    """Of 300 clips in three containers, some with sound that lasts longer than the frames."""
+    av, draw = pytest.importorskip("av"), random.Random(1)
+    for number in range(300):
+        kind, num_frames, fps = ("mp4", "mkv", "avi")[number % 3], draw.randint(1, 40), draw.choice([5, 10, 24, 25, 30])
+        sound = num_frames / fps + draw.random() if kind == "mkv" and number % 2 else 0.0
+        path = write_clip(tmp_path / f"clip.{kind}", num_frames=num_frames, fps=fps, seconds_of_sound=sound)
+        found = read_video_length(str(path), where="here")
+        with av.open(str(path)) as container:
+            assert sum(1 for _ in container.decode(video=0)) == num_frames == found.num_frames, (kind, fps)
+        assert (found.size, found.fps) == ((32, 16), fps)
+        assert abs(found.num_samples / 16000 - sound) < 0.1
+
+
+TURNS = {
+    "messages": [{"role": "user", "content": "<video>what?"}, {"role": "assistant", "content": "grey"}],
+    "videos": ["clip.mkv"],
+}
+
+
+def with_steps(graph: ModelGraph, **video: object) -> ModelGraph:
+    vision, *others = graph.units
+    assert vision.image is not None
+    image = replace(vision.image, num_frames=2, video=VideoInput(64, 512, **video))  # type: ignore[arg-type]
+    return replace(graph, units=(replace(vision, image=image), *others))
+
+
+def test_a_video_is_heard_behind_its_steps(two_encoder_graph: ModelGraph, tmp_path: Path) -> None:
+    vision, _, *others = two_encoder_graph.units
+    graph = replace(two_encoder_graph, units=(vision, *others), edges=(("vision", "llm"), ("ear", "llm")))
+    data = DataFolder(tmp_path, with_steps(graph, tokens_per_second=2))
+    path = write_clip(tmp_path / "clip.mkv", num_frames=20, fps=10, seconds_of_sound=0.5)
+    for options, units in (({}, ["vision"] * 3), ({"video_sound": True}, ["vision"] * 3 + ["ear"])):
+        source = data.open(data.entries([TURNS]), num_frames=6, **options)
+        assert [item.unit for item in source.lengths(0).items] == units
+        assert [source.item_grid(0, item) for item in range(3)] == [(4, 8, 0), (4, 8, 1), (4, 8, 2)]  # 2/3 s apart
+    assert source.item(0, 3).patches.shape[0] == source.lengths(0).items[3].num_tokens == 25
+    tone = read_sound(str(path), num_samples=8000, where="here")
+    assert np.abs(tone - np.sin(2 * np.pi * 200 * np.arange(8000) / 16000) / 2)[100:-100].max() < 0.02
+    write_clip(tmp_path / "clip.mkv", num_frames=20, fps=10)
+    assert len(data.open(data.entries([TURNS], "silent.jsonl"), num_frames=6, video_sound=True).lengths(0).items) == 3
+
+
+def test_times_are_written_before_steps_that_stand_alone(data: DataFolder, tmp_path: Path) -> None:
+    write_clip(tmp_path / "clip.mkv", num_frames=20, fps=10)
+    source = data.open(data.entries([TURNS]), graph=with_steps(data.graph, has_timestamps=True), num_frames=4)
+    begin, end, image = 262, 263, 264  # of bytes, with which there is no other token for videos
+    text = source.text(0).token_ids.tolist()
+    steps = [[*time.encode(), begin, *[image] * 2, end] for time in ("<0.3 seconds>", "<1.6 seconds>")]
+    assert text[1 : 3 + sum(map(len, steps))] == [begin, *steps[0], *steps[1], end]
+    assert [source.item_grid(0, item) for item in range(2)] == [(2, 4), (2, 4)]
+
+
+def test_wrong_videos_are_named(data: DataFolder, tmp_path: Path) -> None:
+    path, graph = write_clip(tmp_path / "clip.mkv", num_frames=200, fps=10), with_steps(data.graph)
+    with pytest.raises(DataError, match=r"more than 10 tokens; raise --seq-length.*--num-frames, --video-max-pixels"):
+        data.open(data.entries([TURNS]), graph=graph, seq_length=10, overlong="error")
+    source = data.open(data.entries([TURNS]), graph=graph)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    source.item(0, 0)
+    with pytest.raises(DataError, match=r"clip.mkv cannot be decoded as a video \(there is no frame at 15.1 seconds"):
+        source.item(0, 3)
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"clip.mkv cannot be decoded as a video"):
+        data.open(data.entries([TURNS], "other.jsonl"), graph=graph)
+
+
+def test_frames_of_a_step_are_both_decoded(tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "clip.mkv", num_frames=30, fps=10, codec="mpeg4")
+    greys = [np.asarray(each).mean() for each in read_frames(FramePlace(str(path), (3, 21, 3), 30), where="here")]
+    assert greys == pytest.approx([6, 42, 6], abs=3)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from multimodal.hugging_face.llava import LLAVA, is_unused
+from multimodal.hugging_face.processors import write_video_processor
 from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.units.items import VideoInput
 from tests.unit.hugging_face.folders import read_folder, written
 
 PUBLISHED: dict[str, Any] = json.loads("""{
@@ -187,6 +189,15 @@ def test_image_processors_are_obeyed(tmp_path: Path) -> None:
     processor = {**COLOURS, "min_pixels": 784, "max_pixels": 50176, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
     image = image_of(read(tmp_path, "qwen2.5-vl", {}, processor))
     assert (image.mean, image.min_pixels, image.max_pixels) == ((0.1, 0.2, 0.3), 784, 50176)
+    assert image.video == VideoInput(784, 50176, tokens_per_second=4), "that of images, without another one"
+    of_videos = {**processor, "size": {"shortest_edge": 1000, "longest_edge": 9000}, "cap_pixels_per_frame": True}
+    for key in ("min_pixels", "max_pixels"):
+        of_videos.pop(key)
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
+    graph = read(tmp_path, "qwen2.5-vl", {}, processor)
+    assert image_of(graph).video == VideoInput(1000, 9000, max_tokens=128000, tokens_per_second=4)
+    assert write_video_processor(graph).items() >= {"size": of_videos["size"], "max_video_tokens": 128000}.items()
+    (tmp_path / "video_preprocessor_config.json").unlink()
     cut = {**COLOURS, "size": {"height": 448, "width": 448}}
     for changes, tiles in (({}, 1), ({"crop_to_patches": True}, 12), ({"crop_to_patches": True, "max_patches": 6}, 6)):
         assert image_of(read(tmp_path, "internvl", {}, {**cut, "min_patches": 1, **changes})).max_tiles == tiles
