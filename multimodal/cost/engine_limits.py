@@ -86,17 +86,6 @@ FP8_SCALES = EngineLimit(
     "--fp8-recipe delayed takes scales from forwards before, and a forward that --recompute-granularity full repeats would "
     "count twice; use --fp8-recipe tensorwise, or leave out recomputation",
 )
-USER_BUFFERS = EngineLimit(
-    "`--tp-comm-overlap-rows` without sequence parallelism, or with split backwards, FP8, `--dtype float32` or `--elastic`",
-    Instead.LOCAL,
-    lambda use: (
-        use.has_user_buffers
-        and any((not use.sequence_parallel, use.dtype == "float32", use.fp8_recipe, use.splits_backwards, use.is_elastic))
-    ),
-    "--tp-comm-overlap-rows is for user buffers of Transformer Engine's layers, which hold bfloat16 of one pass at a time; add "
-    "--sequence-parallel, choose a --schedule with whole backwards, leave out --fp8-format, --dtype float32 and --elastic, "
-    "or leave it out",
-)
 ENGINE_LIMITS = (
     EngineLimit(
         "it is not installed",
@@ -137,7 +126,17 @@ ENGINE_LIMITS = (
         "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers overlap the LLM's in "
         "user buffers of a fixed number of rows; add --tp-comm-overlap-rows N, use --transformer-impl local, or leave it out",
     ),
-    USER_BUFFERS,
+    EngineLimit(
+        "`--tp-comm-overlap-rows` without sequence parallelism, or with split backwards, FP8, `--dtype float32` or `--elastic`",
+        Instead.LOCAL,
+        lambda use: (
+            use.has_user_buffers
+            and any((not use.sequence_parallel, use.dtype == "float32", use.fp8_recipe, use.splits_backwards, use.is_elastic))
+        ),
+        "--tp-comm-overlap-rows is for user buffers of Transformer Engine's layers, which hold bfloat16 of one pass at a time; add "
+        "--sequence-parallel, choose a --schedule with whole backwards, leave out --fp8-format, --dtype float32 and --elastic, "
+        "or leave it out",
+    ),
     EngineLimit(
         "ZeRO-3 with split backwards or FP8",
         Instead.LOCAL,

@@ -54,7 +54,7 @@ IN_ALL_VERSIONS = (
 )
 """Layers that do the most."""
 LIKE_OTHERS = (
-    *("biases, split, tp 2", "recompute, split, biases", "recompute attention", "frozen encoder", "experts, weights shared"),
+    *("head norms, sequence parallel", "recompute, split, biases", "recompute attention", "frozen encoder", "experts, weights shared"),
     *("adapters, split, tp 2, biases", "adapters, sequence parallel, recompute", "weights shared", "encoders of one rank"),
 )
 """Rows of which others have every part."""
@@ -98,7 +98,7 @@ BUFFERS = {"tensor": 2, "sequence_parallel": True, "groups": ([0, 1, 2], [3], [4
 
 
 CASES = {
-    "biases, split, tp 2": _case("zb-h1", shape=BIASES, tensor=2),
+    "biases, head norms, split, tp 2": _case("zb-h1", shape={**BIASES, **HEAD_NORMS}, tensor=2),
     "biases, split, sequence parallel": _case("zb-h1", shape=BIASES, tensor=2, sequence_parallel=True),
     "head norms, sequence parallel": _case("1f1b", shape=HEAD_NORMS, tensor=2, sequence_parallel=True),
     "recompute, split, biases": _case("zb-h1", shape=BIASES, recompute="full"),
