@@ -133,9 +133,9 @@ ENGINE_LIMITS = (
             use.has_user_buffers
             and any((not use.sequence_parallel, use.dtype == "float32", use.fp8_recipe, use.splits_backwards, use.is_elastic))
         ),
-        "--tp-comm-overlap-rows is for user buffers of Transformer Engine's layers, which hold bfloat16 of one pass at a time; add "
-        "--sequence-parallel, choose a --schedule with whole backwards, leave out --fp8-format, --dtype float32 and --elastic, "
-        "or leave it out",
+        "--tp-comm-overlap-rows is for user buffers of Transformer Engine's layers, which hold bfloat16 of one pass at a time; "
+        "add --sequence-parallel, choose a --schedule with whole backwards, leave out --fp8-format, --dtype float32 and "
+        "--elastic, or leave it out",
     ),
     EngineLimit(
         "ZeRO-3 with split backwards or FP8",

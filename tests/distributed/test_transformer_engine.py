@@ -54,8 +54,14 @@ IN_ALL_VERSIONS = (
 )
 """Layers that do the most."""
 LIKE_OTHERS = (
-    *("head norms, sequence parallel", "recompute, split, biases", "recompute attention", "frozen encoder", "experts, weights shared"),
-    *("adapters, split, tp 2, biases", "adapters, sequence parallel, recompute", "weights shared", "encoders of one rank"),
+    *("head norms, sequence parallel", "recompute, split, biases", "recompute attention", "frozen encoder"),
+    *(
+        "experts, weights shared",
+        "adapters, split, tp 2, biases",
+        "adapters, sequence parallel, recompute",
+        "weights shared",
+        "encoders of one rank",
+    ),
 )
 """Rows of which others have every part."""
 
