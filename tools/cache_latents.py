@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> None:
     given.output.mkdir(parents=True, exist_ok=True)
     tokenizer, chat = text_settings(config).open()
     writers = {name: _Writer(given.output, autoencoder_digest(image), given.images_per_file) for name, image in images.items()}
-    for path in (*(named.path for named in config.data.mixture), *config.evaluation.valid_sets.values()):
+    for path in dict.fromkeys(named.path for named in (*config.data.mixture, *config.evaluation.valid_sets.values())):
         source = open_manifest(path, config=config, graph=graph, tokenizer=tokenizer, chat=chat)
         for index in range(len(source)):
             for item_index, item in enumerate(source.lengths(index).items):

@@ -146,7 +146,7 @@ class Conversion:
             name = "data-path" if "data-path" in flags else "train-data-path"
             config["data-path"] = list(flags[name])
             self.note(KEPT if name == "data-path" else RENAMED, name, "one of the forms of docs/data.md must be there")
-            self.report[TO_DO].append("data: Energon's is FOLDER/SPLIT, Megatron's indexed data are not read; see docs/data.md")
+            self.report[TO_DO].append("data: Energon's is read, Megatron's indexed data are not; see docs/data.md")
         kind = flags.text("tokenizer-type")
         if kind in ("", "NullTokenizer", "NullMultimodalTokenizer") or flags.is_mock:
             config["tokenizer-type"] = "ByteTokenizer"

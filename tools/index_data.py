@@ -49,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
     tokenizer, chat = text_settings(config).open()
     tolerant = replace(config.data, bad_sample="skip", bad_samples_per_thousand=1000.0) if given.check else config.data
     num_broken, num_samples = 0, 0
-    for path in (*(named.path for named in config.data.mixture), *config.evaluation.valid_sets.values()):
+    for path in dict.fromkeys(named.path for named in (*config.data.mixture, *config.evaluation.valid_sets.values())):
         source = open_manifest(path, config=replace(config, data=tolerant), graph=graph, tokenizer=tokenizer, chat=chat)
         num_samples += len(source)
         for problem in _problems(source) if given.check else ():

@@ -17,6 +17,7 @@ import numpy as np
 from megatron.runtime.feed.agreement import check_share
 from megatron.runtime.flags.configuration import HELD_OUT, RunConfig
 from megatron.runtime.launch.rank_place import read_token
+from multimodal.data.blend import NamedData
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
@@ -25,6 +26,7 @@ from multimodal.data.index.index_cache import IndexCache, watch_indexing
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
+from multimodal.data.remote import RemoteOptions
 from multimodal.data.sample_source import SampleRequest, SampleSource, open_program, program_digest
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -89,14 +91,14 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         tokenizer, chat = text_settings(config).open()
         check_placeholders(config.model.model, tokenizer, chat)
         with in_turn or nullcontext():
-            open_data = partial(open_manifest, config=config, graph=graph, tokenizer=tokenizer, chat=chat)
-            sources = [(named, open_data(named.path)) for named in config.data.mixture]
+            open_data = partial(_open_named, config=config, graph=graph, tokenizer=tokenizer, chat=chat)
+            sources = [(named, open_data(named)) for named in config.data.mixture]
             sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=chat)
         split = partial(split_indices, split=config.data.split, seed=config.training.seed)
         parts = [(named.path, source, split(len(source))) for named, source in sources]
         train = [_join(source, part.train, config=config, name=path, is_shuffled=True) for path, source, part in parts]
         valid = [_join(source, part.valid, config=config, name=f"{path} ({HELD_OUT})") for path, source, part in parts]
-        weights = [named.weight or float(part.num_samples) for (named, _), (_, part) in zip(sources, train, strict=True)]
+        weights = [each.weight or each.repetitions * part.num_samples for (each, _), (_, part) in zip(sources, train, strict=True)]
     joined = {name: _join(source, config=config, name=name) for name, source in sets.items()}
     return DataSets(
         _mix([source for source, _ in train], config),
@@ -140,12 +142,22 @@ def _join(
 
 def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource]:
     found = {}
-    for name, path in config.evaluation.valid_sets.items():
+    for name, named in config.evaluation.valid_sets.items():
         try:
-            found[name] = open_manifest(path, config=config, **how)
+            found[name] = _open_named(named, config=config, **how)
         except DataError as problem:
-            raise DataError(f"--valid-data-path {path}: {problem}") from problem
+            raise DataError(f"--valid-data-path {named.path}: {problem}") from problem
     return found
+
+
+def _open_named(named: NamedData, **how: Any) -> SampleSource:
+    """Open one data set of a mixture, with its ranges of samples; arguments and errors as of `open_manifest`."""
+    source: SampleSource = open_manifest(named.path, **how)
+    if named.ranges:
+        source = SourceSubset(source, taken := named.samples(len(source)))
+        if not taken:
+            raise DataError(f"{named.path}: no sample is left of it by the ranges of its metadataset; widen them")
+    return source
 
 
 def open_manifest(
@@ -333,8 +345,8 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     Files are identified by their content, so they may be moved.
     """
     program = config.data.sample_program
-    opened = [open_sample_files(named.path, config.data.remote) for named in config.data.mixture if not program]
-    digests = [program_digest(program)] if program else [files.digest for files in opened]
+    remote, mixture = config.data.remote, config.data.mixture
+    digests = [program_digest(program)] if program else [_digest_of(named, remote) for named in mixture]
     parts = data.train_parts
     split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
@@ -358,6 +370,10 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
             [data_set_name(digest, split, part.num_samples), part.weight] for digest, part in zip(digests, parts, strict=True)
         ],
     }
+
+
+def _digest_of(named: NamedData, remote: RemoteOptions) -> str:
+    return "".join((open_sample_files(named.path, remote).digest, *(f" {first:g} to {last:g}" for first, last in named.ranges)))
 
 
 def data_set_name(digest: str, split: str | None, num_samples: int) -> str:

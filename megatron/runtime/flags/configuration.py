@@ -12,7 +12,7 @@ from typing import Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.data.global_batches import NamedData, read_mixture
+from multimodal.data.blend import NamedData, read_data_path, read_mixture
 from multimodal.data.remote import RemoteOptions
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, DIGITS_PROGRAM, NUM_FRAMES, BadSample, Overlong
 from multimodal.plan.plans_of_sizes import UnitSizes
@@ -332,7 +332,8 @@ class DataConfig:
 
     data_path: tuple[str, ...] = field(metadata={**INPUT_PATH, "metavar": "DATA|FILE.py|digits"})
     """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; several, each with a
-    weight before it or none (0.7 A 0.3 B); or a Python program that makes samples; digits: handwritten digits, a program's."""
+    weight before it or none (0.7 A 0.3 B), or a Metadataset v2 (FILE.yaml); or a Python program that makes samples; digits:
+    handwritten digits, a program's."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
     """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
@@ -431,12 +432,14 @@ class EvaluationConfig:
     """--sample-prompts: weight of the prompt in the images that a generator answers with."""
 
     @property
-    def valid_sets(self) -> Mapping[str, str]:
-        """The paths of --valid-data-path by their names; raises ConfigError for two with one name."""
-        named = [
-            (name, path) if mark else ("", name) for name, mark, path in (word.partition("=") for word in self.valid_data_path)
-        ]
-        found = {name or Path(path).stem: path for name, path in named}
+    def valid_sets(self) -> Mapping[str, NamedData]:
+        """The data sets of --valid-data-path by their names; raises ConfigError for two with one name."""
+        named: list[tuple[str, NamedData]] = []
+        for name, mark, path in (word.partition("=") for word in self.valid_data_path):
+            name, path = (name, path) if mark else (Path(name).stem, name)
+            data_sets = read_data_path(path)[1]
+            named += ((name if len(data_sets) == 1 else f"{name}/{each.name}", each) for each in data_sets)
+        found = dict(named)
         if len(found) < len(named) or HELD_OUT in found:
             raise ConfigError(
                 f"--valid-data-path {' '.join(self.valid_data_path)}: every set needs a name of its own, other than "

@@ -141,7 +141,7 @@ RULES: Mapping[str, Condition] = {
         len(c.training.sample_loss_weight) not in (0, len(c.data.mixture)) or len(c.training.sample_loss_weight) == 1
     ),
     "--num-epochs: data sets that are drawn by weights have no end in common; give --train-iters N in its place": lambda c: (
-        c.training.num_epochs is not None and any(named.weight is not None for named in c.data.mixture)
+        c.training.num_epochs is not None and any(each.weight is not None or each.repetitions != 1 for each in c.data.mixture)
     ),
     "--data-path {c.data.data_path[0]} is a program, which does whatever it likes; add --allow-callbacks "
     "if you trust it": lambda c: c.data.sample_program not in (None, DIGITS_PROGRAM) and not c.model.allow_callbacks,

@@ -116,8 +116,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Return the values of the data; those of a program follow from its text, flags and seed."""
     valid = {
-        f"the digest of validation set '{name}'": open_sample_files(path, config.data.remote).digest
-        for name, path in config.evaluation.valid_sets.items()
+        f"the digest of validation set '{name}'": open_sample_files(named.path, config.data.remote).digest
+        for name, named in config.evaluation.valid_sets.items()
     }
     if config.data.sample_program is not None:
         return {"the digest of the program of --data-path": program_digest(config.data.sample_program), **valid}

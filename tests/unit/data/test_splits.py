@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multimodal.data.blend import NamedData, read_mixture
 from multimodal.data.global_batches import (
     MOST_JOINED,
     DataPart,
     GlobalBatches,
-    NamedData,
     join_samples,
     parse_split,
-    read_mixture,
     split_indices,
 )
 from multimodal.data.source_views import BlankImages, ReadableItems, SourceSubset
