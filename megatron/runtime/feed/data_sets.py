@@ -98,7 +98,7 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         parts = [(named.path, source, split(len(source))) for named, source in sources]
         train = [_join(source, part.train, config=config, name=path, is_shuffled=True) for path, source, part in parts]
         valid = [_join(source, part.valid, config=config, name=f"{path} ({HELD_OUT})") for path, source, part in parts]
-        weights = [each.weight or each.repetitions * part.num_samples for (each, _), (_, part) in zip(sources, train, strict=True)]
+        weights = [of.weight or of.repetitions * part.num_samples for (of, _), (_, part) in zip(sources, train, strict=True)]
     joined = {name: _join(source, config=config, name=name) for name, source in sets.items()}
     return DataSets(
         _mix([source for source, _ in train], config),
