@@ -8,6 +8,7 @@ a FileNotFoundError, as on this machine.
 import hashlib
 import importlib
 import io
+import logging
 import os
 import posixpath
 import re
@@ -317,6 +318,8 @@ def _store(protocol: str, process: int) -> Any:
     fsspec = importlib.import_module("fsspec")
     options: dict[str, Any] = {"skip_instance_cache": True}
     if protocol == "s3":
+        for name in ("botocore", "aiobotocore"):  # which say where they found credentials
+            logging.getLogger(name).setLevel(logging.WARNING)
         limits = {"connect_timeout": _TIMEOUT_SECONDS, "read_timeout": _TIMEOUT_SECONDS, "retries": {"total_max_attempts": 1}}
         options |= {"config_kwargs": limits, "listings_expiry_time": _KNOWN_SECONDS}
     if protocol.startswith("http"):

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def folder(tmp_path: Path) -> Path:
 class _Process:
     """A producer in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         flags = ("--listen", "127.0.0.1:0", "--num-workers", "1", "--token", str(folder / "token"))
-        self.process = Forked("tools/producer.py", flags, output=Path(tempfile.mkstemp(dir=folder)[1]))
+        self.process = Forked("tools/producer.py", flags, environment, output=Path(tempfile.mkstemp(dir=folder)[1]))
         while "producer listens at" not in self.process.said:
             assert self.process.poll() is None, self.process.said
             time.sleep(0.02)
@@ -39,9 +39,9 @@ class _Process:
 
 
 @contextmanager
-def producer(folder: Path) -> Iterator[_Process]:
+def producer(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[_Process]:
     """Start one, and end it."""
-    found = _Process(folder)
+    found = _Process(folder, environment)
     try:
         yield found
     finally:

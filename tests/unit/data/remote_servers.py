@@ -1,5 +1,6 @@
 """Servers on the loopback address that show a folder: one of HTTP that counts requests and fails as it is told, and moto's S3."""
 
+import logging
 import re
 import socket
 import threading
@@ -28,6 +29,8 @@ class FolderServer(ThreadingHTTPServer):
         """Method, path and the bytes that were sent."""
         self.failures: list[int] = []
         """Replies to the next reads: a status; 0: the connection ends; 1: half of the bytes; 2: the whole in place of a range."""
+        self.overloaded = ""
+        """The end of the paths of files that are never read."""
 
     @property
     def address(self) -> str:
@@ -63,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.server.folder / unquote(self.path).strip("/")
         with self.server.lock:
             failure = self.server.failures.pop(0) if with_body and self.server.failures else None
+        if self.server.overloaded and self.path.endswith(self.server.overloaded):
+            failure = 503
         if failure == 0:
             self._hang_up()
             return
@@ -113,6 +118,7 @@ def serve_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run moto's S3, which the environment names, with an empty bucket; gives its address for others than fsspec."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
