@@ -161,7 +161,8 @@ def _shown(side: int) -> str:
     return f"{side:,}" if side < 10**15 else "more than 10^15"
 
 
-_ADDRESS = re.compile(r"(.*)\0frame (\d+(?:,\d+)*)/(\d+)", re.DOTALL)
+FRAME_MARK = "\0frame "
+_ADDRESS = re.compile(rf"(.*){FRAME_MARK}(\d+(?:,\d+)*)/(\d+)", re.DOTALL)
 _MOST_MISSING = 1.0
 """Seconds by which a video may end before its header says so, or its last frame may stand."""
 SOUND = "\0sound"
@@ -196,7 +197,7 @@ class VideoLength(NamedTuple):
 
 def frame_address(place: FramePlace) -> str:
     """Return the address of frames."""
-    return f"{place.path}\0frame {','.join(map(str, place.frames))}/{place.num_frames}"
+    return f"{place.path}{FRAME_MARK}{','.join(map(str, place.frames))}/{place.num_frames}"
 
 
 def parse_frame_address(path: str) -> FramePlace | None:

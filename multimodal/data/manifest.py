@@ -9,6 +9,7 @@ import numpy as np
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import build_sample_lengths, build_sample_text
 from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.image_files import FRAME_MARK
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import SampleIndex, join_indices
@@ -88,6 +89,12 @@ class ManifestSource:
     def num_tokens(self) -> Integers:
         """[num_samples] tokens of each sample in the LLM."""
         return np.diff(self._samples.arrays["token_starts"])
+
+    @property
+    def shows_single_frames(self) -> bool:
+        """True if among the first items there are frames of videos that are images to the model."""
+        has_frames = FRAME_MARK.encode() in self._samples.arrays["paths"][: 2**20].tobytes()
+        return has_frames and not any(unit.image.video for unit in self._graph.item_encoders if unit.image is not None)
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""

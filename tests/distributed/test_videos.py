@@ -21,6 +21,7 @@ from PIL import Image
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+import multimodal
 from megatron.runtime.generation.answering import open_answering
 from megatron.runtime.generation.whole_model import open_model
 from multimodal.data.packing import pack_language_microbatch
@@ -33,6 +34,7 @@ from tests.distributed.test_producers import producer
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tests.unit.data import video_processors
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
+from tools import convert, generate
 
 WIDTH, HEIGHT, TOTAL, FPS = 16, 8, 30, 10
 BOUNDS = {"shortest_edge": 16, "longest_edge": 10**4}
@@ -109,7 +111,9 @@ class Theirs:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_sample_with_a_video_is_what_transformers_make_of_it(name: str, tmp_path: Path) -> None:
+def test_a_sample_with_a_video_is_what_transformers_make_of_it(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, kind = FAMILIES[name]
     folder, clip, image = tmp_path / "model", write_clip(tmp_path / "clip.mkv"), tmp_path / "image.png"
     Image.effect_noise((8, 12), 90).convert("RGB").save(image)
@@ -144,6 +148,14 @@ def test_a_sample_with_a_video_is_what_transformers_make_of_it(name: str, tmp_pa
         assert (forward_logits(answering, 0)[:, : logits.shape[1]] - logits).abs().max() < 1e-9
         answer = answering.answer(0, max_new_tokens=6)
         assert answer == answering.tokenizer.decode(written.tolist())
+        asked_as = {"num_frames": 6, "max_new_tokens": 6}
+        assert multimodal.generate((session, stored), messages[:1], **asked_as) == answer
+        said = multimodal.generate((session, stored), "what?", videos=[clip], **asked_as)
+    if name == "qwen2.5-vl":
+        assert convert.main(["--load-hf", str(folder), "--save-hf", str(tmp_path / "written")]) == 0
+        flags = ["--load-hf", str(tmp_path / "written"), "--prompt", "what?", "--video", str(clip), "--num-frames", "6"]
+        assert generate.main([*flags, "--max-new-tokens", "6"]) == 0
+        assert capsys.readouterr().out.endswith(said + "\n")
 
 
 PLANS: Mapping[str, Mapping[str, object]] = {

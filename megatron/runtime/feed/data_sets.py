@@ -204,6 +204,8 @@ def open_manifest(
         check_share(sum(bad.values()), num_samples, most_per_thousand=most, problem=next(iter(bad)))
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", path, count, reason)
+    if source.shows_single_frames:
+        logger.info("%s: the frames of videos are images to this model, which has no steps of several (`video`)", path)
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source

@@ -219,7 +219,7 @@ class ChatFormat:
     def _with_times(self, text: str, spans: list[Span], items: Sequence[ItemSegment]) -> tuple[str, list[Span]]:
         """Repeat the placeholder of a video whose steps stand alone behind the time of each, as Qwen3-VL's processor does."""
         videos = [item for item in items if item.kind == "video"]
-        if not any(item.times for item in videos):
+        if not any(item.times for item in videos) or "video" not in self._placeholders:
             return text, spans
         placeholder = self._placeholders["video"]
         token = next(spelling for spelling, number in self._special if number == placeholder.token_id)

@@ -63,7 +63,7 @@ class ItemReader:
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
-        content = open_item(self._opened, path, block=VIDEO_BLOCK if frame else 0, where=where)
+        content = open_item(self._opened, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
         kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
         name = f"its {kind}" if path.startswith(EMBEDDED) else path
         if isinstance(found, AudioInput) and path != item.path:

@@ -345,6 +345,7 @@ def test_a_sample_with_a_video_is_one_with_its_frames(options: dict[str, float],
     ):
         source = data.open(found, **options)
         assert source.lengths(0) == expected.lengths(0) and len(source.lengths(0).items) == shown
+        assert source.shows_single_frames and not expected.shows_single_frames
         assert source.text(0).token_ids.tolist() == expected.text(0).token_ids.tolist()
         for index in range(shown):
             np.testing.assert_array_equal(source.item(0, index).patches, expected.item(0, index).patches)

@@ -242,10 +242,7 @@ def content(files: SampleFiles, segment: Any) -> Any:
 def read(path: Path) -> list[list[Any]]:
     """The segments of all samples, images as their bytes."""
     files = open_sample_files(path)
-    return [
-        [content(files, each) for each in sample.segments]
-        for sample in files.samples()
-    ]
+    return [[content(files, each) for each in sample.segments] for sample in files.samples()]
 
 
 def energon(folder: Path, pictures: list[bytes], **dataset: Any) -> Path:
