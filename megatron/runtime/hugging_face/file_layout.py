@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.runtime.hugging_face.named_weights import NamedWeights
-from megatron.runtime.hugging_face.weight_files import DIFFUSERS_NAME, DTYPES, SINGLE_NAME, SavedWeight
+from megatron.runtime.hugging_face.weight_files import DIFFUSERS_NAME, DTYPES, INDEX_ENDING, INDEX_NAME, SINGLE_NAME, SavedWeight
 from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS
 
 MOST_BYTES = 5 * 10**9
@@ -49,8 +49,17 @@ class FileLayout:
         if list(self.headers) in ([SINGLE_NAME], [DIFFUSERS_NAME], [ADAPTER_WEIGHTS]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
-        metadata = {"total_parameters": self.num_parameters, "total_size": size}
+        counted = (
+            {} if self.index_name != INDEX_NAME else {"total_parameters": self.num_parameters}
+        )  # diffusers counts bytes only
+        metadata = {**counted, "total_size": size}
         return {"metadata": metadata, "weight_map": {key: place.file for key, place in sorted(self.weights.items())}}
+
+    @property
+    def index_name(self) -> str:
+        """The name of the index file, which follows from those of the files: transformers or diffusers reads them."""
+        is_of_diffusers = all(name.startswith(DIFFUSERS_NAME.removesuffix(".safetensors")) for name in self.headers)
+        return DIFFUSERS_NAME + INDEX_ENDING if is_of_diffusers else INDEX_NAME
 
 
 def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]]) -> FileLayout:

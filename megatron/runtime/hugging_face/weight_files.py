@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 DIFFUSERS_NAME = "diffusion_pytorch_model.safetensors"
-"""The only file of a module of diffusers."""
+"""The file of a module of diffusers."""
+INDEX_ENDING = ".index.json"
+"""Behind the name that one file would have: says which tensor is in which of several files."""
+INDEX_NAME = SINGLE_NAME + INDEX_ENDING
+_INDEX_NAMES = (INDEX_NAME, DIFFUSERS_NAME + INDEX_ENDING)
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 )
@@ -70,7 +73,7 @@ class WeightFiles:
                 weights[key] = SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
             if missing := sorted(keys - set(file.keys())):
                 raise CheckpointError(
-                    f"{folder / name}: {missing[0]} is missing, which {INDEX_NAME} says is there; copy the folder again"
+                    f"{folder / name}: {missing[0]} is missing, which the index says is there; copy the folder again"
                 )
         self.weights, self.metadata = weights, metadata
 
@@ -106,7 +109,7 @@ class WeightFiles:
             self._open[name] = self._files.enter_context(safe_open(str(self.folder / name), framework="pt"))
         except FileNotFoundError as problem:
             raise CheckpointError(
-                f"{self.folder / name}: no such file, though {INDEX_NAME} names it; copy the whole folder"
+                f"{self.folder / name}: no such file, though the index names it; copy the whole folder"
             ) from problem
         except (SafetensorError, OSError) as problem:
             raise CheckpointError(f"{self.folder / name}: cannot be read ({problem}); copy the file again") from problem
@@ -118,7 +121,8 @@ def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
     for name in (single, DIFFUSERS_NAME):
         if (folder / name).is_file():
             return {name: set()}
-    if not (folder / INDEX_NAME).is_file():
+    index_name = next((name for name in _INDEX_NAMES if (folder / name).is_file()), None)
+    if index_name is None:
         other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".h5", ".msgpack"))
         hint = f" ({other[0]} is of a form that is not read)" if other else ""
         raise CheckpointError(
@@ -126,17 +130,17 @@ def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
             "such as save_pretrained writes"
         )
     try:
-        index = read_mapping(folder / INDEX_NAME, error=CheckpointError)
+        index = read_mapping(folder / index_name, error=CheckpointError)
     except (json.JSONDecodeError, ModelError) as problem:
-        raise CheckpointError(f"{folder / INDEX_NAME}: {problem}") from problem
+        raise CheckpointError(f"{folder / index_name}: {problem}") from problem
     named = index.get("weight_map")
     if not isinstance(named, dict) or not named:
-        raise CheckpointError(f"{folder / INDEX_NAME}: weight_map must say which file each tensor is in; copy the file again")
+        raise CheckpointError(f"{folder / index_name}: weight_map must say which file each tensor is in; copy the file again")
     files: dict[str, set[str]] = {}
     for key, name in named.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{folder / INDEX_NAME}: weight_map says that {key} is in {name!r}, expected a safetensors file beside it"
+                f"{folder / index_name}: weight_map says that {key} is in {name!r}, expected a safetensors file beside it"
             )
         files.setdefault(name, set()).add(key)
     return files

@@ -24,7 +24,7 @@ from megatron.runtime.checkpoint.storage import on_first_rank, on_this_rank
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.hugging_face.file_layout import FileLayout
 from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
-from megatron.runtime.hugging_face.weight_files import INDEX_NAME, WeightFiles
+from megatron.runtime.hugging_face.weight_files import INDEX_ENDING, WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.processors import PROCESSOR_NAME, VIDEO_NAME
@@ -191,8 +191,8 @@ def check_links(source: Path) -> None:
 def _accompanying(source: Path) -> Iterator[Path]:
     """Yield the files that accompany weights."""
     for path in sorted(source.iterdir()):
-        is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
-        if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
+        is_wanted = path.suffix in _COPIED and path.name != CONFIG_NAME and path.is_file()
+        if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(INDEX_ENDING):
             yield path
 
 
@@ -230,7 +230,7 @@ def _complete(partial: Path, folder: Path, export: Export) -> None:
         if content:
             _write_json(partial / name, content)
     if export.layout.index is not None:
-        _write_json(partial / INDEX_NAME, export.layout.index)
+        _write_json(partial / export.layout.index_name, export.layout.index)
     sync_folder(partial)
     if folder.is_dir():
         folder.rmdir()  # it is empty
