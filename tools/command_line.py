@@ -1,6 +1,7 @@
 """Shared parts of the tools' command lines: types of flags, exit codes, formats of seconds and ranks."""
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +49,16 @@ def count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0."""
+    try:
+        if 0 < float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"expected a positive number, found '{text}'")
 
 
 def values_by_unit(text: str, *, kind: str = "VALUE") -> dict[str, str]:

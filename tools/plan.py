@@ -28,6 +28,7 @@ from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.filling_report import report_filling, with_filling
+from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.search.prediction import SEED, judge_run
 from multimodal.plan.planners.templates.template_plan import run_of_templates
@@ -40,6 +41,7 @@ from tools.command_line import (
     counts_by_unit,
     format_seconds,
     padded_vocab_size,
+    positive,
     read_lengths,
     run_tool,
 )
@@ -151,6 +153,13 @@ def build_parser() -> Parser:
         help="Replicas that share each of F + 1 copies of the optimizer state, for templates; 1: each has all of it (1).",
     )
     how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
+    how.add_argument("--mtbf-hours", type=positive, metavar="H", help="Plan for what the run delivers if nodes fail this often.")
+    for flag, unit, what in (
+        ("--repair-hours", "H", "Until a failed node is back (24)."),
+        ("--restart-minutes", "M", "From a failure until steps run again (10)."),
+        ("--checkpoint-minutes", "M", "Between two checkpoints (30)."),
+    ):
+        how.add_argument(flag, type=positive, metavar=unit, help=f"--mtbf-hours: {what[0].lower()}{what[1:]}")
     how.add_argument(
         "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
     )
@@ -182,9 +191,24 @@ def _given_plan(text: str) -> NoReturn:
 
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Plan with one planner; raises PlanError."""
-    row = PLANNERS[name]
+    row, failures = PLANNERS[name], failures_of(flags)
     planner = partial(plan_per_gpu, row.plan_best) if flags.prefer == "per-gpu" else row.plan_best
+    if failures is not None:
+        planner = partial(plan_for_goodput, row.plan_best, failures=failures)
     return plan_or_advise(row, request, plan=planner)
+
+
+def failures_of(flags: argparse.Namespace) -> Failures | None:
+    """Return the failures that the plan is made for, if any; raises ConfigError."""
+    given = {name: getattr(flags, name) for name in Failures.__dataclass_fields__ if getattr(flags, name) is not None}
+    if given and "mtbf_hours" not in given:
+        name = next(iter(given)).replace("_", "-")
+        raise ConfigError(f"--{name} would be ignored: no failures are planned for; add --mtbf-hours or leave it out")
+    if given and flags.prefer != "time":
+        raise ConfigError(
+            "--mtbf-hours plans for what a run delivers, --prefer per-gpu for tokens per GPU; leave one of them out"
+        )
+    return Failures(**given) if given else None
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: PredictedRun) -> dict[str, PredictedRun | str]:
@@ -258,6 +282,8 @@ def run(argv: Sequence[str]) -> None:
         draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
         answer = report(planned, request, filling=filling)
+        if failures := failures_of(flags):
+            answer["goodput"] = goodput_of(planned, request, failures)._asdict()
         if flags.compare:
             answer["compare"] = {
                 name: {"error": other}
@@ -286,9 +312,10 @@ def plan_first_instances(
 
 def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     """Plan, write and print templates according to the flags; raises BraidError."""
-    if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all:
+    if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all or failures_of(flags):
         raise ConfigError(
-            f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all out"
+            f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all and "
+            "--mtbf-hours out; tools/elastic.py simulates failures"
         )
     started = time.perf_counter()
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance

@@ -143,8 +143,13 @@ class StepMemory:
         The peak is at the end of a layer's backward: its weights and the next ones, its gradients, and those of the layer after
         it on their way to the ranks that keep them, or those of all layers until they are reduced once.
         """
+        unit, _, index = stage
         if not self._shares_weights(stage):
             return 0.0
+        return self._gathered_bytes(stage if self.layers.plan.units[unit].is_unlike else (unit, 0, index))
+
+    @memoized
+    def _gathered_bytes(self, stage: StageKey) -> float:
         weights = [self.layers.layer_weights(stage[0], layer) for layer, _ in self.layers.in_order(stage)]
         gradients = [self.layers.trained_layer_weights(stage[0], layer, need) for layer, need in self.layers.in_order(stage)]
         bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)

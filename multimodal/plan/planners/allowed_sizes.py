@@ -5,6 +5,7 @@ They are those that fit the model, the machine and the data, or the one that the
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import product
 
 from multimodal.plan.planners.planning_request import (
@@ -87,7 +88,12 @@ def data_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...]:
     count, experts = request.num_microbatches, request.experts_of(unit)
     if fixed is not None:
         return (fixed,)
-    return tuple(size for size in range(1, min(count, request.num_gpus) + 1) if count % size == 0 == size % experts)
+    return _divisors(count, most=min(count, request.num_gpus), multiple_of=experts)
+
+
+@cache
+def _divisors(count: int, *, most: int, multiple_of: int) -> tuple[int, ...]:
+    return tuple(size for size in range(multiple_of, most + 1, multiple_of) if count % size == 0)
 
 
 def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:

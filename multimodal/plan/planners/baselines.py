@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 
@@ -54,9 +54,11 @@ def _megatron_grids(request: PlanningRequest, *, replicates: bool) -> Iterator[C
     for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
         for pipeline in pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_on_grid, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
-            grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
-            even = map(Candidate, filter(is_even, grids))
-            yield from [each for each in even if each.num_gpus <= request.num_gpus][-2:]  # as in `largest_fitting`
+            llm_gpus = size.tensor * size.context * pipeline
+            largest_first = [data for data in reversed(data_sizes) if data * llm_gpus <= request.num_gpus]
+            grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in largest_first)
+            fitting = (each for each in map(Candidate, filter(is_even, grids)) if each.num_gpus <= request.num_gpus)
+            yield from reversed([*islice(fitting, 2)])  # as in `largest_fitting`
 
 
 def _on_grid(

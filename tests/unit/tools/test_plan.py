@@ -5,19 +5,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.validate import read_plan
 from tests.sanity.repository import ROOT
 from tools.from_megatron import main as from_megatron
 from tools.megatron_command import read_command
-from tools.plan import main
+from tools.plan import build_parser, build_request, main
 from tools.simulate import main as simulate_main
 
 UNIT_SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
@@ -137,6 +143,58 @@ def test_preferring_per_gpu_never_uses_more_per_token(flags, capsys):
     time_first, per_gpu = (json.loads(plan(capsys, *flags, *data, *more)) for more in ([], ["--prefer", "per-gpu"]))
     assert per_gpu["tokens_per_second_per_gpu"] >= time_first["tokens_per_second_per_gpu"]
     assert per_gpu["num_gpus_used"] <= time_first["num_gpus_used"]
+
+
+@pytest.mark.parametrize(("mtbf_hours", "fewest_spares", "most_spares"), [(200, 2, 12), (20_000, 1, 2), (1e8, 0, 0)])
+def test_as_many_nodes_are_spares_as_deliver_most(flags, mtbf_hours, fewest_spares, most_spares):
+    """For planners whose plans take all GPUs and are alike, every number of nodes is tried here."""
+    request, failures = (
+        build_request(build_parser().parse_args([*flags, "--uniform-lengths", "vision=64,llm=128"])),
+        Failures(mtbf_hours),
+    )
+
+    def plan_alike(asked):
+        replicas = tuple(Replica((Stage((rank,), ((0, 6),)),)) for rank in range(asked.num_gpus))
+        return PredictedRun(PlannedRun(Plan({"llm": UnitPlan(replicas)})), Prediction(1.0, 1.0, 0.5, 10.0, 0, {}))
+
+    whole = request.changed(num_gpus=4 * 48)
+    found = plan_for_goodput(plan_alike, whole, failures)
+    tried = [goodput_of(plan_alike(request.changed(num_gpus=4 * nodes)), whole, failures) for nodes in range(1, 49)]
+    best = max(tried, key=lambda each: each.tokens_per_second)
+    assert goodput_of(found, whole, failures) == best and fewest_spares <= best.num_spares <= most_spares
+    assert best.tokens_per_second == pytest.approx(best.num_nodes * 40 * best.available_share * best.running_share)
+    assert found.run.notes == (best.describe(),)
+    with pytest.raises(PlanError, match="6 GPUs are no whole number of nodes of 4"):
+        plan_for_goodput(plan_alike, request.changed(num_gpus=6), failures)
+
+
+def test_the_goodput_of_a_plan_is_told(flags, capsys):
+    data = [
+        "--uniform-lengths",
+        "vision=64,llm=128",
+        "--planner",
+        "disttrain",
+        "--json",
+        "--mtbf-hours",
+        "1000",
+        "--repair-hours",
+        "50",
+    ]
+    answer = json.loads(plan(capsys, *flags, *data))
+    assert answer["goodput"]["available_share"] == pytest.approx(1000 / 1024) and answer["notes"][0].startswith("goodput ")
+    assert answer["goodput"]["running_share"] == pytest.approx(1 / (1 + 25 / 60 / 1000))
+
+
+def test_nodes_are_down_as_a_chain_of_failures_and_repairs_has_it():
+    """The states of its stationary distribution: how many of three nodes are down."""
+    fails, repaired, failures = 1 / 50, 1 / 10, Failures(50, repair_hours=10)
+    rates = np.zeros((4, 4))
+    for down in range(3):
+        rates[down, down + 1], rates[down + 1, down] = (3 - down) * fails, (down + 1) * repaired
+    rates -= np.diag(rates.sum(axis=1))
+    shares = np.linalg.lstsq(np.vstack([rates.T, np.ones(4)]), np.array([0, 0, 0, 0, 1.0]))[0]
+    found = [failures.available_share(num_nodes=3, num_spares=spares) for spares in range(4)]
+    assert found == pytest.approx(shares.cumsum())
 
 
 def test_templates_are_planned_written_and_described(flags, tmp_path, capsys):
