@@ -177,8 +177,6 @@ def test_the_goodput_of_a_plan_is_told(flags, capsys):
         "--json",
         "--mtbf-hours",
         "1000",
-        "--repair-hours",
-        "50",
     ]
     answer = json.loads(plan(capsys, *flags, *data))
     assert answer["goodput"]["available_share"] == pytest.approx(1000 / 1024) and answer["notes"][0].startswith("goodput ")
