@@ -1,9 +1,10 @@
 """The samples of each global batch, a pure function of the step, and the notation of splits."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +13,49 @@ from multimodal.balance.placement import turns_of
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.errors import ConfigError, DataError
 
+BLOCK_SIZE = 2**20
+"""Samples that are shuffled together, so that no order of all samples is in memory."""
+
+
+class SplitPart(Sequence[int]):
+    """Ascending source indices of one part; one block after another is drawn when it is needed."""
+
+    def __init__(self, cuts: Integers, part: int, *, num_samples: int, seed: int) -> None:
+        """cuts: [num_blocks + 1, num_parts + 1] samples of the parts before each in the blocks before each."""
+        self._cuts, self._part, self._num_samples, self._seed = cuts, part, num_samples, seed
+        self._starts = cuts[:, part + 1] - cuts[:, part]
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one index."""
+        number = range(len(self))[index]
+        block = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return int(self._block(block)[number - self._starts[block]])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> npt.NDArray[np.int64]:
+        """Return all indices."""
+        return np.concatenate([np.empty(0, np.int64), *map(self._block, range(len(self._cuts) - 1))])
+
+    def _block(self, block: int) -> npt.NDArray[np.int64]:
+        first, last = (self._cuts[block + 1, part] - self._cuts[block, part] for part in (self._part, self._part + 1))
+        size = min(BLOCK_SIZE, self._num_samples - block * BLOCK_SIZE)
+        return _taken(size, self._seed, block, int(first), int(last))
+
+
+@lru_cache(maxsize=8)
+def _taken(size: int, seed: int, block: int, first: int, last: int) -> npt.NDArray[np.int64]:
+    return np.sort(_order(size, seed, 0, block)[first:last]).astype(np.int64) + block * BLOCK_SIZE
+
 
 class Splits(NamedTuple):
-    """Ascending source indices of each part, [num_samples of the part]."""
+    """The samples of each part."""
 
-    train: npt.NDArray[np.int64]
-    valid: npt.NDArray[np.int64]
-    test: npt.NDArray[np.int64]
+    train: SplitPart
+    valid: SplitPart
+    test: SplitPart
 
 
 def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
@@ -40,9 +77,9 @@ def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
             raise DataError(
                 f"--split {split} of {num_samples} samples leaves none for '{name}'; use more data or set its share to 0"
             )
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(num_samples)
-    train, valid, test = np.split(order, np.cumsum(sizes)[:2])
-    return Splits(np.sort(train), np.sort(valid), np.sort(test))
+    before = np.minimum(np.arange(-(-num_samples // BLOCK_SIZE) + 1) * BLOCK_SIZE, num_samples)
+    cuts = np.rint(np.outer(before, row_starts(sizes)) / max(1, num_samples)).astype(np.int64)
+    return Splits(*(SplitPart(cuts, part, num_samples=num_samples, seed=seed) for part in range(3)))
 
 
 def parse_split(split: str) -> list[float]:
@@ -123,8 +160,8 @@ class GlobalBatches:
     """The first step (from 0) whose batch is drawn here."""
     first_sample: int = 0
     """Samples that were consumed before it."""
-    block_size: int = 2**20
-    """Samples in a block: an epoch shuffles blocks, and the samples in each, so that no order of all samples is in memory."""
+    block_size: int = BLOCK_SIZE
+    """Samples in a block: an epoch shuffles blocks, and the samples in each."""
 
     def __post_init__(self) -> None:
         if not self.parts or any(part.num_samples < 1 for part in self.parts):
@@ -194,11 +231,12 @@ def _turns(weights: tuple[float, ...]) -> tuple[Integers, Integers, Integers]:
 def _block_order(num_samples: int, block_size: int, seed: int, epoch: int) -> tuple[Integers, Integers]:
     """Return the blocks of an epoch in order, [num_blocks], and the position at which each begins, and the end."""
     num_blocks = -(-num_samples // block_size)
-    blocks = _order(num_blocks, seed, epoch, num_blocks)
+    blocks = _order(num_blocks, seed, epoch, num_blocks).astype(np.int64)
     return blocks, row_starts(np.minimum(block_size, num_samples - blocks * block_size))
 
 
-@lru_cache(maxsize=64)
-def _order(size: int, seed: int, epoch: int, block: int) -> npt.NDArray[np.int64]:
+@lru_cache(maxsize=16)
+def _order(size: int, seed: int, epoch: int, block: int) -> npt.NDArray[np.int32]:
     """Return an order of a block's samples; a zero at the end changes no seed sequence, so block 0 has that of (seed, epoch)."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, block)))).permutation(size)
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, epoch, block))))
+    return generator.permutation(np.arange(size, dtype=np.int32))

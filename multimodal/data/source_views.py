@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.audio import silence_of
+from multimodal.data.global_batches import SplitPart
 from multimodal.data.index.item_reader import expect_items, item_inputs
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import DataError
@@ -63,7 +64,7 @@ class SourceSubset(SourceView):
     def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Show the samples `indices` of `source`, in that order."""
         self._source = source
-        self._indices = np.asarray(indices, dtype=np.int64)
+        self._indices = indices if isinstance(indices, SplitPart | range) else np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
         """Count the samples shown."""

@@ -21,7 +21,7 @@ from multimodal.data.blend import NamedData
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.global_batches import DataPart, join_samples, shuffled, split_indices
+from multimodal.data.global_batches import DataPart, SplitPart, join_samples, shuffled, split_indices
 from multimodal.data.index.index_cache import IndexCache, watch_indexing
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
@@ -32,7 +32,6 @@ from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, 
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.architecture import autoencoder_digest
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
-from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import CheckpointError, ConfigError, DataError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 
@@ -116,7 +115,7 @@ def _mix(sources: Sequence[SampleSource], config: RunConfig) -> SampleSource:
 
 
 def _join(
-    source: SampleSource, indices: Integers | None = None, *, config: RunConfig, name: str, is_shuffled: bool = False
+    source: SampleSource, indices: SplitPart | None = None, *, config: RunConfig, name: str, is_shuffled: bool = False
 ) -> tuple[SampleSource, DataPart]:
     """Return samples of a source as they are drawn: one by one, or joined into sequences.
 
@@ -126,7 +125,7 @@ def _join(
     if most is None:
         found = source if indices is None else SourceSubset(source, indices)
         return found, DataPart(len(found))
-    order = np.arange(len(source)) if indices is None else indices
+    order = np.arange(len(source)) if indices is None else np.asarray(indices)
     order = shuffled(order, seed=config.training.seed) if is_shuffled else order
     if isinstance(source, ManifestSource):
         num_tokens = source.num_tokens[order]

@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from multimodal.data.conversation import ROLES, TextSegment
 from multimodal.data.forms.chat_rows import parse_chat_entry, parse_document_entry
@@ -158,22 +161,18 @@ _KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audi
 """Kind of segment -> its keys, beside METADATA."""
 
 
-def parse_manifest_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
-    """Return the sample of a manifest's line; place_of_id: the line or row of every earlier id, to which this one is added.
+def parse_manifest_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:
+    """Return the sample of a manifest's line; ids: hashes of those before it, to which its own is added.
 
     A line is `{"id": ..., "segments": [...]}`. A segment is `{"type": "text", "role": user | assistant | document | system,
     "text": ...}`, `{"type": "image", "path": ..., "width": ..., "height": ...}` (the size may be left out), `{"type": "audio",
     "path": ...}` or `{"type": "video", "path": ...}`. An image with `"role": "assistant"` is an answer, which a generator learns
     to make. `"unit"` names the unit of an item, if several might take it; `"loss_weight"` beside the segments multiplies the loss
     of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming the line for anything
-    else, and for two samples with the same id.
+    else.
     """
     sample_id = required(entry, "id", (str, int), where=where)
-    if place_of_id.setdefault(sample_id, place) != place:
-        raise DataError(
-            f"{where}: the id {shown(sample_id)} is already that of {place_of_id[sample_id]}; give every sample an id "
-            "of its own, or remove what is there twice"
-        )
+    ids.append(hash(sample_id))
     where = f"{where} (sample {shown(sample_id)})"
     segments = required(entry, "segments", (list,), where=where)
     check_keys(entry, ("segments", LOSS_WEIGHT), where=where)
@@ -255,10 +254,27 @@ class SampleFiles:
         return self._files.digest()
 
     def samples(self) -> Iterator[SegmentedSample]:
-        """Read and check all samples; raises DataError."""
-        place_of_id: dict[str | int, str] = {}
+        """Read and check all samples; raises DataError, behind the last sample for an id that a manifest has twice."""
+        ids = array("q")  # 8 bytes a sample
         for place, row in self._files.rows():
-            yield parse_entry(row, place=place, where=f"{self.path}, {place}", place_of_id=place_of_id)
+            yield parse_entry(row, where=f"{self.path}, {place}", ids=ids)
+        hashes = np.frombuffer(ids or array("q", (0,)), np.int64)
+        hashes.sort()
+        if repeated := {*hashes[1:][hashes[1:] == hashes[:-1]].tolist()}:
+            self._check_ids(repeated)
+
+    def _check_ids(self, repeated: set[int]) -> None:
+        """Raise DataError for an id that is there twice, among those with these hashes."""
+        place_of_id: dict[Any, str] = {}
+        for place, row in self._files.rows():
+            sample_id = row.get("id")
+            if not isinstance(sample_id, str | int) or hash(sample_id) not in repeated:
+                continue
+            if place_of_id.setdefault(sample_id, place) != place:
+                raise DataError(
+                    f"{self.path}, {place}: the id {shown(sample_id)} is already that of {place_of_id[sample_id]}; give every "
+                    "sample an id of its own, or remove what is there twice"
+                )
 
     def open_item(self, path: str, *, block: int = 0) -> BinaryIO | None:
         """Open an item that is no file of this machine but a part of the data or remote; None: it is one.
@@ -274,8 +290,8 @@ class SampleFiles:
         return found.open("rb", block) if block else BytesIO(found.read_bytes())
 
 
-def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
-    """Return the sample of one object in any form; raises DataError."""
+def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:
+    """Return the sample of one object in any form; ids: as in `parse_manifest_entry`. Raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
     for asking, more, answering in (("instruction", "input", "output"), ("query", "", "response")):  # Alpaca, ms-swift
@@ -295,7 +311,7 @@ def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: d
         check_keys(entry, ("text", LOSS_WEIGHT), where=where)
         return SegmentedSample(where, (TextSegment("document", entry["text"]),), loss_weight(entry, where=where))
     if "segments" in entry or "id" in entry:
-        return parse_manifest_entry(entry, place=place, where=where, place_of_id=place_of_id)
+        return parse_manifest_entry(entry, where=where, ids=ids)
     raise DataError(
         f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a manifest), 'messages' "
         "(chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; see docs/data.md"

@@ -94,7 +94,8 @@ class SampleIndex:
     @property
     def num_cut(self) -> int:
         """Number of samples whose end was cut off."""
-        return int(self.arrays["is_cut"].sum())
+        found = self.summary.get("num_cut")  # older indices count on request
+        return int(self.arrays["is_cut"].sum()) if found is None else int(found)
 
     def conversation(self, index: int) -> Conversation:
         """The tokens of a sample."""
@@ -161,7 +162,8 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         encoded = [text.encode(errors="surrogatepass") for text in texts]
         arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         arrays[f"{name[:-1]}_starts"] = row_starts([len(text) for text in encoded])
-    return SampleIndex(arrays, {"format": FORMAT, "units": list(units), "skipped": dict(skipped)})
+    summary = {"format": FORMAT, "units": list(units), "skipped": dict(skipped), "num_cut": int(arrays["is_cut"].sum())}
+    return SampleIndex(arrays, summary)
 
 
 def join_indices(blocks: Iterable[SampleIndex]) -> SampleIndex:
@@ -211,12 +213,13 @@ class _Joined:
     def __init__(self) -> None:
         self._units: dict[str, int] = {}
         self._skipped: Counter[str] = Counter()
+        self._num_cut = 0
         self._ends = {name: 0 for name in _ARRAYS if name.endswith("_starts")}
 
     @property
     def summary(self) -> dict[str, Any]:
         """The summary of the index."""
-        return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped)}
+        return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped), "num_cut": self._num_cut}
 
     def first_rows(self) -> dict[str, npt.NDArray[Any]]:
         """Return what stands before all blocks: where the first rows start."""
@@ -226,6 +229,7 @@ class _Joined:
     def next_rows(self, block: SampleIndex) -> dict[str, npt.NDArray[Any]]:
         """Return the rows of the next block, by name."""
         self._skipped.update(block.skipped)
+        self._num_cut += block.num_cut
         rows = dict(block.arrays)
         units = [self._units.setdefault(name, len(self._units)) for name in block.summary["units"]]
         items = rows["items"] = rows["items"].copy()

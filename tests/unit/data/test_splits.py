@@ -1,18 +1,23 @@
 """Sources made of sources: parts of one, mixtures, and views with other pixels."""
 
 import os
+from itertools import chain
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multimodal.data import global_batches
 from multimodal.data.blend import NamedData, read_mixture
 from multimodal.data.global_batches import (
+    BLOCK_SIZE,
     MOST_JOINED,
     DataPart,
     GlobalBatches,
+    _taken,
     join_samples,
     parse_split,
     split_indices,
@@ -22,18 +27,23 @@ from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.conftest import DataFolder
 
+SHARES = st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))
 
-@given(st.integers(3, 500), st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)), st.integers(0, 9))
-def test_parts_cover_all_samples_in_their_shares(num_samples: int, shares: tuple[int, int, int], seed: int) -> None:
+
+@given(st.integers(3, 500), SHARES, st.integers(0, 9), st.sampled_from((BLOCK_SIZE, 64)))
+def test_parts_cover_all_samples_in_their_shares(num_samples: int, shares: tuple[int, int, int], seed: int, size: int) -> None:
     """Disjoint, complete, deterministic, within one sample of the exact share (two where one was given away)."""
     text = ",".join(map(str, shares))
-    parts = split_indices(num_samples, split=text, seed=seed)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(num_samples))
-    again = split_indices(num_samples, split=text, seed=seed)
-    for part, other, share in zip(parts, again, shares, strict=True):
-        assert part.tolist() == other.tolist() == sorted(part.tolist())
+    with mock.patch.object(global_batches, "BLOCK_SIZE", size):
+        _taken.cache_clear()
+        found, again = ([[*part] for part in split_indices(num_samples, split=text, seed=seed)] for _ in range(2))
+        arrays = [np.asarray(part).tolist() for part in split_indices(num_samples, split=text, seed=seed)]
+    _taken.cache_clear()
+    assert sorted(chain.from_iterable(found)) == list(range(num_samples)) and found == again == arrays
+    for part, share in zip(found, shares, strict=True):
+        assert part == sorted(part)
         assert abs(len(part) - num_samples * share / sum(shares)) <= 2
-    assert len(parts.train) and (len(parts.valid) or not shares[1])
+    assert found[0] and (found[1] or not shares[1])
 
 
 def test_the_seed_shuffles() -> None:

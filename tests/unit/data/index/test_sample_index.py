@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.index import sample_indexer
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache, watch_indexing
-from multimodal.data.index.sample_index import SampleIndex, build_index, read_index, write_index
+from multimodal.data.index.sample_index import _ARRAYS, SampleIndex, _header, build_index, read_index, write_index
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -186,6 +188,25 @@ def test_blocks_of_several_processes_are_one_index(
 
 
 BLOCKS = [build_index(["why"] * number) for number in (2, 1, 3)]
+
+
+def test_a_hundred_million_samples_are_opened_in_little_memory(tmp_path: Path) -> None:
+    """Files with holes in them stand for samples without tokens."""
+    count, of_samples = 10**8, ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
+    for name, kind in _ARRAYS.items():
+        num_rows = count * (name in of_samples) + name.endswith("_starts")
+        with (tmp_path / f"{name}.npy").open("wb") as file:
+            file.write(_header(name, num_rows=num_rows))
+            file.truncate(file.tell() + num_rows * np.dtype(kind).itemsize)
+    (tmp_path / "index.json").write_text(json.dumps(build_index(()).summary))
+    tracemalloc.start()
+    index = read_index(tmp_path)
+    assert index is not None and len(index) == count and index.num_cut == 0
+    train = split_indices(count, split="969,30,1", seed=1).train
+    drawn = [train[sample.source_index] for sample in GlobalBatches((DataPart(len(train)),), 64, seed=1).batch(10**6)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len({*drawn}) == 64 and peak < 1e8
 
 
 def watched(console: Console, seconds: list[float]) -> list[SampleIndex]:
