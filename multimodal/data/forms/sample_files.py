@@ -338,6 +338,9 @@ def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None)
     remote: how remote files are read, the data and those that it names.
     """
     path = data_path(path, remote)
+    if isinstance(path, RemotePath) and "?" in path.address and path.address.startswith("http"):
+        shown = path.address.partition("?")[0]
+        raise DataError(f"{shown}: leave the query behind it out, which logs and checkpoints would name, or serve it without one")
     remote = remote or (path.options if isinstance(path, RemotePath) else RemoteOptions())
     if not path.is_file() and (path / MANIFEST_NAME).is_file():
         path = path / MANIFEST_NAME

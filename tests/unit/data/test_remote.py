@@ -220,6 +220,7 @@ def test_changed_data_are_indexed_anew(data: DataFolder, server: FolderServer, o
     [
         ("ftp://host/a", DataError, "unknown protocol 'ftp'; use one of s3, gs, http, https"),
         ("https://me:secret@host/a.tar", DataError, "https://...: has a password in it; give that by the environment"),
+        ("https://host/a.tar?key=secret", DataError, "https://host/a.tar: leave the query behind it out"),
         ("gs://bucket/a", ConfigError, "needs the package 'gcsfs'; install it with: pip install 'gcsfs'"),
         ("s3://bucket/a", ConfigError, "needs the package 's3fs'; install it with: pip install 'braid.remote.'"),
     ],
