@@ -96,7 +96,7 @@ PROOFS = {
     },
     "Data": {
         "told apart by themselves": (
-            "unit/data/forms/test_sample_files.py::test_sources_of_every_form_are_alike",
+            "unit/data/forms/test_sample_files.py::test_one_corpus_in_every_form_is_one",
             "unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face",
         ),
         "tars of WebDataset and Energon": (

@@ -1,6 +1,7 @@
 """Sources made of sources: parts of one, mixtures, and views with other pixels."""
 
 import os
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from unittest import mock
@@ -23,6 +24,7 @@ from multimodal.data.global_batches import (
     split_indices,
 )
 from multimodal.data.source_views import BlankImages, ReadableItems, SourceSubset
+from multimodal.values.arrays.rows import row_starts
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.conftest import DataFolder
@@ -215,23 +217,36 @@ def test_nothing_to_draw() -> None:
         GlobalBatches((DataPart(4),), 0, seed=1)
 
 
-MIXTURE = (DataPart(30, 0.7), DataPart(10, 0.2), DataPart(7, 0.1))
+def blends() -> st.SearchStrategy[tuple[DataPart, ...]]:
+    """Draw one to four data sets of single samples or of sequences, with weights."""
+    sizes = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+    weights = st.floats(0.05, 20)
+    single = st.builds(DataPart, st.integers(1, 30), weights)
+    joined = st.builds(lambda rows, weight: DataPart(len(rows), weight, starts=row_starts(rows)), sizes, weights)
+    return st.one_of(*(st.lists(each, min_size=1, max_size=4).map(tuple) for each in (single, joined)))
 
 
-def owners(batches: GlobalBatches, steps: range) -> list[int]:
-    """Return the data set of each sample drawn."""
-    return [int(sample.source_index >= 30) + int(sample.source_index >= 40) for step in steps for sample in batches.batch(step)]
+@given(blends(), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**40), st.integers(0, 12))
+def test_blends_keep_their_weights_and_go_on_where_they_were_left(
+    parts: tuple[DataPart, ...], size: int, later_size: int, seed: int, step: int
+) -> None:
+    """At any step each data set is within two draws of its share, whose epochs visit every sample once.
 
-
-def test_data_sets_take_turns_by_their_weights() -> None:
-    """At any moment each is within one or two samples of its share, and goes through its own epochs."""
-    batches = GlobalBatches(MIXTURE, 8, seed=3)
-    drawn = owners(batches, range(25))
-    for count in range(1, len(drawn) + 1):
-        for number, part in enumerate(MIXTURE):
-            assert abs(drawn[:count].count(number) - part.weight * count) < 2
-    visited = [sample.source_index for step in range(25) for sample in batches.batch(step) if 30 <= sample.source_index < 40]
-    assert sorted(visited[:10]) == sorted(visited[10:20]) == list(range(30, 40))
+    A run that goes on from a step, in batches of another size and without the other data sets, takes the next samples.
+    """
+    whole = GlobalBatches(parts, size, seed)
+    positions, total = whole.positions(step), sum(part.weight for part in parts)
+    assert sum(positions) == step * size
+    drawn = [[sample.source_index for sample in whole.batch(each)] for each in range(step + 20)]
+    end = 0
+    for part, position in zip(parts, positions, strict=True):
+        assert abs(position - part.weight / total * step * size) < 2 + step * size / 1000, "the weights' resolution"
+        first, end = end, end + part.end
+        own = [[index - first for index in batch if first <= index < end] for batch in drawn]
+        assert len(epoch := [*chain(*own)][: part.end]) < part.end or sorted(epoch) == list(range(part.end))
+        alone = GlobalBatches((replace(part, position=position),), later_size, seed, first_step=step)
+        later, expected = [each.source_index for each in alone.batch(step) + alone.batch(step + 1)], chain(*own[step:])
+        assert all(one == other for one, other in zip(later, expected, strict=False))
 
 
 def test_joined_samples_are_drawn_as_one() -> None:
@@ -247,20 +262,3 @@ def test_joined_samples_are_drawn_as_one() -> None:
     alone = GlobalBatches((DataPart(6, starts=starts),), 6, seed=3)
     for step in range(3):
         assert sorted(sample.source_index for sample in alone.batch(step)) == list(range(9))
-
-
-def test_positions_count_what_was_drawn() -> None:
-    batches = GlobalBatches(MIXTURE, 8, seed=3)
-    for step in (0, 1, 7, 25):
-        drawn = owners(batches, range(step))
-        assert batches.positions(step) == tuple(drawn.count(number) for number in range(3))
-
-
-def test_a_data_set_goes_on_where_it_was_left_whatever_is_beside_it() -> None:
-    before, step = GlobalBatches(MIXTURE, 8, seed=3), 6
-    positions = before.positions(step)
-    alone = GlobalBatches((DataPart(10, position=positions[1]),), 5, seed=3, first_step=step, first_sample=48)
-    whole = [sample.source_index - 30 for at in range(60) for sample in before.batch(at) if 30 <= sample.source_index < 40]
-    found = [sample for at in range(step, step + 8) for sample in alone.batch(at)]
-    assert [sample.source_index for sample in found] == whole[positions[1] : positions[1] + 40]
-    assert [sample.sample_id for sample in found] == list(range(48, 88))

@@ -4,7 +4,8 @@ import io
 import json
 import pickle
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +119,43 @@ def test_chats_become_segments(data: DataFolder, entry: dict[str, Any], expected
         assert [sample.where.split(" (")[0] for sample in found] == [f"{path}, line {line}" for line in lines]
 
 
-def test_sources_of_every_form_are_alike(data: DataFolder) -> None:
-    """Without a chat template: turns of Braid's own."""
-    data.image("a.png", (24, 16))
-    segments = [IMAGE, *({"type": "text", "role": role, "text": text} for role, text in (ASKED, SAID))]
-    paths = [
-        data.entries([{"id": 1, "segments": segments}], "manifest.jsonl"),
-        data.entries([shown("a.png")], "llava.json"),
-        data.entries([shown("a.png")], "llava.jsonl"),
-        data.entries([asked([IMAGE, {"type": "text", "text": "what?"}])]),
-    ]
-    sources = [data.open(path) for path in paths]
-    for source in sources[1:]:
-        assert source.lengths(0) == sources[0].lengths(0)
-        assert source.text(0).token_ids.tolist() == sources[0].text(0).token_ids.tolist()
-        np.testing.assert_array_equal(source.item(0, 0).patches, sources[0].item(0, 0).patches)
+SEGMENTS = [{"type": "text", "role": role, "text": text} for role, text in (ASKED, SAID)]
+PAIR = {"user": "what?", "assistant": "cats"}
+ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "manifest.jsonl": lambda name: {"id": name, "segments": [{**IMAGE, "path": name}, *SEGMENTS]},
+    "llava.json": shown,
+    "llava.jsonl": shown,
+    "parts.jsonl": lambda name: asked([{"type": "image", "path": name}, {"type": "text", "text": "what?"}]),
+    "marks.json": lambda name: asked("<image>what?", images=[name]),
+    "swift.jsonl": lambda name: {"query": "<image>what?", "response": "cats", "images": [name]},
+    "alpaca.json": lambda name: {"instruction": "<image>what?", "input": "", "output": "cats", "images": [name]},
+    "finevision.jsonl": lambda name: {"texts": [PAIR], "images": [name]},
+}
+"""A file's name -> a question about an image in its form."""
+
+
+def test_one_corpus_in_every_form_is_one(data: DataFolder) -> None:
+    """Tokens, targets and pixels, and so the losses, are the same; without a chat template: turns of Braid's own."""
+    names = [data.image("a.png", (24, 16)), data.image("b.png", (16, 32))]
+    paths = [data.entries([row(name) for name in names], file) for file, row in ROWS.items()]
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'braid[hf]')")
+    paths.append(data.path / "rows.parquet")
+    rows = pyarrow.Table.from_pylist([ROWS["marks.json"](name) for name in names])
+    pytest.importorskip("pyarrow.parquet").write_table(rows, paths[-1])
+    members = {name: (data.path / name).read_bytes() for name in names}
+    members |= {f"{name[0]}.json": ROWS["marks.json"](name) for name in names}
+    paths.append(write_tar(data.path / "shards" / "0.tar", {name: members[name] for name in sorted(members)}))
+    (data.path / "shards" / ".nv-meta").mkdir()
+    (data.path / "shards" / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["0.tar"]}}))
+    paths.append(data.path / "shards" / "train")
+    first, *others = map(data.open, paths)
+    for source in others:
+        for index in range(len(first)):
+            assert source.lengths(index) == first.lengths(index)
+            for one, other in zip(astuple(source.text(index)), astuple(first.text(index)), strict=True):
+                np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(source.item(index, 0).patches, first.item(index, 0).patches)
+        assert len(source) == len(first) == 2
 
 
 def test_folders_of_another_form_say_what_is_in_them(tmp_path: Path) -> None:
