@@ -1,6 +1,6 @@
 """Writes the lengths of the samples that a run trains on first, as --lengths of plan.py, simulate.py and balance.py take them.
 
-python tools/lengths.py --output L.csv.gz [--num-samples N] <flags of pretrain_mllm.py, as for a run with --plan auto>
+python tools/lengths.py --output L.csv.gz [--png H.png] [--num-samples N] <flags of pretrain_mllm.py, as with --plan auto>
 
 Nothing is decoded. Whatever --data-path names is indexed once, and the index is kept beside it for the run.
 """
@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import write_length_table
+from multimodal.values.errors import ConfigError
 from multimodal.values.sample_lengths import SampleLengths
 from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
 
@@ -33,6 +34,7 @@ def build_parser() -> Parser:
     """Return the parser of the tool's own flags."""
     parser = parser_beside_a_run("lengths.py", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="L.csv.gz", help="Where the table goes (.csv or .csv.gz).")
+    parser.add_argument("--png", type=Path, metavar="H.png", help="Draw the histograms, too; needs matplotlib.")
     parser.add_argument("--num-samples", type=count, default=MOST_SAMPLES, metavar="N", help=f"At most so many ({MOST_SAMPLES}).")
     return parser
 
@@ -44,14 +46,44 @@ def run(argv: Sequence[str]) -> None:
     lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train)} training samples")
-    print("\n".join(_histograms(lengths)))
+    tokens = _tokens_by_modality(lengths)
+    print("\n".join(_histograms(tokens)))
+    if given.png is not None:
+        _draw(tokens, given.png)
+        print(f"{given.png}: the same, drawn")
 
 
-def _histograms(lengths: Sequence[SampleLengths]) -> Iterator[str]:
-    """Yield lines of bars: for the text and every unit, how many samples have how many tokens, in ranges of powers of two."""
+def _tokens_by_modality(lengths: Sequence[SampleLengths]) -> dict[str, list[int]]:
+    """Return the tokens of every sample, of its text and in every unit."""
     units = dict.fromkeys(item.unit for sample in lengths for item in sample.items)
     tokens = {"text": [sample.num_text_tokens for sample in lengths]}
-    tokens |= {unit: [sum(item.num_tokens for item in each.items if item.unit == unit) for each in lengths] for unit in units}
+    return tokens | {
+        unit: [sum(item.num_tokens for item in each.items if item.unit == unit) for each in lengths] for unit in units
+    }
+
+
+def _draw(tokens: Mapping[str, Sequence[int]], path: Path) -> None:
+    """Draw histograms with a logarithmic axis of tokens, one above the other; raises ConfigError."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--png needs matplotlib; pip install braid[plots], or leave it out") from None
+    figure = Figure(figsize=(9, 2.2 * len(tokens)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, numbers) in zip(figure.subplots(len(tokens), squeeze=False)[:, 0], tokens.items(), strict=True):
+        axes.hist(numbers, bins=[0, *(2 ** (step / 4) for step in range(4 * max(numbers).bit_length() + 1))])
+        axes.set_xscale("symlog", base=2, linthresh=1)
+        axes.set_title(f"{name}: tokens a sample", fontsize=9)
+        axes.set_ylabel("samples")
+    try:
+        figure.savefig(path, format="png")
+    except OSError as problem:
+        raise ConfigError(f"--png {path}: cannot be written ({problem.strerror}); give another file") from problem
+
+
+def _histograms(tokens: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    """Yield lines of bars: for the text and every unit, how many samples have how many tokens, in ranges of powers of two."""
     for name, numbers in tokens.items():
         yield f"{name}: {sum(numbers) / len(numbers):,.0f} tokens a sample, {min(numbers):,} to {max(numbers):,}"
         counts = Counter(number.bit_length() for number in numbers)

@@ -158,7 +158,9 @@ DIGITS = REPOSITORY / "examples" / "digits"
 def test_the_first_samples_of_a_run_are_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "lengths.csv.gz"
     flags = ["--config", str(DIGITS / "config.yaml"), "--program-samples", "500"]
-    assert write_lengths(["--output", str(table), "--num-samples", "40", *flags]) == 0
+    drawn = tmp_path / "lengths.png"
+    assert write_lengths(["--output", str(table), "--num-samples", "40", "--png", str(drawn), *flags]) == 0
+    assert drawn.read_bytes().startswith(b"\x89PNG")
     assert "the lengths of 40 of 500 training samples" in capsys.readouterr().out
     samples = read_length_table(table, graph=ModelGraph.from_file(DIGITS / "model.yaml"))
     assert len(samples) == 40 and all(

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import re
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
@@ -17,6 +18,7 @@ from multimodal.data.forms.sample_files import SampleFiles, open_sample_files
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, VideoSegment
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
+from tests.sanity.repository import ROOT
 from tests.unit.data.conftest import DataFolder
 from tests.unit.data.forms.test_wrong_samples import ASSISTANT, SAY, USER, asked, shown
 
@@ -376,3 +378,15 @@ def test_sound_in_an_archive_is_that_of_a_file(tmp_path: Path, data: DataFolder,
     assert np.array_equal(found.item(0, 0).patches, expected.item(0, 0).patches)
     with pytest.raises(DataError, match="0.tar, b: its sound cannot be decoded as sound"):
         data.open(archive, graph=two_encoder_graph)
+
+
+def test_the_page_shows_one_sample_in_each_form(data: DataFolder) -> None:
+    """Each file of docs/data.md is read as it stands there."""
+    data.image("a.png", (24, 16))
+    page = (ROOT / "docs" / "data.md").read_text().partition("### One sample in each form")[2].partition("### A mixture")[0]
+    files = re.findall(r"^`(\S+\.jsonl?)`\n\n    (.+)$", page, re.MULTILINE)
+    assert len(files) == 7
+    for name, text in files:
+        (data.path / name).write_text(text)
+        found = spoken(*(sample.segments for sample in open_sample_files(data.path / name).samples()))
+        assert found == ["a.png", ("user", "What?"), ("assistant", "Cats.")], name

@@ -1,0 +1,234 @@
+"""Claim: Braid hands out decoded samples of tars no slower than megatron-energon's loader and torchdata's nodes.
+
+--samples photographs (noise, in JPEG) with captions are written into --shards tars of WebDataset, and prepared by Energon.
+Each side opens the tars, shuffles, and makes of every sample what a step needs, on --workers processes: the image cut into
+patches by Braid's rule, and the caption as bytes. The sides take turns, --rounds times; printed are medians of the samples per
+second of one pass behind its first batch, and of the seconds from opening to that batch (for Braid without its index, and with
+it). Energon and torchdata are looked for in --side FOLDER, into which pip installed them; a side that is missing is named.
+
+Then --rows samples without tokens are an index: seconds until it is open, and until a global batch is drawn, and the memory that
+this took.
+
+Run `python benchmarks/data_loading.py [--samples N] [--shards N] [--workers N] [--rounds N] [--rows N] [--side FOLDER] [--json]`.
+"""
+
+import argparse
+import io
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
+from multimodal.data.image_processing import image_to_patches
+from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
+from multimodal.data.index.sample_index import build_index, read_index, write_index
+from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.model_graph import ImageInput, ModelGraph
+
+BATCH = 16
+SHAPE = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 1, "ffn_hidden_size": 64}
+IMAGE = {"patch_size": 14, "merge_size": 2, "min_pixels": 784, "max_pixels": 200704}
+GRAPH = ModelGraph.from_dict(
+    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
+)
+TOKENIZER = ByteTokenizer()
+
+
+def write_tars(folder: Path, *, num_samples: int, num_shards: int) -> None:
+    """Write the tars and what `energon prepare` would write beside them, but for Energon's own index."""
+    generator = np.random.default_rng(0)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"shard_{shard}.tar", "w") as tar:
+            for number in range(shard, num_samples, num_shards):
+                small = generator.integers(0, 256, (int(generator.integers(8, 20)), int(generator.integers(8, 20)), 3), np.uint8)
+                image = Image.fromarray(small).resize((small.shape[1] * 24, small.shape[0] * 24), Image.Resampling.BICUBIC)
+                image.save(encoded := io.BytesIO(), "JPEG")
+                for kind, raw in (("jpg", encoded.getvalue()), ("txt", f"sample {number} ".encode() * 8)):
+                    member = tarfile.TarInfo(f"{number:06}.{kind}")
+                    member.size = len(raw)
+                    tar.addfile(member, io.BytesIO(raw))
+
+
+def made(image: Image.Image, text: str) -> tuple[int, int]:
+    """Make the patches and tokens of a sample, and return how many there are."""
+    graph_input = GRAPH.unit("vision").image
+    assert isinstance(graph_input, ImageInput)
+    return len(image_to_patches(image.convert("RGB"), image_input=graph_input).patches), len(TOKENIZER.encode(text))
+
+
+class _Made(torch.utils.data.Dataset[tuple[int, int]]):
+    """Braid's samples in the order of a training."""
+
+    def __init__(self, source: ManifestSource) -> None:
+        self._source = source
+        self._batches = GlobalBatches((DataPart(len(source)),), 1, seed=1)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, step: int) -> tuple[int, int]:
+        (drawn,) = self._batches.batch(step)
+        return len(self._source.item(drawn.source_index, 0).patches), len(self._source.text(drawn.source_index).token_ids)
+
+
+def braid(folder: Path, workers: int) -> Iterable[Any]:
+    """Yield batches of Braid's."""
+    options = IndexOptions(4096)
+    source = ManifestSource(folder, graph=GRAPH, tokenizer=TOKENIZER, options=options, cache=IndexCache("bytes"))
+    return torch.utils.data.DataLoader(_Made(source), batch_size=BATCH, num_workers=workers, collate_fn=list)
+
+
+def energon(folder: Path, workers: int) -> Iterable[Any]:
+    """Yield batches of Energon's loader, of one pass."""
+    from megatron.energon import DefaultTaskEncoder, SampleDecoder, WorkerConfig, get_loader, get_train_dataset
+
+    class Encoder(DefaultTaskEncoder):  # type: ignore[misc]
+        decoder = SampleDecoder(image_decode="pil")
+
+        def encode_sample(self, sample: Any) -> Any:
+            return made(sample.image, sample.caption)
+
+        def batch(self, samples: list[Any]) -> Any:
+            return samples
+
+    how = WorkerConfig(rank=0, world_size=1, num_workers=workers)
+    data = get_train_dataset(
+        folder,
+        batch_size=BATCH,
+        shuffle_buffer_size=100,
+        max_samples_per_sequence=100,
+        worker_config=how,
+        task_encoder=Encoder(),
+        repeat=False,
+    )
+    return get_loader(data)
+
+
+def _decoded(sample: Any) -> tuple[int, int]:
+    return made(Image.open(io.BytesIO(sample["jpg"])), sample["txt"].decode())
+
+
+def torchdata(folder: Path, workers: int) -> Iterable[Any]:
+    """Yield batches of torchdata's nodes over webdataset's reader."""
+    import torchdata.nodes as nodes
+    import webdataset
+
+    tars = webdataset.WebDataset([str(path) for path in sorted(folder.glob("*.tar"))], shardshuffle=False).shuffle(100)
+    mapped = nodes.ParallelMapper(nodes.IterableWrapper(tars), _decoded, num_workers=workers, method="process")
+    return nodes.Loader(nodes.Batcher(mapped, batch_size=BATCH, drop_last=False))
+
+
+def prepare_for_energon(folder: Path) -> None:
+    """Write what `energon prepare` writes."""
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors import BaseWebdatasetFactory
+
+    names = [path.name for path in sorted(folder.glob("*.tar"))]
+    BaseWebdatasetFactory.prepare_dataset(EPath(str(folder)), names, split_parts_ratio=[("train", 1.0)], workers=2)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "sample_type: {__module__: megatron.energon, __class__: CaptioningSample}\nfield_map: {image: jpg, caption: txt}\n"
+    )
+
+
+def measure(batches: Callable[[], Iterable[Any]], *, num_samples: int) -> tuple[float, float]:
+    """Return the seconds to the first batch, and the samples per second behind it."""
+    start = time.perf_counter()
+    passing: Iterator[Any] = iter(batches())
+    seen = len(next(passing))
+    first = time.perf_counter()
+    rest = sum(len(batch) for batch in passing)
+    assert seen + rest == num_samples, (seen, rest)
+    return first - start, rest / (time.perf_counter() - first)
+
+
+def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:
+    """Open an index of so many samples without tokens, and draw a global batch of its training samples."""
+    from multimodal.data.index.sample_index import _ARRAYS, _header
+
+    of_samples = ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
+    write_index((build_index(()),), folder)
+    for name, kind in _ARRAYS.items():
+        rows = num_rows * (name in of_samples) + name.endswith("_starts")
+        with (folder / f"{name}.npy").open("wb") as file:
+            file.write(_header(name, num_rows=rows))
+            file.truncate(file.tell() + rows * np.dtype(kind).itemsize)
+    before, start = _resident_mb(), time.perf_counter()
+    index = read_index(folder)
+    assert index is not None
+    train = split_indices(len(index), split="969,30,1", seed=1).train
+    opened = time.perf_counter()
+    for drawn in GlobalBatches((DataPart(len(train)),), 512, seed=1).batch(0):
+        index.conversation(train[drawn.source_index])
+    return {
+        "rows": num_rows,
+        "seconds to open": opened - start,
+        "seconds to draw": time.perf_counter() - opened,
+        "mb": _resident_mb() - before,
+    }
+
+
+def _resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("samples", 2000), ("shards", 4), ("workers", 2), ("rounds", 3), ("rows", 10_000_000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--side", type=Path)
+    parser.add_argument("--json", action="store_true")
+    flags = parser.parse_args()
+    if flags.side:
+        sys.path.append(str(flags.side))
+        os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{flags.side}"
+    found: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base) / "set"
+        folder.mkdir()
+        write_tars(folder, num_samples=flags.samples, num_shards=flags.shards)
+        sides: dict[str, Callable[[Path, int], Iterable[Any]]] = {"braid, no index": braid, "braid": braid}
+        for name, side, needs in (("energon", energon, prepare_for_energon), ("torchdata", torchdata, lambda _: None)):
+            try:
+                __import__({"energon": "megatron.energon", "torchdata": "torchdata.nodes"}[name])
+                needs(folder)
+                sides[name] = side
+            except ImportError as problem:
+                print(f"{name} is left out: {problem}")
+        for _ in range(flags.rounds):
+            for name, side in sides.items():
+                if name == "braid, no index":
+                    shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
+                first, rate = measure(partial(side, folder, flags.workers), num_samples=flags.samples)
+                of_side = found.setdefault(name, {"seconds to first batch": [], "samples per second": []})
+                of_side["seconds to first batch"].append(first)
+                of_side["samples per second"].append(rate)
+        rows = measure_rows(Path(base) / "index", flags.rows)
+    report = {name: {what: median(values) for what, values in each.items()} for name, each in found.items()}
+    if flags.json:
+        print(json.dumps({"sides": report, "index": rows, "load": os.getloadavg()[0]}))
+        return
+    for name, each in report.items():
+        print(f"{name:16} {each['samples per second']:8.1f} samples/s   first batch after {each['seconds to first batch']:.2f} s")
+    took = f"{rows['seconds to open']:.3f} s to open it, {rows['seconds to draw']:.2f} s to the first batch of 512"
+    print(f"an index of {rows['rows']:,} samples: {took}, {rows['mb']:.0f} MB")
+    print(f"load {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()
