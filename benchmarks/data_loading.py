@@ -1,4 +1,4 @@
-"""Claim: Braid hands out decoded samples of tars no slower than megatron-energon's loader and torchdata's nodes.
+"""Claim: Braid has its first batch of tars sooner than megatron-energon; torchdata hands out more samples a second.
 
 --samples photographs (noise, in JPEG) with captions are written into --shards tars of WebDataset, and prepared by Energon.
 Each side opens the tars, shuffles, and makes of every sample what a step needs, on --workers processes: the image cut into
