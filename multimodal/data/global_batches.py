@@ -1,6 +1,7 @@
 """The samples of each global batch, a pure function of the step, and the notation of splits."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -135,10 +136,9 @@ def join_samples(num_tokens: Integers, *, most: int) -> Integers:
 
     num_tokens: of each sample; most: tokens in a sequence, but one of a single sample may have more. O(samples).
     """
-    ends, starts, before = np.cumsum(num_tokens), [0], 0
-    while starts[-1] < len(ends):
-        first = starts[-1]
-        starts.append(min(max(first + 1, int(np.searchsorted(ends, before + most, side="right"))), first + MOST_JOINED))
+    ends, starts, before = np.cumsum(num_tokens).data, [0], 0
+    while (first := starts[-1]) < len(ends):
+        starts.append(bisect_right(ends, before + most, first + 1, min(first + MOST_JOINED, len(ends))))
         before = ends[starts[-1] - 1]
     return np.array(starts)
 
