@@ -153,14 +153,15 @@ CHATS: list[tuple[Any, str]] = [
     ("sample", "message"), [*LINES, *[({"id": "x", **sample}, message) for sample, message in SEGMENTS], *CHATS]
 )
 def test_a_wrong_sample_is_named(data: DataFolder, sample: Any, message: str) -> None:
-    """With its file and line, in JSON lines and in a list."""
+    """With its file and line, in JSON lines and in a list; each in one line, however long the sample."""
     data.image("a.png", (8, 8))
     (data.path / "text.png").write_text("no image")
     good = {"id": "s1", "segments": [ANSWER]}
     line = sample if isinstance(sample, bytes) or (sample, message) in LINES else json.dumps(sample)
     data.manifest([json.dumps(good), line])
-    with pytest.raises(DataError, match=f"manifest.jsonl, line 2.*{message}"):
+    with pytest.raises(DataError, match=f"manifest.jsonl, line 2.*{message}") as caught:
         data.open(data.path)
+    assert "\n" not in str(caught.value)
     if (sample, message) not in LINES:
         (data.path / "data.json").write_text(json.dumps([good, sample], indent=1))
         with pytest.raises(DataError, match=f"data.json, line {3 + json.dumps([good], indent=1).count(chr(10)) - 2}.*{message}"):
@@ -186,8 +187,9 @@ def test_a_wrong_sample_is_named(data: DataFolder, sample: Any, message: str) ->
 def test_files_that_are_cut_off_or_of_another_form(data: DataFolder, text: str | bytes, message: str) -> None:
     path = data.path / "data.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         data.open(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_and_empty_manifests(data: DataFolder) -> None:
