@@ -236,9 +236,8 @@ def main() -> None:
         return
     for name, each in report.items():
         used, first = each["processor ms per sample"], each["seconds to first batch"]
-        print(
-            f"{name:16} {each['samples per second']:8.1f} samples/s ({used:.2f} ms of processors each)   first after {first:.2f} s"
-        )
+        rate = f"{each['samples per second']:.1f} samples/s, {used:.2f} ms of processors each"
+        print(f"{name:16} {rate}; first batch after {first:.2f} s")
     took = f"{rows['seconds to open']:.3f} s to open it, {rows['seconds to draw']:.2f} s to the first batch of 512"
     print(f"an index of {rows['rows']:,} samples: {took}, {rows['mb']:.0f} MB")
     print(f"load {os.getloadavg()[0]:.1f}")
