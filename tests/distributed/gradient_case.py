@@ -24,7 +24,7 @@ from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions
-from multimodal.data.packing import pack_encoder_microbatch
+from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP, is_new_rows
 from multimodal.model.latents import draw_path
@@ -338,7 +338,7 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
     batch = PackedInput(
         (lengths.num_tokens,),
-        torch.arange(lengths.num_tokens),
+        _positions(case, index),
         token_ids=torch.from_numpy(text.token_ids),
         item_rows=torch.cat(rows) if rows else None,
         item_ends=torch.cat(ends) if ends else None,
@@ -376,6 +376,14 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
             made = replace(made, path=path)
         losses[unit] = losses.get(unit, 0.0) + stages[unit](None, made, conditions).loss_sum
     return losses
+
+
+def _positions(case: GradientCase, index: int) -> torch.Tensor:
+    """Of a sample's tokens in the LLM; M-RoPE's rule itself is held against transformers' models."""
+    if not case.graph.backbone.transformer.rotary_sections:
+        return torch.arange(case.source.lengths(index).num_tokens)
+    images = {unit.name: unit.image for unit in case.graph.encoders if unit.image is not None}
+    return pack_language_microbatch([Atom(index, -1)], source=case.source, images=images).position_ids
 
 
 def _condition_rows(case: GradientCase, unit: str, start: int) -> list[int]:

@@ -22,10 +22,11 @@ from multimodal.values.action import ActionKind
 from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.dealt_case import UNITS, dealt_case, source_of, unit_plan
-from tests.distributed.gradient_case import GradientCase, run_on_rank, single_rank_plan
+from tests.distributed.gradient_case import GradientCase, reference_of, run_on_rank, run_reference, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
+from tests.distributed.narrow_examples import EXAMPLES, ROWS, case_of_example, narrow
 from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, QUARTET, WAITS, layers_of, schedule_of
@@ -224,6 +225,30 @@ def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name
     plans = PLANS if name in FAMILIES[:2] else plans
     plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in plans.items()}
     Comparison(folder, graph, shapes, marks, expected).assert_under_plans(plans, engine_ranks)
+
+
+def test_rows_have_every_shape_of_the_examples_once() -> None:
+    shapes = {path.stem: narrow(read_model(path)) for path in EXAMPLES.glob("*.yaml")}
+    in_rows = [shapes[name] for names in ROWS.values() for name in names]
+    assert {*in_rows} == {*shapes.values()} and len({*in_rows}) == len(in_rows)
+
+
+@pytest.mark.deep(when=lambda option, name: name != ROWS[option][0])
+@pytest.mark.parametrize("option, name", [(option, name) for option, names in ROWS.items() for name in names])
+def test_a_step_of_every_example(engine_ranks: EnginePool, option: str, name: str) -> None:
+    """Loss and gradients of local layers; those of FP8 are off by more than bfloat16's rounding, and by no more than its own."""
+    case = case_of_example(name, option)
+    if option != "FP8":
+        assert_matches(case, engine_ranks)
+        return
+    exact = replace(reference_of(case), dtype=torch.float64, fp8_recipe=None)
+    (found,), (expected,) = (
+        engine_ranks.run(run_on_rank, case, world_size=1),
+        engine_ranks.run(run_reference, exact, world_size=1),
+    )
+    assert found.loss_sums == pytest.approx(expected.loss_sums, rel=0.05)
+    gradients, right = (np.concatenate([each.gradients[key].ravel() for key in expected.gradients]) for each in (found, expected))
+    assert 0.05 < np.linalg.norm(gradients - right) / np.linalg.norm(right) < 0.4
 
 
 def fp8_case(recipe: str, **described: Any) -> GradientCase:
