@@ -94,12 +94,12 @@ def _join(kind: str, entries: Sequence[tuple[float, _Blend]], where: str = "--da
 def read_data_path(word: str, split: str = "train") -> _Blend:
     """Return the data sets at a path: those of a metadataset's split (FILE.yaml, FILE.yaml/SPLIT), or the path itself.
 
-    split: taken if the path names none. Raises ConfigError for a metadataset that cannot be read as it is meant.
+    split: taken if the path names none. Raises ConfigError for a metadataset that is there and cannot be read as it is meant.
     """
     path = Path(word)
     if path.parent.suffix in _SUFFIXES:
         path, split = path.parent, path.name
-    if path.suffix not in _SUFFIXES or _REMOTE in word:
+    if path.suffix not in _SUFFIXES or _REMOTE in word or not path.exists():  # what is not there is missed when data are opened
         return None, (NamedData(word),)
     try:
         described = yaml.safe_load(path.read_text())

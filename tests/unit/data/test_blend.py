@@ -73,7 +73,6 @@ def test_ranges_are_taken_one_of_another() -> None:
         ("blend: [{path: set}, {path: set}]", "M", "set/train is there twice; give it once, with a larger weight"),
         ("path: [", "M", "m.yaml: cannot be read as YAML"),
         ("path: set}, __class__: Metadataset, x: {", "M", "m.yaml: is no Metadataset v2 of Energon"),
-        ("path: set", "missing.yaml", "--data-path missing.yaml: cannot be read as YAML"),
     ],
 )
 def test_a_metadataset_that_cannot_be_meant_is_refused(tmp_path: Path, train: str, words: str, message: str) -> None:
