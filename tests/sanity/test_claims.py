@@ -103,9 +103,7 @@ PROOFS = {
             "unit/data/forms/test_sample_files.py::test_samples_of_archives_are_those_of_files",
             "unit/data/forms/test_sample_files.py::test_a_split_of_energon_by_its_field_map",
         ),
-        "at `s3://` and `http(s)://` addresses": (
-            "unit/data/test_remote.py::test_remote_data_are_those_of_this_machine",
-        ),
+        "at `s3://` and `http(s)://` addresses": ("unit/data/test_remote.py::test_remote_data_are_those_of_this_machine",),
         "left out by all ranks alike": ("distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan",),
         "videos as frames": ("unit/data/test_image_files.py::test_a_sample_with_a_video_is_one_with_its_frames",),
         "as Qwen's models see them": (
