@@ -192,7 +192,7 @@ class VideoLength(NamedTuple):
     seconds: float
     fps: float
     num_samples: int
-    """Of its sound, at 16 kHz; 0 if it has none."""
+    """Samples of its sound, at 16 kHz; 0 if it has none."""
 
 
 def frame_address(place: FramePlace) -> str:

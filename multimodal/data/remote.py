@@ -73,7 +73,7 @@ class RemoteOptions:
 
     @property
     def cache(self) -> ByteCache:
-        """What is kept of remote files."""
+        """The ranges of bytes that this machine keeps."""
         return ByteCache(self.folder or user_cache("remote"), most_bytes=self.cache_mib * 2**20)
 
 
@@ -101,7 +101,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """What stands behind the last slash."""
+        """The last part of the address, as a name."""
         return self._spelled(posixpath.basename(self.address), unquote)
 
     @property

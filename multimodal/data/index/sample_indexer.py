@@ -83,7 +83,7 @@ BAD = "that cannot be read: "
 
 
 class _Part(NamedTuple):
-    """What stands at one place of a sample."""
+    """The items of one place of a sample."""
 
     items: Sequence[IndexedItem]
     """Tiles of an image, steps of a video, or a clip alone."""

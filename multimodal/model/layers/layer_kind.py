@@ -203,7 +203,7 @@ class LayerKind:
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
         """Return the parts of each segment of a layer that can be cut; run in sequence, they compute the same as `run`."""
-        raise NotImplementedError(f"{type(self).__name__} has one segment: the whole layer")
+        raise AssertionError(f"{type(self).__name__} has one segment: the whole layer")
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
         """Return the split of a parameter over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`.

@@ -40,7 +40,7 @@ class Failures:
 
 
 class Goodput(NamedTuple):
-    """What a plan is expected to deliver."""
+    """The expected throughput of a plan, failures included."""
 
     num_nodes: int
     num_spares: int
