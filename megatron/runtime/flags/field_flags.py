@@ -4,7 +4,7 @@ import argparse
 import ast
 import inspect
 import math
-import textwrap
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
@@ -110,13 +110,19 @@ _field_hints = cache(get_type_hints)
 @cache
 def field_docstrings(group: type) -> dict[str, str]:
     """Return the string literal under each field of a dataclass, on one line."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
-    assert isinstance(body, ast.ClassDef)
+    body = _classes(group.__module__)[group.__qualname__]
     docstrings = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(following, ast.Expr):
             docstrings[statement.target.id] = " ".join(str(ast.literal_eval(following.value)).split())
     return docstrings
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module, read at once: inspect.getsource would read all of it for each."""
+    parsed = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: each for each in parsed.body if isinstance(each, ast.ClassDef)}
 
 
 def whole_number(text: str) -> int:
