@@ -174,7 +174,7 @@ def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:
     from multimodal.data.index.sample_index import _ARRAYS, _header
 
     of_samples = ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
-    write_index((build_index(()),), folder)
+    write_index(lambda done: (build_index(()),), folder)
     for name, kind in _ARRAYS.items():
         rows = num_rows * (name in of_samples) + name.endswith("_starts")
         with (folder / f"{name}.npy").open("wb") as file:

@@ -1,8 +1,8 @@
 """Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
+from itertools import islice
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from multimodal.data.conversation import build_sample_lengths, build_sample_text
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.image_files import FRAME_MARK
 from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
+from multimodal.data.index.item_reader import ItemDecoder, WantedItem, open_reader
 from multimodal.data.index.sample_index import SampleIndex, join_indices
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
 from multimodal.data.remote import DataPath, RemoteOptions
@@ -69,7 +69,7 @@ class ManifestSource:
                 raise ModelError(
                     f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
                 )
-        self._decoder = decoder or ItemReader(item_inputs(graph), opened=self._files.open_item)
+        self._decoder = decoder or open_reader(graph, self._files)
         self._tokenizer = tokenizer
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
@@ -80,6 +80,7 @@ class ManifestSource:
             self._samples = join_indices(self._build())
         self.skipped = self._samples.skipped
         self.num_cut = self._samples.num_cut
+        self._check_usable()
 
     def __len__(self) -> int:
         """Count the usable samples."""
@@ -133,17 +134,16 @@ class ManifestSource:
         units += [repr(edge) for edge in self._graph.edges if self._graph.backbone.name not in edge]
         return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
 
-    def _build(self) -> Iterator[SampleIndex]:
-        """Yield the index block by block; raises DataError if nothing in it can be used."""
-        num_samples, skipped = 0, Counter[str]()
-        for block in self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)):
-            num_samples += len(block)
-            skipped.update(block.skipped)
-            yield block
-        if not num_samples and not skipped:
+    def _build(self, done: int = 0) -> Iterator[SampleIndex]:
+        """Yield the index block by block; done: samples at the beginning that are indexed."""
+        return self._watch(self._indexing.index_all(islice(self._files.samples(), done, None), local=self._indexer))
+
+    def _check_usable(self) -> None:
+        if not len(self) and not self.skipped:
             raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
-        if not num_samples:
-            reasons = "; ".join(f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in skipped.items())
+        if not len(self):
+            reasons = [f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items()]
             raise DataError(
-                f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
+                f"{self._files.path}: no usable sample ({'; '.join(reasons)}); use other data, another --model or a larger "
+                "--seq-length"
             )

@@ -187,8 +187,9 @@ class RemotePath:
         return self.open_range(0, self.stat().st_size, block=buffering)
 
     def open_range(self, start: int, size: int, *, block: int = BLOCK) -> BinaryIO:
-        """Open a part of it, as a file of its own."""
-        return cast(BinaryIO, io.BufferedReader(_Range(self, start, size, block), block))
+        """Open a part of it, as a file of its own; parts share small blocks, at whose end a file's header may be."""
+        within = (0, self.stat().st_size) if block <= BLOCK else (start, start + size)
+        return cast(BinaryIO, io.BufferedReader(_Range(self, range(start, start + size), range(*within), block), block))
 
     def _spelled(self, name: str, spell: Callable[[str], str]) -> str:
         return spell(name) if self.address.startswith("http") else name
@@ -235,9 +236,10 @@ class RemotePath:
 class _Range(io.RawIOBase):
     """A part of a remote file, read in blocks that begin at multiples of their size, of which the last is kept."""
 
-    def __init__(self, path: RemotePath, start: int, size: int, block: int) -> None:
-        self._path, self._start, self._size, self._block = path, start, size, block
-        self._place, self._held_at, self._held = 0, 0, b""
+    def __init__(self, path: RemotePath, part: range, within: range, block: int) -> None:
+        """within: the bytes that blocks are cut out of."""
+        self._path, self._part, self._within, self._block = path, part, within, block
+        self._place, self._held_at, self._held = part.start, 0, b""
 
     def readable(self) -> bool:
         return True
@@ -246,22 +248,23 @@ class _Range(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        return self._place
+        return self._place - self._part.start
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence])
-        return self._place
+        origin = {io.SEEK_SET: self._part.start, io.SEEK_CUR: self._place, io.SEEK_END: self._part.stop}[whence]
+        self._place = max(self._part.start, origin + offset)
+        return self.tell()
 
     def readinto(self, buffer: Any) -> int:
-        if self._place >= self._size:
+        if self._place >= self._part.stop:
             return 0
-        first = self._place // self._block * self._block
         if not self._held_at <= self._place < self._held_at + len(self._held):
-            last = max(first + self._block, (self._place + len(buffer)) // self._block * self._block)
-            self._held_at = first
-            self._held = self._path.read_range(self._start + first, min(last, self._size) - first)
+            start, block = self._within.start, self._block
+            self._held_at = start + (self._place - start) // block * block
+            last = max(self._held_at + block, start + (self._place - start + len(buffer)) // block * block)
+            self._held = self._path.read_range(self._held_at, min(last, self._within.stop) - self._held_at)
         skipped = self._place - self._held_at
-        found = self._held[skipped : skipped + len(buffer)]
+        found = self._held[skipped : skipped + min(len(buffer), self._part.stop - self._place)]
         buffer[: len(found)] = found
         self._place += len(found)
         return len(found)

@@ -7,6 +7,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
 from megatron.runtime.training import prediction
 from megatron.runtime.training import run as training_run
+from megatron.runtime.training.trainer import Trainer
 from tests.distributed.added_rows import ADDS_ROWS, add_rows
 from tools import launch as launcher
 
@@ -55,6 +57,21 @@ def run_text(argv: list[str]) -> None:
     """Run a program's text, as python -c does."""
     text, *sys.argv[1:] = argv
     exec(text, {"__name__": "__main__"})
+
+
+DIES_BEFORE = "BRAID_TEST_DIES_BEFORE"
+"""Environment variable: the step before which a run's ranks kill themselves."""
+
+
+def die_before(step: int) -> None:
+    train_step = Trainer.train_step
+
+    def dying(*args: Any, number: int, **how: Any) -> Any:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(*args, number=number, **how)
+
+    Trainer.train_step = dying  # type: ignore[method-assign]
 
 
 def answer_in_a_fork() -> None:
@@ -103,6 +120,8 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
     sys.argv = [program, *argv]
     if ADDS_ROWS in environment:
         add_rows()
+    if DIES_BEFORE in environment:
+        die_before(int(environment[DIES_BEFORE]))
     if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
         answer_in_a_fork()
     sys.exit(PROGRAMS[program]([*argv]))

@@ -289,6 +289,11 @@ class SampleFiles:
         found = data_path(path, self._remote)
         return found.open("rb", block) if block else BytesIO(found.read_bytes())
 
+    def is_remote(self, path: str) -> bool:
+        """Return True for an item that is read from a server by itself; of remote tables groups of rows are."""
+        is_inside = path.startswith(EMBEDDED) and isinstance(self._files, TarFiles)
+        return is_address(path) or (is_inside and isinstance(self.path, RemotePath))
+
 
 def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:
     """Return the sample of one object in any form; ids: as in `parse_manifest_entry`. Raises DataError."""

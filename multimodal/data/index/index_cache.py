@@ -30,16 +30,19 @@ class IndexCache:
     report: Callable[[Path | None], None] = lambda place: None
     """Told where a new index was written; None: nowhere."""
 
-    def get(self, folder: DataPath, *, depends_on: Iterable[str], build: Callable[[], Iterator[SampleIndex]]) -> SampleIndex:
+    def get(self, folder: DataPath, *, depends_on: Iterable[str], build: Callable[[int], Iterator[SampleIndex]]) -> SampleIndex:
         """Return the index of the data in `folder`: read if it has been written, else built and written.
 
-        depends_on: everything it depends on beside `text`; build: makes the index block by block. An index that cannot be
-        written anywhere is only returned, unless the folder was chosen: then ConfigError is raised.
+        depends_on: everything it depends on beside `text`; build: makes the index block by block, behind so many samples, which
+        have been written. An index that cannot be written anywhere is only returned, unless the folder was chosen: then
+        ConfigError is raised.
         """
 
-        def blocks() -> Iterator[SampleIndex]:
+        def blocks(done: int = 0) -> Iterator[SampleIndex]:
+            if done:
+                logger.info("%s: indexing goes on behind %s samples, after which it was ended", folder, f"{done:,}")
             try:
-                yield from build()
+                yield from build(done)
             except OSError as problem:  # else it would be taken for one of the folder that is written to
                 raise DataError(
                     f"{folder}: the data cannot be read ({problem}); make them readable, or copy them again"
@@ -54,7 +57,7 @@ class IndexCache:
                 return found
         for place in places:
             try:
-                write_index(blocks(), place)
+                write_index(blocks, place)
             except OSError as problem:
                 if self.chosen:
                     raise ConfigError(

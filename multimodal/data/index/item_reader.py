@@ -1,16 +1,22 @@
 """Decodes single items, in any process, from what an index says of them, or takes their latents from where they were kept."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
 from multimodal.data.audio import audio_to_patches, read_audio
+from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED
 from multimodal.data.image_files import SOUND, parse_frame_address, read_frames, read_image, read_sound
 from multimodal.data.image_processing import cut_patches, step_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.remote import AT_ONCE, is_address
 from multimodal.data.remote import data_path as path_of_data
 from multimodal.data.sample_source import ItemPixels, SampleSource
 from multimodal.values.errors import DataError
@@ -50,15 +56,43 @@ def open_item(opened: Callable[..., BinaryIO | None], path: str, *, block: int, 
 class ItemReader:
     """Decodes items in this process, on request."""
 
-    def __init__(self, inputs: Mapping[str, ItemInput], *, opened: Callable[..., BinaryIO | None]) -> None:
-        """inputs: unit -> description of its items; opened: opens items by their paths (`SampleFiles.open_item`)."""
-        self._inputs, self._opened = inputs, opened
+    def __init__(
+        self,
+        inputs: Mapping[str, ItemInput],
+        *,
+        opened: Callable[..., BinaryIO | None],
+        is_remote: Callable[[str], bool] = is_address,
+    ) -> None:
+        """inputs: unit -> description of its items.
+
+        opened, is_remote: open items by their paths, and say which of them a server has (`SampleFiles.open_item`, `is_remote`).
+        """
+        self._inputs, self._opened, self._is_remote = inputs, opened, is_remote
+        self._expect(())
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
-        """Do nothing: an item is decoded when it is read."""
+        """Begin to read the remote ones, several at a time, in their order; others are decoded when they are read."""
+        self._expect(each for each in wanted if self._is_remote(each.item.path))
+        self._read_ahead()
 
     def read(self, wanted: WantedItem) -> ItemPixels:
         """Decode one item."""
+        if self._process != os.getpid():
+            self._expect(())  # a forked process has no threads
+        coming = self._coming.pop(wanted, None)
+        self._read_ahead()
+        return coming.result() if coming else self._decode(wanted)
+
+    def _expect(self, wanted: Iterable[WantedItem]) -> None:
+        self._process, self._expected = os.getpid(), deque(dict.fromkeys(wanted))
+        self._coming: dict[WantedItem, Future[ItemPixels]] = {}
+
+    def _read_ahead(self) -> None:
+        while self._expected and len(self._coming) < AT_ONCE:
+            wanted = self._expected.popleft()
+            self._coming[wanted] = _threads(self._process).submit(self._decode, wanted)
+
+    def _decode(self, wanted: WantedItem) -> ItemPixels:
         item, where = wanted
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
@@ -90,9 +124,19 @@ class ItemReader:
         return pixels.grid == grid and pixels.patches.shape == shape
 
 
+@lru_cache(maxsize=1)
+def _threads(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(AT_ONCE)
+
+
 def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:
     """Return unit -> description of its items, for units that have items."""
     return {unit.name: unit.item_input for unit in graph.units if unit.item_input is not None}
+
+
+def open_reader(graph: ModelGraph, files: SampleFiles) -> ItemReader:
+    """Return what decodes the items of a data set, in this process."""
+    return ItemReader(item_inputs(graph), opened=files.open_item, is_remote=files.is_remote)
 
 
 @runtime_checkable

@@ -1,17 +1,19 @@
 """An index of samples: their tokens and the sizes of their items as arrays, in memory or in files that ranks share.
 
 One process writes it, block by block, under a hidden name that is renamed when it is complete; then all processes of a node map
-it into memory.
+it into memory. If that process is killed, the next one goes on behind its last block.
 """
 
+import fcntl
 import io
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,7 +26,10 @@ from multimodal.data.conversation import Conversation
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.units.items import Grid
 
-_SUMMARY = "index.json"
+_SUMMARY, _PROGRESS, _LOCK = "index.json", "progress.json", "lock"
+_HIDDEN = ".writing-"
+_KEPT_SECONDS = 7 * 86400.0
+"""Time after which nobody is expected to go on with an index that is not complete."""
 FORMAT = 3
 """Version of the written format."""
 _ARRAYS = {
@@ -174,28 +179,33 @@ def join_indices(blocks: Iterable[SampleIndex]) -> SampleIndex:
     return SampleIndex(arrays, joined.summary)
 
 
-def write_index(blocks: Iterable[SampleIndex], folder: Path) -> None:
+def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> None:
     """Write the index of the samples of all blocks, none of which is kept, into a new folder, which appears when complete.
 
-    Raises OSError, and what making the blocks raises.
+    build: makes the blocks behind so many samples, which are those that a process had written when it was killed, or 0. Raises
+    OSError, and what making the blocks raises.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
-    joined = _Joined()
-    num_rows = dict.fromkeys(_ARRAYS, 0)
-    try:
-        with ExitStack() as stack:
-            files = {name: stack.enter_context((hidden / f"{name}.npy").open("wb")) for name in _ARRAYS}
+    with _unfinished(folder) as hidden, ExitStack() as stack:
+        joined = _read_progress(hidden)
+        files = {name: stack.enter_context((hidden / f"{name}.npy").open("ab+")) for name in _ARRAYS}
+        is_new = not joined.num_rows["token_starts"]
+        for name, file in files.items():
+            file.truncate(0 if is_new else _size(name, joined.num_rows[name]))
+            file.write(_header(name, num_rows=0) if is_new else b"")
+        first = (joined.first_rows(),) if is_new else ()
+        for rows in chain(first, map(joined.next_rows, build(joined.num_samples))):
             for name, file in files.items():
-                file.write(_header(name, num_rows=0))
-            for rows in chain((joined.first_rows(),), map(joined.next_rows, blocks)):
-                for name, file in files.items():
-                    file.write(np.ascontiguousarray(rows[name]).data.cast("B") if rows[name].size else b"")
-                    num_rows[name] += len(rows[name])
-            for name, file in files.items():
-                file.seek(0)
-                file.write(_header(name, num_rows=num_rows[name]))
+                file.write(np.ascontiguousarray(rows[name]).data.cast("B") if rows[name].size else b"")
+                file.flush()
+            (hidden / f"{_PROGRESS}.new").write_text(json.dumps(joined.progress))
+            os.replace(hidden / f"{_PROGRESS}.new", hidden / _PROGRESS)
+        for name in _ARRAYS:
+            with (hidden / f"{name}.npy").open("rb+") as file:
+                file.write(_header(name, num_rows=joined.num_rows[name]))
         (hidden / _SUMMARY).write_text(json.dumps(joined.summary))
+        (hidden / _PROGRESS).unlink()
+        (hidden / _LOCK).unlink(missing_ok=True)
         hidden.chmod(0o755)
         try:
             os.rename(hidden, folder)
@@ -203,28 +213,80 @@ def write_index(blocks: Iterable[SampleIndex], folder: Path) -> None:
             if read_index(folder) is None:  # else another run has written the same meanwhile
                 shutil.rmtree(folder)
                 os.rename(hidden, folder)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def _unfinished(folder: Path) -> Iterator[Path]:
+    """Give the hidden folder of what will be `folder`, with what was written when a process was killed.
+
+    A process that finds another at work there gets a folder of its own.
+    """
+    for left in folder.parent.glob(f"{_HIDDEN}*"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    shared = hidden = folder.with_name(f"{_HIDDEN}{folder.name}")
+    shared.mkdir(exist_ok=True)
+    with (shared / _LOCK).open("ab") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which forked processes do not keep
+        except OSError:
+            hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
+        is_kept = False
+        try:
+            yield hidden
+        except OSError:  # such as of a full disk
+            raise
+        except BaseException:
+            is_kept = hidden == shared and (hidden / _PROGRESS).exists()
+            raise
+        finally:
+            if not is_kept:
+                shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _read_progress(hidden: Path) -> "_Joined":
+    """Return what was joined in a folder, nothing if its files do not hold that."""
+    try:
+        joined = _Joined(json.loads((hidden / _PROGRESS).read_bytes()))
+        are_whole = [(hidden / f"{name}.npy").stat().st_size >= _size(name, joined.num_rows[name]) for name in _ARRAYS]
+    except (OSError, ValueError):
+        return _Joined()
+    return joined if all(are_whole) else _Joined()
 
 
 class _Joined:
     """Counts what was joined so far, for the numbers in the rows that follow."""
 
-    def __init__(self) -> None:
-        self._units: dict[str, int] = {}
-        self._skipped: Counter[str] = Counter()
-        self._num_cut = 0
-        self._ends = {name: 0 for name in _ARRAYS if name.endswith("_starts")}
+    def __init__(self, progress: Mapping[str, Any] | None = None) -> None:
+        """progress: of another one, with which this goes on."""
+        found = progress or {}
+        self._units: dict[str, int] = {name: number for number, name in enumerate(found.get("units", ()))}
+        self._skipped = Counter[str](found.get("skipped"))
+        self._num_cut: int = found.get("num_cut", 0)
+        self._ends: dict[str, int] = found.get("ends") or {name: 0 for name in _ARRAYS if name.endswith("_starts")}
+        self.num_rows: dict[str, int] = found.get("num_rows") or dict.fromkeys(_ARRAYS, 0)
+        """Name of an array -> its rows."""
 
     @property
     def summary(self) -> dict[str, Any]:
         """The summary of the index."""
         return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped), "num_cut": self._num_cut}
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Everything that this counts."""
+        return {**self.summary, "ends": self._ends, "num_rows": self.num_rows}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that were joined or left out."""
+        return self.num_rows["is_cut"] + sum(self._skipped.values())
+
     def first_rows(self) -> dict[str, npt.NDArray[Any]]:
         """Return what stands before all blocks: where the first rows start."""
         empty = build_index(()).arrays
-        return {name: array if name in self._ends else array[:0] for name, array in empty.items()}
+        return self._counted({name: array if name in self._ends else array[:0] for name, array in empty.items()})
 
     def next_rows(self, block: SampleIndex) -> dict[str, npt.NDArray[Any]]:
         """Return the rows of the next block, by name."""
@@ -237,7 +299,18 @@ class _Joined:
         for name, end in self._ends.items():
             self._ends[name] = end + int(rows[name][-1])
             rows[name] = rows[name][1:] + end
+        return self._counted(rows)
+
+    def _counted(self, rows: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        for name, values in rows.items():
+            self.num_rows[name] += len(values)
         return rows
+
+
+def _size(name: str, num_rows: int) -> int:
+    """Return the bytes of an array's file."""
+    num_values = num_rows * (_ITEM_NUMBERS if name == "items" else 1)
+    return len(_header(name, num_rows=0)) + num_values * np.dtype(_ARRAYS[name]).itemsize
 
 
 def _header(name: str, *, num_rows: int) -> bytes:

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -261,7 +262,20 @@ _adopted: list[SampleIndexer] = []
 
 
 def _adopt(indexer: SampleIndexer) -> None:
+    end_with_parent()
     _adopted.append(indexer)
+
+
+def end_with_parent() -> None:
+    """Let a process of a pool end when the one that it works for is killed, which it would not notice."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _index_block(samples: list[SegmentedSample]) -> SampleIndex:

@@ -11,7 +11,6 @@ import hmac
 import json
 import logging
 import multiprocessing
-import os
 import socket
 import sys
 import threading
@@ -42,9 +41,9 @@ from megatron.runtime.feed.producers.wire import (
 )
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.index.item_reader import ItemReader, WantedItem, open_reader
 from multimodal.data.index.sample_index import SampleIndex
-from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
+from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, end_with_parent
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import ModelGraph
@@ -158,7 +157,7 @@ class Producer:
     def _make_pool(self) -> ProcessPoolExecutor:
         # Not forked: this process has threads, and its children would share its connections.
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_with_parent)
+        return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=end_with_parent)
 
     @property
     def _num_ahead(self) -> int:
@@ -288,18 +287,6 @@ def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
     return _open_indexer(data_set).index_block(block.samples)
 
 
-def _end_with_parent() -> None:
-    """Let a decoding process end when the producer is killed."""
-    parent = multiprocessing.parent_process()
-
-    def wait() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=wait, name="producer", daemon=True).start()
-
-
 def _check_data_set(data_set: str) -> Mapping[str, str]:
     try:
         _open_data_set(data_set)
@@ -315,7 +302,7 @@ def _check_data_set(data_set: str) -> Mapping[str, str]:
 def _open_data_set(data_set: str) -> ItemReader:
     """Open a data set; data_set: a result of `describe_data_set`."""
     said = json.loads(data_set)
-    return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), opened=open_sample_files(said["data_path"]).open_item)
+    return open_reader(ModelGraph.from_dict(said["model"]), open_sample_files(said["data_path"]))
 
 
 @lru_cache(maxsize=MOST_DATA_SETS)

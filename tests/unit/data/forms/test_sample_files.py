@@ -5,7 +5,7 @@ import json
 import pickle
 import re
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -136,21 +136,30 @@ ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
 """A file's name -> a question about an image in its form."""
 
 
+FORMS = (*ROWS, "rows.parquet", "shards/0.tar", "shards/train")
+
+
+def write_form(folder: Path, form: str, names: Sequence[str]) -> Path:
+    """Write the questions about images in one of FORMS beside these; returns its --data-path."""
+    path, rows = folder / form, [ROWS.get(form, ROWS["marks.json"])(name) for name in names]
+    if form in ROWS:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) if form.endswith("l") else json.dumps(rows, indent=1))
+    elif form == "rows.parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'braid[hf]')")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        files = {name: (folder / name).read_bytes() for name in names}
+        files |= {f"{Path(name).stem}.json": row for name, row in zip(names, rows, strict=True)}
+        write_tar(folder / "shards" / "0.tar", {name: files[name] for name in sorted(files)})
+        (folder / "shards" / ".nv-meta").mkdir(exist_ok=True)
+        (folder / "shards" / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["0.tar"]}}))
+    return path
+
+
 def test_one_corpus_in_every_form_is_one(data: DataFolder) -> None:
     """Tokens, targets and pixels, and so the losses, are the same; without a chat template: turns of Braid's own."""
     names = [data.image("a.png", (24, 16)), data.image("b.png", (16, 32))]
-    paths = [data.entries([row(name) for name in names], file) for file, row in ROWS.items()]
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'braid[hf]')")
-    paths.append(data.path / "rows.parquet")
-    rows = pyarrow.Table.from_pylist([ROWS["marks.json"](name) for name in names])
-    pytest.importorskip("pyarrow.parquet").write_table(rows, paths[-1])
-    members = {name: (data.path / name).read_bytes() for name in names}
-    members |= {f"{name[0]}.json": ROWS["marks.json"](name) for name in names}
-    paths.append(write_tar(data.path / "shards" / "0.tar", {name: members[name] for name in sorted(members)}))
-    (data.path / "shards" / ".nv-meta").mkdir()
-    (data.path / "shards" / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": ["0.tar"]}}))
-    paths.append(data.path / "shards" / "train")
-    first, *others = map(data.open, paths)
+    first, *others = (data.open(write_form(data.path, form, names)) for form in FORMS)
     for source in others:
         for index in range(len(first)):
             assert source.lengths(index) == first.lengths(index)

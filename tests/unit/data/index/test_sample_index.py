@@ -3,9 +3,11 @@
 import io
 import json
 import logging
+import multiprocessing
 import os
+import signal
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.index import sample_indexer
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache, watch_indexing
 from multimodal.data.index.sample_index import _ARRAYS, SampleIndex, _header, build_index, read_index, write_index
-from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, gather
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, DataError
@@ -133,7 +136,7 @@ def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, 
 
 @pytest.mark.parametrize("chosen", [None, "mine"])
 def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_written(chosen: str | None, tmp_path: Path) -> None:
-    def build() -> Iterator[SampleIndex]:
+    def build(done: int) -> Iterator[SampleIndex]:
         yield build_index(["why"])
         raise PermissionError(13, "Permission denied", "part-2.jsonl")
 
@@ -144,8 +147,8 @@ def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_writ
 
 def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
     """Two runs may write the same at once: the first stays, and nothing hidden is left."""
-    write_index([build_index(["why"])], tmp_path / "index" / "a")
-    write_index([], tmp_path / "index" / "a")
+    write_index(lambda done: [build_index(["why"])], tmp_path / "index" / "a")
+    write_index(lambda done: [], tmp_path / "index" / "a")
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["a"]
     assert json.loads((tmp_path / "index" / "a" / "index.json").read_text())["skipped"] == {"why": 1}
     found = read_index(tmp_path / "index" / "a")
@@ -185,6 +188,56 @@ def test_blocks_of_several_processes_are_one_index(
     assert len([*(tmp_path / FOLDER_NAME).iterdir()]) == 1
     with pytest.raises(DataError, match="line 8 .*gone.png does not exist"):
         data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
+
+
+class InBlocks:
+    """Indexes two samples at a time, and kills its process behind so many blocks."""
+
+    def __init__(self, killed_behind: int | None = None) -> None:
+        self._killed_behind = killed_behind
+
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[SampleIndex]:
+        for number, block in enumerate(gather(samples, weight=lambda sample: 1, most=2)):
+            if number == self._killed_behind:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield local.index_block(block)
+
+
+@pytest.mark.parametrize(
+    ("change", "num_texts"),
+    [
+        (lambda folder: None, 3),
+        (lambda folder: (folder / "manifest.jsonl").open("a").write("\n"), 6),
+        (lambda folder: os.truncate(*folder.glob(f"{FOLDER_NAME}/.writing-*/token_ids.npy"), 99), 6),
+        (lambda folder: [(each / "progress.json").write_text("{") for each in folder.glob(f"{FOLDER_NAME}/.writing-*")], 6),
+        (lambda folder: os.utime(*folder.glob(f"{FOLDER_NAME}/.writing-*"), (0, 0)), 6),
+    ],
+    ids=["nothing", "another source", "a cut file", "cut progress", "long ago"],
+)
+def test_an_index_that_was_killed_goes_on(
+    change: Callable[[Path], object], num_texts: int, data: DataFolder, tmp_path: Path
+) -> None:
+    """Of seven samples four were indexed, one of which is left out."""
+    data.image("a.png", (24, 16))
+    sound = {"type": "audio", "path": "a.wav"}
+    manifest = data.manifest([[IMAGE, TEXT, IMAGE], [sound, TEXT], [TEXT], [TEXT], [IMAGE, TEXT], [TEXT], [TEXT]])
+    killed = multiprocessing.get_context("fork").Process(
+        target=data.open, args=(manifest,), kwargs={"cache": CACHE, "indexing": InBlocks(killed_behind=2)}
+    )
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL and not [*tmp_path.glob(f"{FOLDER_NAME}/*/index.json")]
+    change(tmp_path)
+    tokenizer = CountingTokenizer()
+    found = data.open(manifest, cache=CACHE, indexing=InBlocks(), tokenizer=tokenizer)
+    whole = data.open(manifest)
+    assert (tokenizer.num_texts, found.skipped, len(found)) == (num_texts, whole.skipped, 6)
+    for index in range(len(whole)):
+        assert found.lengths(index) == whole.lengths(index)
+        assert found.text(index).token_ids.tolist() == whole.text(index).token_ids.tolist()
+        assert [found.wanted(index, item) for item in range(2 * (index == 0))] == [
+            whole.wanted(index, item) for item in range(2 * (index == 0))
+        ]
 
 
 BLOCKS = [build_index(["why"] * number) for number in (2, 1, 3)]
