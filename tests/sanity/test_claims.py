@@ -98,6 +98,7 @@ PROOFS = {
         "told apart by themselves": (
             "unit/data/forms/test_sample_files.py::test_one_corpus_in_every_form_is_one",
             "unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face",
+            "distributed/test_data_forms.py::test_a_run_that_is_killed_goes_on_as_if_it_was_not",
         ),
         "tars of WebDataset and Energon": (
             "unit/data/forms/test_sample_files.py::test_samples_of_archives_are_those_of_files",

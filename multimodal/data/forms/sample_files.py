@@ -3,7 +3,7 @@
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
@@ -30,7 +30,7 @@ from multimodal.data.forms.segments import (
 )
 from multimodal.data.forms.table_files import TableFiles, digest_files, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
-from multimodal.data.remote import DataPath, RemoteOptions, RemotePath, data_path, is_address
+from multimodal.data.remote import DataPath, RemoteOptions, RemotePath, Result, Value, at_once, data_path, is_address
 from multimodal.values.errors import DataError
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
@@ -291,8 +291,16 @@ class SampleFiles:
 
     def is_remote(self, path: str) -> bool:
         """Return True for an item that is read from a server by itself; of remote tables groups of rows are."""
-        is_inside = path.startswith(EMBEDDED) and isinstance(self._files, TarFiles)
-        return is_address(path) or (is_inside and isinstance(self.path, RemotePath))
+        return is_address(path) or (path.startswith(EMBEDDED) and isinstance(self._read_at_once_in, RemotePath))
+
+    def at_once(self, function: Callable[[Value], Result], values: Iterable[Value]) -> list[Result]:
+        """Return the results for all values, several at a time where `function` waits for remote items."""
+        return at_once(function, values, among=self._read_at_once_in)
+
+    @property
+    def _read_at_once_in(self) -> DataPath:
+        """The data's folder, or this machine's for tables, of which a process reads one group of rows at a time."""
+        return Path() if isinstance(self._files, TableFiles) else self.folder
 
 
 def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:

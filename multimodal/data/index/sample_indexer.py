@@ -130,11 +130,13 @@ class SampleIndexer:
                 yield waiting.popleft().result()
 
     def index_block(self, samples: Iterable[SegmentedSample]) -> SampleIndex:
-        """Return the index of these samples; raises DataError for a faulty one."""
-        return build_index(map(self.index, samples))
+        """Return the index of these samples; raises DataError for the first faulty one."""
+        samples = [*samples]
+        measured = self._files.at_once(self._measure, samples)
+        return build_index(map(self._index, samples, measured))
 
-    def index(self, sample: SegmentedSample) -> IndexedSample | str:
-        """Return the sample, or the reason for leaving it out; raises DataError for a faulty one."""
+    def _measure(self, sample: SegmentedSample) -> list[list[_Part]] | str | DataError:
+        """Return what each item of a sample becomes, the reason for leaving it out, or what is wrong with it."""
         found: list[tuple[FileSegment, Unit]] = []
         for segment in sample.segments:
             if not isinstance(segment, TextSegment):
@@ -144,11 +146,16 @@ class SampleIndexer:
                     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
         try:
-            parts_of = [self._index_segment(segment, unit, where=sample.where) for segment, unit in found]
+            return [self._index_segment(segment, unit, where=sample.where) for segment, unit in found]
         except DataError as problem:
-            if self._options.skips_bad:
-                return f"{BAD}{problem}"
-            raise
+            return f"{BAD}{problem}" if self._options.skips_bad else problem
+
+    def _index(self, sample: SegmentedSample, parts_of: list[list[_Part]] | str | DataError) -> IndexedSample | str:
+        """Return the sample, or the reason for leaving it out; raises DataError for a faulty one."""
+        if isinstance(parts_of, DataError):
+            raise parts_of
+        if isinstance(parts_of, str):
+            return parts_of
         places = iter([[_item_segment(part, graph=self._graph) for part in parts] for parts in parts_of])
         segments = [*chain.from_iterable([each] if isinstance(each, TextSegment) else next(places) for each in sample.segments)]
         if self._chat is not None:

@@ -31,6 +31,8 @@ class FolderServer(ThreadingHTTPServer):
         """Replies to the next reads: a status; 0: the connection ends; 1: half of the bytes; 2: the whole in place of a range."""
         self.overloaded = ""
         """The end of the paths of files that are never read."""
+        self.meets: threading.Barrier | None = None
+        """Reads of images wait for each other there."""
 
     @property
     def address(self) -> str:
@@ -64,6 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         path = self.server.folder / unquote(self.path).strip("/")
+        if with_body and self.server.meets and path.suffix == ".png":
+            self.server.meets.wait()
         with self.server.lock:
             failure = self.server.failures.pop(0) if with_body and self.server.failures else None
         if self.server.overloaded and self.path.endswith(self.server.overloaded):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -119,13 +120,24 @@ def test_the_index_of_a_tar_takes_no_bodies(data: DataFolder, server: FolderServ
     files = {f"{index}.{kind}": content for index in range(8) for kind, content in (("png", picture), ("txt", "it"))}
     write_tar(data.path / "a.tar", files)
     source = data.open(data_path(f"{server.address}/a.tar", options), seq_length=100)
-    assert len(source) == 8 and server.sent() < 0.3 * (data.path / "a.tar").stat().st_size
+    assert len(source) == 8 and len(server.requests) < 8 + 4, "an image's header is asked for although it has been read"
+    assert server.sent() < 0.3 * (data.path / "a.tar").stat().st_size
     before, sent = len(server.requests), server.sent()
     source.item(3, 0)
     assert len(server.requests) == before + 1 and server.sent() == sent + len(picture)
     again = data.open(data_path(f"{server.address}/a.tar", options), seq_length=100)
     again.item(3, 0)
     assert server.sent() == sent + len(picture), "what is kept was asked for again"
+
+
+def test_items_of_a_step_are_asked_for_at_once(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+    """The server answers eight requests together; headers as the index is made, and then the items."""
+    manifest = [shown(data.image(f"{number}.png", (16, 16), seed=number)) for number in range(16)]
+    server.meets = threading.Barrier(8, timeout=60)
+    expected, source = data.open(manifest), data.open(data_path(server.address, replace(options, cache_mib=0)))
+    source.expect_items([(index, 0) for index in range(16)])
+    assert_same(source, expected)
+    assert sum(path.endswith(".png") for method, path, _ in server.requests if method == "GET") == 32
 
 
 @pytest.mark.parametrize("failures", [[503, 429], [500], [0, 503], [1], [1, 0]])
