@@ -11,7 +11,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.placement import deal, share_microbatches, turns_of
+from multimodal.balance.placement import deal, share_microbatches
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -88,6 +88,7 @@ def test_an_encoder_replica_works_in_the_order_of_need(name, graph, build_plan, 
         ({"encoder_micro_batch_sizes": {"vision": 0}}, "unit 'vision': micro batch size 0 must be at least 1"),
         ({"unit_costs": {"lidar": LengthCost()}}, "a cost is given for 'lidar', which is no unit of the model"),
         ({"ranks_per_node": 0}, "0 ranks per node"),
+        ({"tokens_per_microbatch": 0}, "0 tokens per microbatch; there must be at least 1"),
     ],
 )
 def test_wrong_requests_are_named(balance, graph, build_plan, build_sample, change, message):
@@ -144,20 +145,6 @@ def test_in_order_a_microbatch_takes_samples_while_it_has_room(graph, build_plan
     assigned = BALANCERS["none"](lengths, graph=graph, plan=build_plan(vision=1, audio=1, llm=1), options=options)
     found = [[TOKENS[atom.sample_id] for atom in microbatch] for microbatch in assigned.units["llm"][0]]
     assert found == [[10, 300], [20, 50, 200, 40], [60, 30, 80, 10, 120], [90]]
-
-
-def test_no_tokens_are_no_budget(graph, build_plan, build_sample):
-    with pytest.raises(AssignmentError, match="0 tokens per microbatch; there must be at least 1"):
-        options = BalanceOptions(tokens_per_microbatch=0)
-        BALANCERS["none"](batch_of(build_sample), graph=graph, plan=build_plan(vision=1, audio=1, llm=1), options=options)
-
-
-@pytest.mark.parametrize(
-    ("shares", "turns"),
-    [((1, 1, 1), [0, 1, 2]), ((3, 1), [0, 0, 0, 1]), ((1, 3), [1, 1, 0, 1]), ((2, 0, 4), [2, 0, 2, 2, 0, 2]), ((5,), [0] * 5)],
-)
-def test_turns_are_spread_evenly(shares, turns):
-    assert turns_of(shares).tolist() == turns
 
 
 def test_each_replica_of_the_llm_deals_its_microbatches_among_its_own_pipelines():

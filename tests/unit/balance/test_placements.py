@@ -39,17 +39,6 @@ def test_microbatches_are_dealt_round_robin(place, build_sample):
     assert assignment.units["audio"] == (((Atom(3, 0),),),)
 
 
-def test_an_encoder_may_have_its_own_microbatch_size(place, build_sample):
-    assignment = place("none", _batch(build_sample), vision=2, llm=3, micro_batch_size=1, encoder_micro_batch_sizes={"vision": 3})
-    assert assignment.units["llm"] == (((Atom(7),), (Atom(1),)), ((Atom(3),), (Atom(2),)), ((Atom(5),),))
-    assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)),), ((Atom(2, 0),),))
-
-
-def test_replicas_beyond_the_last_microbatch_stay_idle(place, build_sample):
-    assignment = place("none", [build_sample(0, 5)], llm=3, micro_batch_size=4)
-    assert assignment.units == {"vision": ((),), "audio": ((),), "llm": (((Atom(0),),), (), ())}
-
-
 TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}
 
 
@@ -246,21 +235,23 @@ def llm(*replicas):
     return tuple(tuple(tuple(Atom(sample) for sample in microbatch) for microbatch in replica) for replica in replicas)
 
 
-def test_the_costliest_is_held_against_the_mean(graph, build_sample):
-    lengths = [build_sample(index, tokens) for index, tokens in enumerate((10, 20, 30, 60))]
+def imbalance(graph, build_sample, *replicas, unit="llm"):
+    """Of four samples of 10, 20, 30 and 60 tokens, of which the first has three images, the longest four times the shortest."""
+    images = [("vision", 4), ("vision", 16), ("vision", 16)]
+    given = zip((1, 20, 30, 60), (images, (), (), ()), strict=True)  # nine outputs of images are tokens, too
+    lengths = [build_sample(index, tokens, *items) for index, (tokens, items) in enumerate(given)]
     work = BatchWork(graph, lengths, BalanceOptions(unit_costs=UNIT_TOKENS))
-    found = unit_imbalance(Assignment({"llm": llm([[0, 1], [2]], [[3]])}), work, unit="llm")
-    assert found[:2] == (1.0, 1.5) and found.microbatch_std == pytest.approx(200**0.5 / 40)
+    return unit_imbalance(Assignment({unit: replicas}), work, unit=unit)
 
 
-def test_one_item_longer_than_the_mean_is_what_no_balancer_can_mend(graph, build_sample):
-    lengths = [build_sample(index, tokens) for index, tokens in enumerate((10, 20, 30, 60))]
-    work = BatchWork(graph, lengths, BalanceOptions(unit_costs=UNIT_TOKENS))
-    even = unit_imbalance(Assignment({"llm": llm([[0, 1], [2]], [[3]])}), work, unit="llm")
-    assert (even.replica_of_longest, even.microbatch_of_longest) == (1.0, 1.5)
-    spread = unit_imbalance(Assignment({"llm": llm([[0, 3]], [[1]], [[2]], [])}), work, unit="llm")
-    assert (spread.replica_of_longest, spread.microbatch_of_longest) == (2.0, 1.5)
-    assert spread.replica == pytest.approx(70 / 30)
+def test_the_costliest_is_held_against_the_mean_and_so_is_the_longest_which_no_balancer_can_mend(graph, build_sample):
+    even = imbalance(graph, build_sample, *llm([[0, 1], [2]], [[3]]))
+    assert even == Imbalance(1.0, 1.5, pytest.approx(200**0.5 / 40), 1.0, 1.5)
+    spread = imbalance(graph, build_sample, *llm([[0, 3]], [[1]], [[2]], []))
+    assert spread[:2] == (pytest.approx(70 / 30), 1.75) and spread[3:] == (2.0, 1.5)
+    first, *others = (Atom(0, index) for index in range(3))
+    assert imbalance(graph, build_sample, ((first, others[0]),), ((others[1],),), unit="vision").replica == pytest.approx(32 / 24)
+    assert imbalance(graph, build_sample, (), (), unit="vision") == Imbalance(1.0, 1.0, 0.0)
 
 
 def test_the_longest_is_a_sample_where_samples_stay_whole_and_else_an_item(graph, build_sample):
@@ -272,22 +263,6 @@ def test_the_longest_is_a_sample_where_samples_stay_whole_and_else_an_item(graph
     spread = unit_imbalance(Assignment({"audio": (((first,), (third,)), ((second,),))}), work, unit="audio")
     assert (spread.replica, spread.replica_of_longest) == (pytest.approx(70 / 60), 1.0)
     assert spread.microbatch == spread.microbatch_of_longest == 1.25
-
-
-def test_an_idle_replica_counts_and_a_unit_without_work_is_balanced(graph, build_sample):
-    work = BatchWork(graph, [build_sample(0, 10)], BalanceOptions(unit_costs=UNIT_TOKENS))
-    placed = Assignment({"llm": llm([[0]], []), "vision": ((), ())})
-    assert unit_imbalance(placed, work, unit="llm")[:4] == (2.0, 1.0, 0.0, 2.0)
-    assert unit_imbalance(placed, work, unit="vision") == Imbalance(1.0, 1.0, 0.0)
-
-
-def test_a_padded_microbatch_costs_its_longest_item_each(graph, build_sample):
-    work = BatchWork(
-        graph, [build_sample(0, 1, ("vision", 4), ("vision", 16), ("vision", 16))], BalanceOptions(unit_costs=UNIT_TOKENS)
-    )
-    items = [Atom(0, index) for index in range(3)]
-    placed = Assignment({"vision": (((items[0], items[1]),), ((items[2],),))})
-    assert unit_imbalance(placed, work, unit="vision").replica == pytest.approx(32 / 24)
 
 
 def test_traffic_counts_what_other_nodes_loaded(graph, build_sample):
@@ -311,11 +286,6 @@ def test_traffic_counts_what_other_nodes_loaded(graph, build_sample):
 )
 def test_each_form_costs_what_the_paper_says(form, cost):
     assert LengthCost(form, 0.5).row_costs(np.array([0, 3, 3, 4]), np.array([3, 5, 1, 0])).tolist() == [cost, 0, 0]
-
-
-def test_a_form_is_found_by_its_name():
-    assert LengthCost("padded-attention").form is CostForm.PADDED_ATTENTION
-    assert [str(form) for form in CostForm] == ["linear", "linear+quadratic", "padded", "padded-attention"]
 
 
 @pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.algorithms.pairwise_deferral import (
-    SubsetSums,
     defer_pairwise,
     least_bottleneck,
     match_bottleneck,
@@ -138,14 +137,6 @@ def loads_after(llm, microbatches, deferral):
     return loads
 
 
-def test_pairs_share_their_load_and_run_one_after_the_other():
-    llm = [5.0, 3.0, 1.0, 1.0, 8.0, 2.0, 2.0, 2.0]
-    deferral = defer_pairwise(llm, microbatches=[[0, 1], [2, 3], [4, 5], [6, 7]], max_subset_sums=16)
-    assert deferral.pairs == [[2, 3], [0, 1]]
-    assert sorted(deferral.deferred) == [(1, 1), (5, 3)]
-    assert loads_after(llm, [[0, 1], [2, 3], [4, 5], [6, 7]], deferral) == [5.0, 5.0, 8.0, 6.0]
-
-
 def least_largest_load(llm, microbatches):
     """The paper's optimum: over every pairing of the upper with the lower half, and every set of samples to defer."""
     loads = [sum(llm[sample] for sample in members) for members in microbatches]
@@ -197,39 +188,6 @@ def test_work_rises_to_a_peak_and_falls(work):
     assert along[: peak + 1] == sorted(along[: peak + 1]) and along[peak:] == sorted(along[peak:], reverse=True)
 
 
-def closest_by_brute_force(loads, target, limit):
-    sums = {sum(subset) for size in range(len(loads) + 1) for subset in combinations(loads, size)}
-    return min((total for total in sums if total <= limit), key=lambda total: (abs(target - total), total))
-
-
-SHARES = st.one_of(st.just(1.0), st.floats(0, 1))
-
-
-@given(loads=st.lists(st.integers(1, 60), max_size=8), share=SHARES, target_share=SHARES)
-def test_few_loads_are_searched_exactly(loads, share, target_share):
-    limit = float(sum(loads)) * share
-    sums = SubsetSums([float(load) for load in loads], limit=limit, max_sums=256)
-    target = limit * target_share
-    subset = sums.closest(target)
-    assert sums.sum_of(subset) == closest_by_brute_force(loads, target, limit)
-    assert sum(loads[item] for item in sums.items_of(subset)) == sums.sum_of(subset)
-
-
-@settings(max_examples=30)
-@given(loads=st.lists(st.floats(1, 1000), min_size=12, max_size=16), target_share=st.floats(0, 1))
-def test_many_loads_miss_the_target_by_little_more_than_they_must(loads, target_share):
-    ordered = sorted(loads, reverse=True)
-    limit = sum(loads)
-    fine = SubsetSums(ordered, limit=limit, max_sums=1024)
-    coarse = SubsetSums(ordered, limit=limit, max_sums=64)
-    target = limit * target_share
-
-    def miss(sums):
-        return abs(sums.sum_of(sums.closest(target)) - target)
-
-    assert miss(coarse) <= miss(fine) + len(loads) * limit / 64
-
-
 MATRICES = st.integers(1, 5).flatmap(
     lambda rows: st.integers(rows, 6).flatmap(
         lambda columns: st.lists(st.lists(st.integers(0, 9), min_size=columns, max_size=columns), min_size=rows, max_size=rows)
@@ -243,10 +201,6 @@ def all_matchings(matrix):
 
 def entries(matrix, columns):
     return [row[column] for row, column in zip(matrix, columns, strict=True)]
-
-
-def test_the_bottleneck_comes_before_the_cost():
-    assert match_bottleneck([[1, 9], [1, 2]], costs=[[5, 0], [0, 5]]) == [0, 1]
 
 
 @given(matrix=MATRICES, data=st.data())
