@@ -178,15 +178,6 @@ def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
         assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_without_items_equals_one_sequence_at_a_time(is_causal: bool) -> None:
-    given = {"rule": MaskRule(is_causal=is_causal), "shape": AttentionShape(), "is_shared": False}
-    attentions = (CoreAttention(choice=choose_attention(name, **given)) for name in ("blocks", "sequences"))  # type: ignore[arg-type]
-    packed = PackedLengths(lengths=(6, 4))
-    found, expected = (each(*draw(), None, packed_seq_params=packed) for each in attentions)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
-
-
 def test_ranks_with_whole_items_attend_without_each_other() -> None:
     """No process group is there to be asked; the third rank has nothing but its row of padding."""
     inputs = [torch.randn(sum(LENGTHS), 1, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]

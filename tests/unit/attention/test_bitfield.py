@@ -1,14 +1,11 @@
 """Values that travel in one buffer, and those derived from lengths before."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.attention import block_summary as module
 from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.bitfield import CAUSAL_BIT, BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_attention import attend_by_blocks
@@ -35,48 +32,39 @@ def build(*samples, **options):
     return build_bitfield_mask(samples, modalities=("vision", "audio"), **options)
 
 
-def test_items_see_themselves_and_text_sees_all_before_it():
-    assert rows(build([TEXT1, item(2, 0), TEXT2], mode="embedded")) == ["x....", ".xx..", ".xx..", "xxxx.", "xxxxx"]
-
-
-def test_items_do_not_see_other_items_of_their_modality():
-    assert rows(build([item(2, 0), item(1, 1), TEXT1], mode="embedded")) == ["xx..", "xx..", "..x.", "xxxx"]
+@pytest.mark.parametrize(
+    ("samples", "mode", "seen"),
+    [
+        ([[TEXT1, item(2, 0), TEXT2]], "embedded", "x.... .xx.. .xx.. xxxx. xxxxx"),
+        ([[item(2, 0), item(1, 1), TEXT1]], "embedded", "xx.. xx.. ..x. xxxx"),
+        ([[item(1, 0), item(1, 1, "audio"), TEXT1, item(1, 2)]], "modality", "x..x .x.. xxx. x..x"),
+        ([[item(1, 0), TEXT1, item(1, 0), TEXT1]], "embedded", "x.x. xx.. x.x. xxxx"),
+        ([[TEXT1, item(1, 0)], [item(1, 0), TEXT1]], "embedded", "x... .x.. ..x. ..xx"),
+        ([[TEXT2]], "prefix", "x. xx"),
+        ([[TEXT1, item(2, 0)], [item(2, 0)]], "causal", "x.... xx... xxx.. ...x. ...xx"),
+        ([[], [MaskSegment(0), item(0, 0), TEXT1], []], "embedded", "x"),
+        ([], "embedded", ""),
+    ],
+    ids=[
+        "items see themselves, and text all before it",
+        "items do not see others of their modality",
+        "they do in the published mask",
+        "parts of an item see each other around text",
+        "samples never see each other",
+        "a prefix needs an item",
+        "a triangle per sample",
+        "empty segments and samples leave no tokens",
+        "nothing",
+    ],
+)
+def test_tokens_see(samples, mode, seen):
+    assert " ".join(rows(build(*samples, mode=mode))) == seen
 
 
 def test_a_prefix_sees_itself_in_both_directions():
     """Markers before and between items are part of it, items of any modality see each other, text behind it is causal."""
     found = build([TEXT1, item(1, 0), TEXT1, item(1, 1, "audio"), TEXT2], [TEXT2, item(0, 0)], mode="prefix")
     assert rows(found) == ["xxxx....", "xxxx....", "xxxx....", "xxxx....", "xxxxx...", "xxxxxx..", "......x.", "......xx"]
-
-
-def test_a_prefix_needs_an_item():
-    assert rows(build_bitfield_mask([[TEXT2]], modalities=(), mode="prefix")) == ["x.", "xx"]
-
-
-def test_items_see_other_items_of_their_modality_in_the_published_mask():
-    mask = build([item(1, 0), item(1, 1, "audio"), TEXT1, item(1, 2)], mode="modality")
-    assert rows(mask) == ["x..x", ".x..", "xxx.", "x..x"]
-
-
-def test_parts_of_an_item_see_each_other_around_text():
-    assert rows(build([item(1, 0), TEXT1, item(1, 0), TEXT1])) == ["x.x.", "xx..", "x.x.", "xxxx"]
-
-
-def test_samples_never_see_each_other():
-    assert rows(build([TEXT1, item(1, 0)], [item(1, 0), TEXT1])) == ["x...", ".x..", "..x.", "..xx"]
-
-
-def test_causal_mode_is_a_triangle_per_sample():
-    dense = build([TEXT1, item(2, 0)], [item(2, 0)], mode=MaskMode.CAUSAL).to_dense()
-    assert np.array_equal(dense[:3, :3], np.tri(3, dtype=bool))
-    assert np.array_equal(dense[3:, 3:], np.tri(2, dtype=bool))
-    assert not dense[3:, :3].any()
-
-
-def test_empty_segments_and_samples_leave_no_tokens():
-    assert rows(build([], [MaskSegment(0), item(0, 0), TEXT1], [])) == ["x"]
-    assert build().num_tokens == 0
-    assert build().to_dense().shape == (0, 0)
 
 
 def test_some_tokens_are_evaluated_alone():
@@ -90,13 +78,6 @@ def test_all_61_encoders_have_their_bit():
     mask = build_bitfield_mask([[MaskSegment(1, name, index) for index, name in enumerate(names)] + [TEXT1]], modalities=names)
     assert np.array_equal(mask.to_dense()[:-1, :-1], np.eye(61, dtype=bool))
     assert mask.to_dense()[-1].all()
-
-
-def test_64_modalities_are_refused():
-    with pytest.raises(
-        ModelError, match="64 modalities besides text do not fit an attention mask of 64 bits; expected at most 61"
-    ):
-        build_bitfield_mask([], modalities=[f"encoder{index}" for index in range(64)])
 
 
 @pytest.mark.parametrize(
@@ -114,9 +95,16 @@ def test_wrong_segments_are_named(segments, options, message):
         build(segments, **options)
 
 
-def test_modalities_need_distinct_names():
-    with pytest.raises(ModelError, match="not distinct or contain 'text'"):
-        build_bitfield_mask([], modalities=("vision", "text"))
+@pytest.mark.parametrize(
+    ("modalities", "message"),
+    [
+        (("vision", "text"), "not distinct or contain 'text'"),
+        ([f"encoder{index}" for index in range(64)], "64 modalities .* do not fit an attention mask of 64 bits; .* at most 61"),
+    ],
+)
+def test_modalities_that_have_no_bits_of_their_own_are_refused(modalities, message):
+    with pytest.raises(ModelError, match=message):
+        build_bitfield_mask([], modalities=modalities)
 
 
 def test_arrays_of_another_type_or_length_are_refused():
@@ -145,21 +133,9 @@ def test_text_and_items_are_cut_at_their_borders() -> None:
     assert (found.to_dense() == expected.to_dense()).all()
 
 
-def test_causal_masks_ignore_items() -> None:
-    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.CAUSAL)).to_dense()
-    expected = [[j <= i and (i < 6) == (j < 6) for j in range(10)] for i in range(10)]
-    assert found.tolist() == expected
-
-
 def test_every_sequence_of_an_encoder_is_one_item() -> None:
     found = build_packed_mask((2, 0, 3), items=(), rule=MaskRule(is_causal=False)).to_dense()
     assert found.tolist() == [[(i < 2) == (j < 2) for j in range(5)] for i in range(5)]
-
-
-def test_a_prefix_ends_with_the_last_item_of_its_sample() -> None:
-    found = build_packed_mask((6, 4), items=ITEMS, rule=rule(MaskMode.PREFIX)).to_dense()
-    assert found[:6].tolist() == [[j < 6 for j in range(10)]] * 6
-    assert found[6:].tolist() == [[6 <= j < 9 for j in range(10)]] * 3 + [[j >= 6 for j in range(10)]]
 
 
 def test_layers_share_one_mask() -> None:
@@ -278,29 +254,11 @@ def listed(lists):
     return [list(zip(*(array.tolist() for array in lists.row(index)), strict=True)) for index in range(len(lists.row_starts) - 1)]
 
 
-def test_the_kernels_are_built_where_a_compiler_is():
-    if not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
-        pytest.skip("no C++ compiler on this machine")
-    assert module.kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
-
-
 @LIST_BLOCKS
 @given(mask=masks(), size=SIZES)
 def test_blocks_are_those_of_the_dense_mask(list_blocks, mask, size):
     lists = list_blocks(mask, block_size=size)
     assert listed(lists) == summarize_dense(mask, size)[0]
-
-
-@given(mask=masks(), size=SIZES)
-def test_the_kernel_equals_its_reference(mask, size):
-    found, expected = list_blocks(mask, block_size=size), without_kernels(list_blocks)(mask, block_size=size)
-    for one, other in (
-        (found.row_starts, expected.row_starts),
-        (found.blocks, expected.blocks),
-        (found.is_full, expected.is_full),
-    ):
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
 
 
 @COUNT

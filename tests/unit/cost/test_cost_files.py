@@ -40,17 +40,11 @@ def test_every_cluster_file_is_read(path: Path) -> None:
     ("change", "message"),
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, float64, found 'int8'"),
-        ({"dtype": ["bfloat16"]}, r"dtype: expected one of bfloat16, float32, float64, found \['bfloat16'\]"),
-        ({"efficiency": True}, "efficiency: expected a positive number, found True"),
         ({"memory_gb": "80"}, "memory_gb: expected a positive number, found '80'; write it without quotes"),
-        ({"memory_gb": 10**400}, "memory_gb: expected a number of at most"),
-        ({"gpus_per_node": 8.0}, "gpus_per_node: expected a positive integer, found 8.0"),
         ({"gpus_per_node": 0}, "a positive integer, found 0"),
         ({"gpus_per_node": 10**9}, "gpus_per_node: expected an integer of at most 65,536"),
-        ({"intra_node": 3}, "intra_node: expected a mapping with bandwidth_gbytes_per_second, latency_us, found 3"),
         ({"intra_node": {**LINKS["intra_node"], "latency_ms": 1}}, "did you mean 'latency_us'"),
         ({"attention_efficiency": 1.5}, "attention_efficiency: a share of the peak cannot exceed 1"),
-        ({"half_efficiency_gflop": -1.0}, "half_efficiency_gflop: expected a number of at least 0"),
         (
             {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 1.2}},
             "collective_efficiency: a share of the bandwidth",
@@ -59,10 +53,8 @@ def test_every_cluster_file_is_read(path: Path) -> None:
             {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 0}},
             "collective_efficiency: expected a positive number",
         ),
-        ({"peak_tflops": None}, "peak_tflops: expected a positive number, found None"),
         ({"device": "H100"}, "exactly one of 'device' and 'peak_tflops'"),
         ({"gpus": 8}, "unknown key 'gpus'"),
-        ({"efficiency": 2.0}, "cannot exceed 1"),
         ({"intra_node": {"latency_us": 1}}, "intra_node: 'bandwidth_gbytes_per_second' is missing"),
         ({"inter_node": {**LINKS["inter_node"], "nics_per_node": 8}}, "8 cards for 4 accelerators"),
     ],
@@ -70,15 +62,6 @@ def test_every_cluster_file_is_read(path: Path) -> None:
 def test_wrong_clusters_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Cluster.from_dict({**CLUSTER, **change})
-
-
-def test_an_error_in_a_cluster_file_names_its_line(tmp_path: Path) -> None:
-    text = (FOLDER / "h100.yaml").read_text()
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text.replace("nics_per_node: ", "nics_per_node: -"))
-    line = next(number for number, line in enumerate(text.splitlines(), start=1) if "nics_per_node" in line)
-    with pytest.raises(ConfigError, match=rf"cluster\.yaml, line {line}: cluster, inter_node(, nics_per_node)?: "):
-        Cluster.from_file(path)
 
 
 def test_a_device_brings_the_peak_of_its_dtype() -> None:
@@ -178,7 +161,6 @@ def test_costs_are_the_tables():
     [
         ({"num_microbatches": 0}, "positive integer, found 0"),
         ({"num_microbatches": 10**9}, "num_microbatches: expected an integer of at most 100,000"),
-        ({"num_microbatches": True}, "num_microbatches: expected a positive integer, found True"),
         ({"send_seconds": "fast"}, "send_seconds: expected a number of at least 0, found 'fast'"),
         ({"units": {}}, "units: expected each unit's name with its upstream and stages, found {}"),
     ],
@@ -193,14 +175,11 @@ def test_wrong_tables_are_refused(change, message):
 @pytest.mark.parametrize(
     ("unit", "message"),
     [
-        ({"stages": [FROZEN], "ranks": [True]}, r"ranks\[0\]: expected an integer"),
         ({"stages": [FROZEN], "ranks": [10**12]}, r"ranks\[0\]: .* of at most"),
         ({"stages": [FROZEN], "ranks": [0, 1]}, "1 stages but 2 ranks"),
         ({"stages": [FROZEN], "ranks": [3]}, "leave gaps"),
         ({"stages": {}}, "stages: expected a list with at least one stage, found {}"),
-        ({"stages": []}, "at least one stage"),
         ({"stages": [{"forward": [1.0]}]}, "unit 'a', stage 0, forward: .* 2 microbatches"),
-        ({"stages": [{"forward": -1}]}, "a number of at least 0, found -1"),
         ({"stages": [{"forward": 1, "bakward": 1}]}, "unknown key 'bakward'"),
         ({"stages": [{"backward": 1}]}, "'forward' is missing"),
         ({"stages": [{"forward": 1, "backward": 1, "input_gradient": 1}]}, "not both"),

@@ -19,10 +19,6 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
-from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.memory_estimate import range_bytes
-from multimodal.plan.planners.planning_request import StageSize
-from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.plans_of_sizes import plan_colocated
 from multimodal.schedule.execute_lanes import unit_cost
 from multimodal.values.action import Action, ActionKind
@@ -34,7 +30,6 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of
 from tests.unit.cost.test_activation_memory import VOCABULARY, check_layer, fake_groups
 from tests.unit.cost.test_activation_memory import graph_of as graph_of_family
-from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request
 from tests.unit.schedule.schedule_cases import build_case, build_graph
 
 CLUSTER, GRAPH = cluster_of(), graph_of()
@@ -66,14 +61,6 @@ def test_small_products_pay_a_constant_and_elementwise_work_its_bytes() -> None:
     assert found.weight_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12)
     assert found.forward == pytest.approx((linear + 4 * 0.5e9) / 50e12 + (attention + 0.5e9) / 25e12 + moving)
     assert found.input_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12 + 2.5 * (attention + 0.5e9) / 25e12 + moving_back)
-
-
-def test_one_product_takes_what_its_efficiency_says() -> None:
-    cluster = replace(CLUSTER, half_efficiency_gflop=0.001)
-    work, _ = flops("llm", HEAD, LOAD)
-    found = LayerCosts(GRAPH, cluster, 512).seconds("llm", HEAD, LOAD)
-    efficiency = cluster.efficiency * work / (work + 1e6)
-    assert found.forward == pytest.approx(work / (cluster.peak_tflops * 1e12 * efficiency))
 
 
 def test_recomputation_belongs_to_the_input_gradient() -> None:
@@ -314,16 +301,6 @@ def test_a_stage_with_adapters_passes_its_gradient_on_and_little_else() -> None:
         for each in (graph, with_adapters)
     ]
     assert costs == [2, 1]
-
-
-def test_planners_see_shorter_steps_and_less_memory() -> None:
-    seconds, memory, num_layers = {}, {}, len(TEXT_ONLY.backbone.layers)
-    for name, lora in (("whole", None), ("adapters", Lora(8, None, tuple(f"transformer.{name}" for name in MODULES)))):
-        asked = request(replace(TEXT_ONLY, units=(replace(TEXT_ONLY.backbone, lora=lora),)), transformer_impl="local")
-        seconds[name] = predict_run(PLANNERS["megatron"](asked), asked).iteration_seconds
-        memory[name] = range_bytes(asked, "llm", ((0, num_layers),), StageSize(1), 1)[0]
-    assert 0.6 * seconds["whole"] < seconds["adapters"] < 0.85 * seconds["whole"], "a third of the products is left out"
-    assert memory["adapters"] < 0.2 * memory["whole"], "2 of 18 bytes per weight are left, and adapters"
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,6 @@ ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [
         ({"llm": {"head": [{**ENTRY, "forward": [1, 2, -3]}]}}, r"forward\[2\]: expected a number of at least 0, found -3"),
         ({"llm": {"head": [{**ENTRY, "forward": {"tokens": [2, 1], "seconds": [1, 2]}}]}}, "ascending tokens"),
         ({"llm": {"head": [{**ENTRY, "backward": [1, 2, 3]}]}}, "unknown key 'backward'"),
-        ({"llm": {"head": [{**ENTRY, "tensor_parallel_size": 0}]}}, "tensor_parallel_size: expected a positive integer, found 0"),
         ({"llm": {"head": [ENTRY, ENTRY]}}, "entry 1: tp 1, cp 1 is listed twice"),
     ],
 )
@@ -167,27 +166,17 @@ def test_all_work_changes_by_the_same_factor() -> None:
     assert slower.memory_bandwidth_gbytes_per_second == pytest.approx(1000.0)
 
 
-def test_attention_keeps_the_efficiency_of_products_where_it_has_none_of_its_own() -> None:
-    slower = scale_compute(CLUSTER, factor=0.5)
-    assert slower.attention_flops_per_second == pytest.approx(CLUSTER.attention_flops_per_second / 2)
-    assert slower.memory_bandwidth_gbytes_per_second is None
-
-
-def test_what_communication_alone_exceeds_is_refused() -> None:
-    with pytest.raises(ConfigError, match="communication alone"):
-        calibrate_compute(CLUSTER, predict_seconds=step_seconds, measured_seconds=0.2)
-
-
-def test_what_exceeds_the_peak_is_refused() -> None:
-    with pytest.raises(ConfigError, match="beyond the peak"):
-        calibrate_compute(CLUSTER, predict_seconds=lambda cluster: 1 / cluster.efficiency, measured_seconds=0.9)
-    with pytest.raises(ConfigError, match="beyond the peak"):
-        scale_compute(CLUSTER, factor=0.0)
-
-
-def test_a_prediction_that_does_not_depend_on_computing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"closest found was 2 s"):
-        calibrate_compute(CLUSTER, predict_seconds=lambda _: 2.0, measured_seconds=1.0)
+@pytest.mark.parametrize(
+    ("predict_seconds", "measured_seconds", "message"),
+    [
+        (step_seconds, 0.2, "communication alone"),
+        (lambda cluster: 1 / cluster.efficiency, 0.9, "beyond the peak"),
+        (lambda _: 2.0, 1.0, "closest found was 2 s"),
+    ],
+)
+def test_a_measurement_that_no_speed_meets_is_refused(predict_seconds, measured_seconds: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        calibrate_compute(CLUSTER, predict_seconds=predict_seconds, measured_seconds=measured_seconds)
 
 
 SLOW = LayerCurves(

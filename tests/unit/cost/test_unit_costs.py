@@ -15,7 +15,6 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Opaque
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
@@ -50,14 +49,6 @@ def test_it_counts_as_the_layers_that_its_shape_describes() -> None:
 def test_planners_leave_it_whole(planner: str) -> None:
     plan = PLANNERS[planner](request(GRAPH)).plan.units[ENCODER.name]
     assert (plan.tensor_parallel_size, plan.context_parallel_size, plan.num_virtual_stages) == (1, 1, 1)
-
-
-def test_a_fixed_cut_is_refused() -> None:
-    from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
-    from multimodal.plan.planners.planning_request import FixedSizes
-
-    with pytest.raises(PlanError, match="tensor parallel size 2 is fixed, but it must divide"):
-        tensor_parallel_sizes(request(GRAPH, fixed_sizes={ENCODER.name: FixedSizes(tensor_parallel_size=2)}), ENCODER.name)
 
 
 SOUND = Waveform(widths=(10, 3, 2), steps=(5, 2, 2), channels=8)

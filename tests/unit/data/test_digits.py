@@ -16,7 +16,6 @@ from examples.digits.handwritten_digits import (
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput
-from multimodal.values.sample_lengths import ItemLengths
 
 pytest.importorskip("sklearn")
 
@@ -70,18 +69,6 @@ def test_lengths_text_and_pixels_agree() -> None:
             assert pixels.patches.min() == -1 and 0.5 < pixels.patches.max() <= 1
 
 
-def test_a_sample_reads_pictures_question_answer() -> None:
-    source = open_digits()
-    for index in range(20):
-        sample, text = source.sample(index), source.text(index)
-        assert TOKENIZER.decode(text.token_ids) == QUESTIONS[sample.kind] + sample.answer
-        assert TOKENIZER.decode(text.labels[text.is_target]) == sample.answer
-        assert text.labels[text.is_target][-1] == TOKENIZER.special.end
-        assert (text.token_ids == TOKENIZER.special.image).sum() == sum(
-            item.num_output_tokens for item in source.lengths(index).items
-        )
-
-
 @pytest.mark.parametrize(("opened", "name"), [(open_digits, "sample"), (open_drawings, "question")])
 def test_a_sample_depends_on_seed_split_and_index_only(opened: Any, name: str) -> None:
     first, again = opened(), opened(500)
@@ -125,17 +112,6 @@ def test_the_image_shows_the_digits_that_the_question_names() -> None:
             ink = (picture[:, 8 * position : 8 * position + 8] + 1) / 2
             (found,) = np.flatnonzero((glyphs.ink == ink).all(axis=(1, 2)))[:1]
             assert glyphs.digits[found] == digit
-
-
-def test_lengths_and_text_of_drawings_agree() -> None:
-    source = open_drawings()
-    for index in range(40):
-        lengths, text = source.lengths(index), source.text(index)
-        assert lengths.items == (ItemLengths("painter", 4 * len(source.question(index)), 0),)
-        assert len(text.token_ids) == lengths.num_tokens == lengths.num_text_tokens
-        assert int(text.is_target.sum()) == lengths.num_target_tokens == 2
-        ((item, start, num_tokens),) = text.item_starts
-        assert (item, num_tokens, text.token_ids[start]) == (0, 0, TOKENIZER.special.vision_start)
 
 
 def test_bounds_decide_how_many_digits_there_are() -> None:

@@ -59,12 +59,6 @@ def test_every_kind_of_image_becomes_rgb(tmp_path: Path, image: Image.Image, exp
     np.testing.assert_allclose(patches.reshape(4, 3, 4).mean(axis=(0, 2)), expected, atol=1e-6)
 
 
-def test_read_image_size_reads_the_header(tmp_path: Path) -> None:
-    """Width first, as PIL has it."""
-    Image.new("RGB", (7, 5)).save(tmp_path / "image.png")
-    assert read_image_size(str(tmp_path / "image.png"), where="here") == (7, 5)
-
-
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     """Truncated, corrupt, missing and foreign files say who, where and what to do."""
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"

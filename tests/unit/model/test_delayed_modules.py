@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from multimodal.model import weight_gradient_queue
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.weight_gradient_queue import (
     DeferWeightGradients,
     WeightGradientQueue,
     accumulate_into_buffers,
     defer_in_modules,
-    find_accumulation,
 )
 
 
@@ -146,11 +144,3 @@ def test_products_add_to_float32_buffers() -> None:
     expected = 1 + 2 * rows.detach().float().flatten(0, 1).sum(0).expand(5, 4)
     assert len(arrived) == 2 and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
     assert torch.allclose(weight.main_grad, expected, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]
-
-
-def test_the_kernel_is_apexs(monkeypatch: pytest.MonkeyPatch) -> None:
-    find_accumulation.cache_clear()
-    kernel = type("Apex", (), {"wgrad_gemm_accum_fp32": "kernel"})
-    monkeypatch.setattr(weight_gradient_queue, "import_module", lambda name: {"fused_weight_gradient_mlp_cuda": kernel}[name])
-    assert find_accumulation() == "kernel"
-    find_accumulation.cache_clear()

@@ -67,12 +67,6 @@ def test_partners_are_stages_beside_a_rank_and_everybody_at_the_other_end_of_an_
     assert max_communicators_per_rank(graph, plan) == 1 + 4 + 1
 
 
-def test_a_rank_alone_has_one_communicator() -> None:
-    graph = build_graph("vision")
-    plan = plan_colocated(graph, sizes={name: UnitSizes() for name in graph.unit_names}, world_size=1)
-    assert max_communicators_per_rank(graph, plan) == 1
-
-
 def test_thousands_of_ranks_have_as_few_communicators_as_some() -> None:
     graph = ModelGraph.from_file(Path(__file__).parents[3] / "examples" / "models" / "vit-22b-vit-11b-gpt-175b.yaml")
     first, second = (unit.name for unit in graph.encoders)

@@ -70,23 +70,3 @@ def test_every_target_exists_in_the_installed_megatron_core_and_has_a_reason() -
         assert replacement.target.startswith(("megatron.core.", "torch."))
         owner, name = platform._resolve(replacement.target)
         assert hasattr(owner, name) and replacement.reason
-
-
-def test_tensors_for_cuda_are_made_on_the_cpu() -> None:
-    cpu_torch = platform.CpuTorch(torch)
-    assert cpu_torch.zeros(2, device="cuda").device.type == "cpu"
-    assert cpu_torch.tensor([1.0], dtype=torch.float64).dtype == torch.float64
-    assert cpu_torch.nn is torch.nn
-
-
-def test_the_optimizer_sees_cuda_type_names_only_while_it_is_made() -> None:
-    seen: list[str] = []
-
-    class Optimizer:
-        def __init__(self, *, model_chunks: list[torch.nn.Module]) -> None:
-            seen.extend(parameter.type() for chunk in model_chunks for parameter in chunk.parameters())
-
-    layer = torch.nn.Linear(2, 2, bias=False)
-    platform._with_cuda_type_names(Optimizer.__init__)(object.__new__(Optimizer), model_chunks=[layer])
-    assert seen == ["torch.cuda.FloatTensor"]
-    assert layer.weight.type() == "torch.FloatTensor"

@@ -99,29 +99,18 @@ def test_text_round_trips() -> None:
     assert lanes[2] == Lane((3,), ())
 
 
-def test_blank_lines_and_spacing_do_not_matter() -> None:
-    loose, strict = "\nlane 0:F llm/0/0/0 ;   B llm/0/0/0\n\n", "lane 0: F llm/0/0/0; B llm/0/0/0"
-    assert lanes_from_text(loose) == lanes_from_text(strict)
-    assert lanes_from_text("") == ()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lane 0: F llm/0/0/0\nlan 1: F llm/0/0/1", "line 2, column 1: found 'lan 1'; expected 'lane'"),
-        ("lane 0: F llm/0/0/0; F llm/0/0", "line 1, column 22: found 'F llm/0/0'; F .* has a microbatch"),
-        ("lane 0: F llm/0/0/0;", "line 1, column 21: found ''; expected an action"),
-        ("lane 0: F llm/0/0/x", "line 1, column 9: found 'F llm/0/0/x'; expected an action"),
-        ("lane 0: Q llm/0/0/0", "line 1, column 9: found 'Q'; expected one of F, B, I, W, SF, RF, SB, RB, GP, RG"),
-        ("lane 0: RG llm/0/0/0", "found 'RG llm/0/0/0'; RG .* has no microbatch"),
-        ("lane 0: SF vision/0/0/0", "SF .* has a peer; add it"),
-        ("lane 0: F vision/0/0/0>llm/0/0/0", "F .* has no peer; remove it"),
-        ("lane 0: SF vision/0/0/0<llm/0/0/0", "expected '>' before the peer of SF, found '<'"),
+        ("F llm/0/0", "F .* has a microbatch"),
+        ("RG llm/0/0/0", "RG .* has no microbatch"),
+        ("SF vision/0/0/0", "SF .* has a peer; add it"),
+        ("F vision/0/0/0>llm/0/0/0", "F .* has no peer; remove it"),
     ],
 )
-def test_parse_errors_say_where_and_what(text: str, message: str) -> None:
+def test_an_action_with_other_fields_than_its_kind_has_is_refused(text: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
-        lanes_from_text(text)
+        lanes_from_text(f"lane 0: {text}")
 
 
 def test_a_unit_name_that_would_not_parse_back_is_refused() -> None:

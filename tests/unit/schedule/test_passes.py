@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import PASSES, passes_named
+from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.move_actions import duration_of
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
-from multimodal.values.errors import ConfigError, ScheduleError
+from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import UniformCosts
@@ -330,17 +330,6 @@ def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepS
         assert seconds(twice) <= seconds(once)
     else:
         assert twice == once
-
-
-def test_a_name_that_stands_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--schedule-passes names fill twice; leave one out"):
-        passes_named("fill,gather-parameters,fill")
-
-
-def test_an_order_in_which_a_pass_undoes_another_is_refused() -> None:
-    with pytest.raises(ConfigError, match="would move delayed forwards back .* --schedule-passes defer-receives,delay-forward"):
-        passes_named("delay-forward,fill,defer-receives")
-    assert len(passes_named("defer-receives,fill,delay-forward")) == 3
 
 
 @pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])

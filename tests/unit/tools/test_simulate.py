@@ -47,17 +47,6 @@ def costs_file(tmp_path, **table):
     return str(path)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_uniform_stages_take_the_textbook_time(tmp_path, capsys, schedule):
-    stages = [{"forward": 0.3, "backward": 0.7}] * 4
-    costs = costs_file(tmp_path, num_microbatches=8, send_seconds=0.0, units={"llm": {"upstream": [], "stages": stages}})
-    report = simulate(capsys, "--costs", costs, "--schedule", schedule, "--json")
-    assert report["iteration_seconds"] == pytest.approx(8 + 4 - 1, abs=1e-9)
-    assert report["ideal_seconds"] == pytest.approx(8, abs=1e-9)
-    assert sum(report["bubble"].values()) == pytest.approx(3 / 11, abs=1e-9)
-    assert (report["num_lanes"], report["num_microbatches"], report["mfu"]) == (4, 8, 0.0)
-
-
 def test_values_per_microbatch_and_sends_count(tmp_path, capsys):
     units = {
         "vision": {"upstream": [], "stages": [{"forward": [1.0, 2.0]}]},

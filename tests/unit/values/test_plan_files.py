@@ -66,11 +66,9 @@ def refusal_of(tmp_path, text, graph=GRAPH, world_size=None):
     [
         ("[3, 6]", "[3, 1000000000000]", 7, "layers[0][1]: expected an integer of at most 10,002, found 1000000000000"),
         ("[3, 6]", "[3, 5000]", 5, "must cover layers 0 to 5 once each"),
-        ("[3, 6]", "[4, 6]", 5, "must cover layers 0 to 5 once each"),
         ("[3, 6]", "[2, 6]", 5, "must cover layers 0 to 5 once each"),
         ("[[3, 6]]", "[[3, 6], [6, 6]]", 5, "must cover layers 0 to 5 once each"),
         ("[[3, 6]]", "[]", 7, "layers: expected a list with at least 1 entry, found []"),
-        ("[1]", "[-1]", 7, "ranks[0]: expected an integer of at least 0, found -1"),
         ("[1]", "[1000000000000]", 7, "ranks[0]: expected an integer of at most 1,048,575"),
         ("[1]", "[1000000]", 1, "ranks [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, ...] have nothing to do"),
         ("size: 1", "size: 1000000000000", 3, "tensor_parallel_size: expected an integer of at most 1,048,576"),
@@ -111,12 +109,6 @@ def test_a_plan_made_in_python_is_checked_without_listing_its_layers():
         plan = Plan({"llm": UnitPlan((Replica((Stage((0,), ranges),)),))})
         with pytest.raises(PlanError, match="must cover layers 0 to 5 once each"):
             validate_plan(plan, graph=GRAPH, world_size=1)
-
-
-def test_ranks_beyond_all_bounds_are_not_listed_either():
-    plan = Plan({"llm": UnitPlan((Replica((Stage((10**12,), ((0, 6),)),)),))})
-    with pytest.raises(PlanError, match=r"ranks \[0, 1, .*15, \.\.\.\] have nothing to do"):
-        validate_plan(plan, graph=GRAPH, world_size=plan.num_ranks)
 
 
 TIED = ModelGraph((Unit("llm", Role.BACKBONE, Transformer(3, 8, 2, 16), untie_embeddings_and_output_weights=False),), ())

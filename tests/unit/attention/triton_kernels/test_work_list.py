@@ -30,23 +30,11 @@ def entries_of(work: WorkList, row: int) -> list[int]:
     return sorted(entry for each, begin, _, end, _ in work.items.tolist() if each == row for entry in range(begin, end))
 
 
-def test_full_blocks_come_first() -> None:
-    blocks = ordered([[False, True, True], [], [True, False]])
-    assert blocks.blocks.tolist() == [1, 2, 0, 0, 1]
-    assert (blocks.row_starts.tolist(), blocks.full_ends.tolist()) == ([0, 3, 3, 5], [2, 3, 4])
-
-
 def test_a_long_row_becomes_even_items_that_are_taken_first() -> None:
     work = plan_work_list(ordered([[True], [True] * 6 + [False], [True, False]]), max_blocks_per_item=3)
     # row, begin, end of full, end, slot
     assert work.items.tolist() == [[1, 5, 7, 8, 2], [1, 1, 3, 3, 0], [1, 3, 5, 5, 1], [2, 8, 9, 10, DIRECT], [0, 0, 1, 1, DIRECT]]
     assert (work.split_rows.tolist(), work.num_slots) == ([[1, 0, 3]], 3)
-
-
-def test_without_balancing_rows_stay_whole_and_in_order() -> None:
-    work = plan_work_list(ordered([[True], [True] * 5, [False]]), max_blocks_per_item=None)
-    assert work.items.tolist() == [[0, 0, 1, 1, DIRECT], [1, 1, 6, 6, DIRECT], [2, 6, 6, 7, DIRECT]]
-    assert (len(work.split_rows), work.num_slots) == (0, 0)
 
 
 @given(rows=ROWS, limit=st.none() | st.integers(1, 5))

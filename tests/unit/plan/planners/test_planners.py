@@ -11,7 +11,7 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.baselines import plan_megatron
 from multimodal.plan.planners.cornstarch import RepeatedStep
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
-from multimodal.plan.planners.estimate.unit_options import list_options, pareto_rows
+from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
@@ -26,7 +26,6 @@ from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import (
     CLUSTER,
     GRAPHS,
-    TEXT_ONLY,
     THREE,
     TWO,
     frozen,
@@ -137,10 +136,6 @@ def test_megatron_balanced_puts_encoder_and_llm_layers_on_one_grid():
 def test_flops_ratio_divides_gpus_by_flops():
     run = PLANNERS["flops-ratio"](request(TWO, num_gpus=16))
     assert len(run.plan.units["llm"].ranks) > len(run.plan.units["vision"].ranks)
-
-
-def test_a_text_only_model_gets_all_gpus():
-    assert PLANNERS["megatron"](request(TEXT_ONLY)).num_gpus == 8
 
 
 def test_a_request_that_contradicts_itself_is_refused():
@@ -324,7 +319,3 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
     problem = build_problem(asked)
     alone = build_candidate(asked, problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
     assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds
-
-
-def test_pareto_rows_keep_what_nothing_beats():
-    assert sorted(pareto_rows([1, 1, 2, 3, 3], [5, 4, 3, 3, 1]).tolist()) == [1, 2, 4]

@@ -14,7 +14,6 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.entrain import (
     LARGEST_BATCH,
-    NUM_TRIALS,
     gpu_block,
     plan_entrain,
     replica_allocation,
@@ -129,10 +128,6 @@ def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_l
     overlapped = replace(run, tp_comm_overlap=True)
     assert "--tp-comm-overlap" in overlapped.flags and "--tp-comm-overlap" not in run.flags
     assert predict_run(overlapped, asked).iteration_seconds < predict_run(run, asked).iteration_seconds
-
-
-def test_the_paper_s_trials():
-    assert NUM_TRIALS == 59
 
 
 def test_varied_samples_need_larger_batches_and_the_batch_is_stable():

@@ -180,10 +180,6 @@ def test_saved_tensors_are_freed_with_the_graph() -> None:
     assert reference() is None, "the graph is held by a reference cycle"
 
 
-def test_sizes_are_of_elements() -> None:
-    assert (size_of(None), size_of(torch.zeros(3, dtype=torch.bfloat16))) == (0, 6)
-
-
 FORWARD = Action(ActionKind.FORWARD, "llm", 0, 0, 0)
 SECOND = FORWARD._replace(microbatch=1)
 
@@ -227,25 +223,6 @@ def test_a_new_step_forgets_the_last_one(now: Time) -> None:
     assert clock.events() == ()
     now.run(clock, SECOND, seconds=1.0)
     assert clock.events() == (TimelineEvent(SECOND, 0, 0.0, 1.0),)
-
-
-def test_every_kind_of_action_counts_as_compute_communication_or_waiting() -> None:
-    expected = {
-        ActionKind.FORWARD: "compute",
-        ActionKind.BACKWARD: "compute",
-        ActionKind.INPUT_GRADIENT: "compute",
-        ActionKind.WEIGHT_GRADIENT: "compute",
-        ActionKind.SEND_FORWARD: "communication",
-        ActionKind.SEND_BACKWARD: "communication",
-        ActionKind.GATHER_PARAMETERS: "communication",
-        ActionKind.REDUCE_GRADIENTS: "communication",
-        ActionKind.RECEIVE_FORWARD: "waiting",
-        ActionKind.RECEIVE_BACKWARD: "waiting",
-    }
-    assert set(expected) == set(ActionKind)
-    for kind, resource in expected.items():
-        split = seconds_by_resource((TimelineEvent(FORWARD._replace(kind=kind), 0, 1.0, 3.5),))
-        assert split == {"compute": 0.0, "communication": 0.0, "waiting": 0.0, resource: 2.5}
 
 
 class IdleBroker:

@@ -17,7 +17,7 @@ import yaml
 
 from megatron.runtime.flags.arguments import build_plan, parse_arguments, with_epochs
 from megatron.runtime.flags.configuration import GROUPS, ModelConfig, ParallelismConfig, RunConfig, TrainingConfig
-from megatron.runtime.flags.field_flags import all_flags, field_docstrings, field_flags
+from megatron.runtime.flags.field_flags import field_docstrings, field_flags
 from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
 from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, MULTIMODAL, NOT_AVAILABLE
 from multimodal.attention.attention_backend import BACKEND_NAMES
@@ -59,14 +59,6 @@ def parse(tmp_path: Path) -> Parse:
         )
 
     return run
-
-
-def test_without_a_configuration_file(tmp_path: Path) -> None:
-    model = tmp_path / "model.yaml"
-    model.write_text(yaml.safe_dump({"units": {"llm": BACKBONE}}))
-    flags = f"--model {model} --data-path digits --lr 1e-3 --train-iters 3 --global-batch-size 4 --llm-tp 2".split()
-    config = parse_arguments(flags, environ={"WORLD_SIZE": "4"})
-    assert build_plan(config, ModelGraph.from_file(config.model.model), 4).units["llm"].data_parallel_size == 2
 
 
 def test_epochs_become_steps_once_the_samples_are_counted(parse: Parse) -> None:
@@ -239,23 +231,6 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_field_has_a_docstring(group: type) -> None:
     assert set(field_docstrings(group)) == {field.name for field in dataclasses.fields(group)}
     assert all(text.endswith(".") for text in field_docstrings(group).values())
-
-
-def test_no_two_groups_share_a_field() -> None:
-    names = [flag.name for flag in all_flags()]
-    assert len(names) == len(set(names))
-
-
-def test_a_field_becomes_a_flag() -> None:
-    flags = {flag.name: flag for flag in all_flags()}
-    assert (flags["train_iters"].flag, flags["train_iters"].is_required) == ("--train-iters", True)
-    assert (flags["progress_bar"].flag, flags["progress_bar"].opposite) == ("--no-progress-bar", "--progress-bar")
-    assert flags["balance"].choices == ("none", "sorted", "llm-only", "whole-sample", "orchmllm", "disttrain", "entrain", "auto")
-    assert flags["freeze"].is_list
-    assert flags["model"].is_input_path
-    assert flags["exit_interval"].parse is not None
-    assert flags["exit_interval"].parse("3") == 3
-    assert "encoder_micro_batch_sizes" not in flags
 
 
 def choices(group: type, name: str) -> set[Any]:

@@ -150,13 +150,6 @@ def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch,
     assert f"supervisor: error: the store at 127.0.0.1:{port} cannot be reached" in capsys.readouterr().err
 
 
-def test_ranks_may_abort_communicators_without_being_ended_by_torch() -> None:
-    flags, command = read_flags(["--nodes", "1", "--port", str(free_port()), "program.py"])
-    supervisor = Supervisor.__new__(Supervisor)
-    supervisor._flags, supervisor._command = flags, command
-    assert supervisor._environment(SimpleNamespace(number=0, incarnation=0), 0)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-
 def start(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import ACTION_TABLE, ActionKind, Resource, action_to_text
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import group_rows_reference, order_by, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Route
@@ -28,7 +28,6 @@ from tests.unit.schedule.schedule_cases import (
     placed_golden_cases,
     reduced_together,
 )
-from tests.unit.schedule.schedule_text import lanes_from_text
 from tests.unit.values.work.dependencies import dependencies
 
 
@@ -104,41 +103,9 @@ def test_shapes_differ_by_counts_routes_cuts_and_direction_and_not_by_samples() 
     assert shape.with_cuts(split) == shape.with_cuts(Cuts(split=frozenset(split.split)))
 
 
-def parse(text: str) -> Action:
-    return lanes_from_text(f"lane 0: {text}")[0].actions[0]
-
-
-def needs(case: StepShape, text: str, *, lowered: bool = False) -> list[str]:
-    return [action_to_text(action) for action in step_work(case).needs_of(parse(text), lowered=lowered)]
-
-
 def unequal() -> StepShape:
     """One encoder with items of samples 0 1 | 2 3 | 4 before two LLM replicas with samples 0 | 1 | 2 and 3 4."""
     return golden_cases()["encoder_dp1_llm_dp2_unequal"]
-
-
-@pytest.mark.parametrize(
-    ("action", "compute", "lowered"),
-    [
-        ("F vision/0/0/1", [], []),
-        ("F llm/0/0/1", ["F vision/0/0/0"], ["RF llm/0/0/1<vision/0/0/0"]),
-        ("F llm/1/0/0", ["F vision/0/0/1", "F vision/0/0/2"], ["RF llm/1/0/0<vision/0/0/1", "RF llm/1/0/0<vision/0/0/2"]),
-        ("B llm/1/0/0", ["F llm/1/0/0"], ["F llm/1/0/0"]),
-        (
-            "B vision/0/0/1",
-            ["F vision/0/0/1", "B llm/0/0/2", "B llm/1/0/0"],
-            ["F vision/0/0/1", "RB vision/0/0/1<llm/0/0/2", "RB vision/0/0/1<llm/1/0/0"],
-        ),
-        ("RG llm/0/0", ["B llm/0/0/0", "B llm/0/0/1", "B llm/0/0/2"], ["B llm/0/0/0", "B llm/0/0/1", "B llm/0/0/2"]),
-        ("SF vision/0/0/0>llm/0/0/1", None, ["F vision/0/0/0"]),
-        ("RF llm/0/0/1<vision/0/0/0", None, ["SF vision/0/0/0>llm/0/0/1"]),
-        ("SB llm/0/0/1>vision/0/0/0", None, ["B llm/0/0/1"]),
-        ("RB vision/0/0/0<llm/0/0/1", None, ["SB llm/0/0/1>vision/0/0/0"]),
-    ],
-)
-def test_dependencies_across_units(action: str, compute: list[str] | None, lowered: list[str]) -> None:
-    assert compute is None or needs(unequal(), action) == compute, "only the lowered dialect has messages"
-    assert needs(unequal(), action, lowered=True) == lowered
 
 
 @pytest.mark.parametrize(

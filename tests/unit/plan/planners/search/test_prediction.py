@@ -19,7 +19,7 @@ from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_e
 from multimodal.plan.planners.search.prediction import judge_run, predict_run
 from multimodal.plan.planners.search.run_variants import with_first_balance
 from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
-from multimodal.plan.planners.search.trials import climb, shortest_run, simulate_run
+from multimodal.plan.planners.search.trials import shortest_run, simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
@@ -94,14 +94,6 @@ def test_the_floor_holds_no_recomputation():
 
 def ranks(plan: Plan, unit: str) -> set[int]:
     return set(plan.units[unit].ranks)
-
-
-def test_units_that_share_ranks_keep_the_same_ones():
-    plan = colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2).build_plan(TWO)
-    share = keep_replicas(plan, 2)
-    assert share is not None
-    assert ranks(share, "vision") == ranks(share, "llm") == {0, 1, 2, 3, 8, 9, 10, 11}
-    assert [share.units[unit].data_parallel_size for unit in ("vision", "llm")] == [8, 2]
 
 
 def test_replicas_that_overlap_in_part_have_no_share():
@@ -218,32 +210,3 @@ def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
     _, grid = found_for(asked)[1][0]
     assert fits(asked, grid)
     assert not fits(with_memory(asked, 1e-3), grid)
-
-
-SIZES = (1, 2, 4, 8, 16)
-
-
-def looked_at(seconds, *, below=float("inf"), first=2):
-    """List the sizes that a climb from `first` looks at."""
-    sizes = []
-
-    def look_at(size):
-        sizes.append(size)
-        return seconds[SIZES.index(size)]
-
-    climb(SIZES, look_at, first=first, below=below)
-    return sizes
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"), [((5, 4, 3, 2, 1), [4, 8, 16, 2]), ((1, 2, 3, 4, 5), [4, 8, 2, 1]), ((2, 1, 3, 4, 5), [4, 8, 2, 1])]
-)
-def test_sizes_are_looked_at_while_steps_get_shorter(seconds, expected):
-    assert looked_at(seconds) == expected
-
-
-def test_far_behind_a_known_run_only_great_strides_are_followed():
-    assert looked_at((9, 9, 9, 8, 7), below=1.0) == [4, 8, 2]
-    assert looked_at((9, 9, 9, 7, 5), below=1.0) == [4, 8, 16, 2]
-    assert looked_at((9, 9, 9, 8, 7), below=5.0) == [4, 8, 16, 2]
-    assert looked_at((9, 9, float("inf"), 8, 7), below=1.0)[:2] == [4, 8], "what does not fit says nothing"

@@ -22,7 +22,7 @@ from multimodal.plan.planners.search.trials import MISFIT, Trials
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.validate import read_plan, validate_plan
-from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, frozen, request, with_memory
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, request, with_memory
 
 
 @pytest.fixture
@@ -125,11 +125,6 @@ def test_gradients_are_reduced_between_the_ranks_that_hold_them():
     alone = replace(first, layouts={"llm": layout, "vision": even_layout(VISION, 1, 3, 1)})
     assert alone.first_ranks == {"llm": 0, "vision": 2}
     assert estimate_seconds(asked, first) > estimate_seconds(asked, alone)
-
-
-def test_frozen_layers_have_no_trained_weights():
-    weights = request(frozen(TWO, "llm")).trained_weights
-    assert weights["llm"][-1] == 0 < weights["vision"][-1] and len(weights["llm"]) == len(LLM.layers) + 1
 
 
 def test_variants_of_a_run_keep_to_the_request():

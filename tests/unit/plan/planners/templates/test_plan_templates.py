@@ -294,11 +294,6 @@ def test_replicas_may_differ_so_that_all_nodes_are_used() -> None:
     assert found.nodes == (0, 1, 2, 3, 4) and found.plan.units["llm"].is_unlike
 
 
-def test_too_few_nodes_are_refused() -> None:
-    with pytest.raises(PlanError, match="1 nodes are left, but 2 replicas of 1 nodes need 2; wait for nodes to return"):
-        plan_nodes(ONE_NODE, (2,), graph=GRAPH, before=(Pipeline((2,), 8),), holding=(2,))
-
-
 def random_tables(draw):
     """Tables of up to six layers, some frozen, on stages of 1, 2 and 4 GPUs; half of them with little memory."""
     count, sizes = draw.randint(1, 6), np.array([1, 2, 4][: draw.randint(1, 3)])
@@ -356,21 +351,6 @@ def test_without_kernels_there_are_no_templates():
         without_kernels(map_stages)(random_tables(random.Random(1)), num_gpus=[2], num_microbatches=[2])
 
 
-def test_a_step_is_at_most_the_simulated_one_and_equal_where_stages_are_alike():
-    draw = random.Random(2)
-    for _ in range(200):
-        count = draw.randint(1, 7)
-        forward = [draw.randint(5, 10) for _ in range(count)]
-        backward = [2 * each for each in forward]
-        num_microbatches = draw.randint(1, 4 * count)
-        simulated = simulate_1f1b(forward, backward, num_microbatches=num_microbatches)
-        step = step_ticks(forward, backward, num_microbatches=num_microbatches)
-        assert 0.9 * simulated < step <= simulated
-        assert step >= num_microbatches * 3 * max(forward)
-    alike = step_ticks([4] * 6, [8] * 6, num_microbatches=24)
-    assert alike == (24 + 6 - 1) * 12 == simulate_1f1b([4] * 6, [8] * 6, num_microbatches=24)
-
-
 def random_times(draw):
     forward = tuple(draw.uniform(0.1, 1.0) for _ in range(draw.randint(1, 8)))
     return PipelineTimes(forward, tuple(2 * each for each in forward))
@@ -396,9 +376,3 @@ def test_most_microbatches_inverts_seconds():
         assert times.most_microbatches(seconds) == count
         assert times.most_microbatches(0.999 * seconds) < count
     assert times.seconds(0) == 0 and times.most_microbatches(0.0) == 0
-
-
-def test_more_microbatches_take_longer():
-    times = random_times(random.Random(2))
-    steps = [times.seconds(count) for count in range(1, 30)]
-    assert steps == sorted(steps) and steps[0] == pytest.approx(sum(times.forward) + sum(times.backward))
