@@ -24,7 +24,7 @@ from multimodal.schedule.execute_lanes import unit_cost
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.errors import ConfigError, ModelError
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import Lora, ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of
@@ -301,23 +301,6 @@ def test_a_stage_with_adapters_passes_its_gradient_on_and_little_else() -> None:
         for each in (graph, with_adapters)
     ]
     assert costs == [2, 1]
-
-
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        ({"rank": 0}, "lora, rank: expected a positive integer, found 0"),
-        ({"rank": 4, "alpha": -1}, "lora, alpha: expected a positive number, found -1"),
-        ({"rank": 4, "targets": ["linear_qkv", "q_proj"]}, r"lora, targets\[1\]: 'q_proj' matches no linear layer that may have"),
-        ({"rank": 4, "targets": ["output_layer"]}, r"lora, targets\[0\]: 'output_layer' matches no linear layer"),
-    ],
-)
-def test_wrong_adapters_in_a_model_file_name_their_line(lora: Any, message: str, tmp_path: Path) -> None:
-    shape = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
-    llm = {"role": "backbone", "untie_embeddings_and_output_weights": False, **shape, "lora": lora}
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": llm}}))
-    with pytest.raises(ModelError, match=rf"model.yaml, line \d+: unit 'llm', {message}"):
-        read_model(tmp_path / "model.yaml")
 
 
 def test_a_model_file_may_name_patterns(tmp_path: Path) -> None:

@@ -112,31 +112,6 @@ def test_a_profile_is_read_back_as_written(tmp_path: Path, name: str) -> None:
         assert LayerProfile.from_file(tmp_path / name) == profile and ("step" in profile.to_dict()) == (step is not None)
 
 
-ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0]}
-
-
-@pytest.mark.parametrize(
-    ("units", "message"),
-    [
-        ({}, "units: expected each unit's name with its kinds of layer"),
-        ({"llm": []}, "unit 'llm': expected a mapping"),
-        ({"llm": {"attention": [ENTRY]}}, "unit 'llm', attention: is no kind of layer"),
-        ({"llm": {"head": ENTRY}}, "expected a list with one mapping"),
-        ({"llm": {"head": [{"forward": [1, 2, 3]}]}}, "head, entry 0: 'input_gradient' is missing"),
-        ({"llm": {"head": [{**ENTRY, "forward": [1, 2]}]}}, r"entry 0, forward: expected \[c0, c1, c2, c3\] or"),
-        ({"llm": {"head": [{**ENTRY, "forward": [1, 2, -3]}]}}, r"forward\[2\]: expected a number of at least 0, found -3"),
-        ({"llm": {"head": [{**ENTRY, "forward": {"tokens": [2, 1], "seconds": [1, 2]}}]}}, "ascending tokens"),
-        ({"llm": {"head": [{**ENTRY, "backward": [1, 2, 3]}]}}, "unknown key 'backward'"),
-        ({"llm": {"head": [ENTRY, ENTRY]}}, "entry 1: tp 1, cp 1 is listed twice"),
-    ],
-)
-def test_wrong_files_are_refused(units: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LayerProfile.from_dict({"units": units})
-    with pytest.raises(ConfigError, match="unknown key 'second'; known keys are seconds"):
-        LayerProfile.from_dict({"units": {"llm": {}}, "step": {"second": 1}})
-
-
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(300.0, 4.0), Network(50.0, 8.0, 8), efficiency=0.5, half_efficiency_gflop=2.0)
 
 

@@ -114,34 +114,6 @@ def test_factors_that_do_not_fit_are_refused(changed: dict[str, Any], message: s
         ModelGraph.from_dict({"units": {"llm": {**plain["units"]["llm"], **changed}}})
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"architectures": None}, "architectures is None, which cannot be trained here; expected one of LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu' can be trained here"),
-        ({"rope_scaling": 7}, "rope_scaling is 7, expected a mapping, or null"),
-        ({"rope_theta": "big"}, "rope_theta is 'big', expected a number"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2}}, "of type 'ntk', which cannot be trained here"),
-        ({"rope_scaling": {"type": ["yarn"]}}, "of type \\['yarn'\\], which cannot be trained here"),
-        ({"rope_scaling": {"type": "longrope", "short_factor": 2, "long_factor": 2}}, "without original_max_position_embeddings"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of rotary positions is '2', expected a number above 0"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' without original_max_position_embeddings; add it"),
-        ({**MIXTRAL, "attention_bias": True}, "attention_bias is True, and only False or None can be trained here"),
-        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers is"),
-        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama"),
-        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
-        ({"hidden_size": "64"}, "unit 'llm', hidden_size: expected a positive integer"),
-        ({"rope_config": 3}, "rope_config is 3, expected a mapping"),
-        ({"part_config": {"num_hidden_layers": "2"}}, "part_config.num_hidden_layers is '2', expected a whole number"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
-    ],
-)
-def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=rf"config.json: .*{message}"):
-        read(tmp_path, **config)
-
-
 def test_a_model_that_no_family_has_is_named_with_what_differs(tmp_path: Path) -> None:
     graph = read(tmp_path)
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "normalization": "LayerNorm"}

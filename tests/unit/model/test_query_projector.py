@@ -9,7 +9,6 @@ from torch import Tensor
 
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import build_stage
 
@@ -95,18 +94,3 @@ def test_without_items_there_are_no_rows_and_gradients_of_zeros() -> None:
     assert output.shape == (0, 8)
     output.sum().backward()
     assert all(not parameter.grad.any() for parameter in stage.parameters() if parameter.grad is not None)
-
-
-@pytest.mark.parametrize(
-    ("queries", "vision", "problem"),
-    [
-        ({**QUERIES, "hidden_size": 13}, {}, "hidden_size 13 of queries is not divisible by their num_attention_heads 3"),
-        (QUERIES, {"has_linear_projector": True}, "take the place of has_linear_projector"),
-        (QUERIES, {"projector_hidden_size": 8}, "take the place of has_linear_projector and projector_hidden_size"),
-        ({"num_queries": 0}, {}, "num_queries: expected a positive integer"),
-        ({}, {}, "num_queries"),
-    ],
-)
-def test_what_they_cannot_be_is_refused(queries: dict[str, Any], vision: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ModelError, match=problem):
-        graph_of(queries, **vision)
