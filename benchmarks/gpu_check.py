@@ -31,7 +31,7 @@ from benchmarks import rank_checks
 from benchmarks.rank_checks import watch_host_waits
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, count, run_tool
+from tools.command_line import Parser, count, program
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -251,7 +251,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("gpu_check.py")
+def main(argv: Sequence[str]) -> None:
     """Run the checks, print a table, write a file; raises ConfigError if there is no GPU or a check failed."""
     flags = build_parser().parse_args(argv)
     has_cuda, wanted = torch.cuda.is_available(), {name for name in flags.only.split(",") if name}
@@ -287,11 +288,6 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(f"{len(failed)} of {len(outcomes)} checks failed ({'; '.join(failed)}); see above and {output}")
     num_left_out = sum(each.result.startswith(rank_checks.LEFT_OUT) for each in outcomes)
     print(f"all {len(outcomes) - num_left_out} checks passed{f', {num_left_out} left out' if num_left_out else ''}; {output}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tool."""
-    return run_tool("gpu_check.py", run, argv)
 
 
 if __name__ == "__main__":

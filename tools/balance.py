@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from tools.command_line import (
     count,
     counts_by_unit,
     padded_vocab_size,
-    run_tool,
+    program,
     values_by_unit,
 )
 
@@ -134,7 +133,8 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
     return sizes
 
 
-def run(argv: Sequence[str]) -> None:
+@program("balance.py")
+def main(argv: Sequence[str]) -> None:
     """Balance and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     graph = build_graph(flags)
@@ -181,9 +181,6 @@ def print_table(report: Mapping[str, Any]) -> None:
             f"{volume['before']:,.0f} -> {volume['after']:,.0f}",
         )
     console.print(table)
-
-
-main = partial(run_tool, "balance.py", run)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
@@ -20,14 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_settings
-from megatron.runtime.flags.arguments import choose_trained
-from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.index.item_reader import DIGEST, latent_key
 from multimodal.hugging_face.architecture import autoencoder_digest
 from multimodal.model.latents import encode_image, join_patches, normalised_patches
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
+from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
 
 def build_parser() -> Parser:
@@ -38,10 +35,10 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("cache_latents.py")
+def main(argv: Sequence[str]) -> None:
     """Encode what the run's generators make; raises BraidError."""
-    given, config = read_run_flags(build_parser(), argv)
-    graph = choose_trained(read_model(config.model.model), config.model)
+    given, config, graph = read_run_flags(build_parser(), argv)
     images, device = latent_images(graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not images:
         raise ConfigError("--model: no generator of it makes latents; give one `latents` in its image")
@@ -93,9 +90,6 @@ class _Writer:
             save_file(self._held, path.with_suffix(".part"), metadata={DIGEST: self._digest})
             path.with_suffix(".part").rename(path)
             self._num_files, self._held = self._num_files + 1, {}
-
-
-main = partial(run_tool, "cache_latents.py", run)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -36,12 +37,13 @@ def parser_beside_a_run(name: str, description: str | None) -> Parser:
     return parser
 
 
-def read_run_flags(parser: Parser, argv: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig]":
-    """Return a tool's flags, and the run of all others; raises BraidError."""
-    from megatron.runtime.flags.arguments import parse_arguments  # which few tools need
+def read_run_flags(parser: Parser, argv: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig, ModelGraph]":
+    """Return a tool's flags, the run of all others, and the model it trains; raises BraidError."""
+    from megatron.runtime.flags.arguments import choose_trained, parse_arguments  # which few tools need
 
     given, of_run = parser.parse_known_args(argv)
-    return given, parse_arguments([*of_run, "--plan", "auto"], environ={})
+    config = parse_arguments([*of_run, "--plan", "auto"], environ={})
+    return given, config, choose_trained(read_model(config.model.model), config.model)
 
 
 def count(text: str) -> int:
@@ -96,14 +98,24 @@ def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLe
     return uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
 
 
-def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
-    """Run a tool and return its exit code: 2, with one line on stderr, for wrong input; argv: None for the command line's."""
-    try:
-        run(sys.argv[1:] if argv is None else argv)
-    except (BraidError, OSError, ImportError) as problem:
-        print(f"{name}: {type(problem).__name__}: {problem}", file=sys.stderr)
-        return 2
-    return 0
+def program(name: str) -> Callable[[Callable[[Sequence[str]], None]], Callable[[Sequence[str] | None], int]]:
+    """Turn a function of a command line into one that returns an exit code: 2, with one line on stderr, for wrong input.
+
+    It takes the command line of this process if it is given none.
+    """
+
+    def decorate(run: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str] | None], int]:
+        def main(argv: Sequence[str] | None = None) -> int:
+            try:
+                run(sys.argv[1:] if argv is None else argv)
+            except (BraidError, OSError, ImportError) as problem:
+                print(f"{name}: {type(problem).__name__}: {problem}", file=sys.stderr)
+                return 2
+            return 0
+
+        return main
+
+    return decorate
 
 
 def format_seconds(seconds: float) -> str:

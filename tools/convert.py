@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, count, run_tool
+from tools.command_line import Parser, count, program
 
 
 def build_parser() -> Parser:
@@ -71,7 +70,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("convert.py")
+def main(argv: Sequence[str]) -> None:
     """Convert according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     if flags.load is not None and flags.save is not None:
@@ -128,9 +128,6 @@ def _read_hugging_face(flags: Any) -> StoredModel:
         found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by, vocab_size=stop)
     linear = linear_layers(found.graph)
     return found._replace(graph=adapt_units(found.graph, linear, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets))
-
-
-main = partial(run_tool, "convert.py", run)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from multimodal.plan.planners.templates.simulate_trace import (
 )
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
-from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
+from tools.command_line import Parser, at_least_zero, format_seconds, program
 from tools.plan import DEFAULT_FAULT_TOLERANCE, add_request_flags, build_request
 from tools.show_plans import describe_templates
 
@@ -231,7 +230,8 @@ def draw(compared: Comparison, path: str | Path) -> None:
     figure.savefig(path)
 
 
-def run(argv: Sequence[str]) -> None:
+@program("elastic.py")
+def main(argv: Sequence[str]) -> None:
     """Simulate, draw and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     compared = simulate(flags)
@@ -241,9 +241,6 @@ def run(argv: Sequence[str]) -> None:
         print(json.dumps(report(compared)))
         return
     print_comparison(compared)
-
-
-main = partial(run_tool, "elastic.py", run)
 
 
 if __name__ == "__main__":

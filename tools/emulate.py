@@ -16,7 +16,6 @@ import statistics
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.timeline import Timeline
 from tools import simulate
-from tools.command_line import Parser, count, run_tool
+from tools.command_line import Parser, count, program
 from tools.simulate import build_step_schedule, build_steps, check_flags
 
 
@@ -49,7 +48,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("emulate.py")
+def main(argv: Sequence[str]) -> None:
     """Emulate and print; raises BraidError."""
     given, model_flags = build_parser().parse_known_args(argv)
     emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
@@ -89,9 +89,6 @@ def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str
         "num_microbatches": simulation.num_microbatches,
         "num_iterations": len(timelines),
     }
-
-
-main = partial(run_tool, "emulate.py", run)
 
 
 if __name__ == "__main__":

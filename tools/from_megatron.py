@@ -10,7 +10,6 @@ Reads scripts of Megatron-LM (pretrain_gpt.py, pretrain_vlm.py, examples/multimo
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Unit
-from tools.command_line import Parser, run_tool
+from tools.command_line import Parser, program
 from tools.megatron_command import Command, read_command
 from tools.megatron_models import Flags, read_model
 
@@ -285,7 +284,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("from_megatron.py")
+def main(argv: Sequence[str]) -> None:
     """Convert according to the flags; raises BraidError."""
     parser = build_parser()
     flags = parser.parse_intermixed_args(argv) if "--" not in argv else parser.parse_args(argv)
@@ -309,9 +309,6 @@ def run(argv: Sequence[str]) -> None:
     )
     (folder / "report.txt").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), end="")
-
-
-main = partial(run_tool, "from_megatron.py", run)
 
 
 if __name__ == "__main__":

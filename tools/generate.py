@@ -15,7 +15,6 @@ import sys
 import warnings
 from argparse import REMAINDER
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from PIL import Image
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
 from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import StoredModel, open_model
@@ -35,7 +35,7 @@ from megatron.runtime.session import Session
 from multimodal.data.sample_source import NUM_FRAMES
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
-from tools.command_line import Parser, at_least_zero, count, run_tool
+from tools.command_line import Parser, at_least_zero, count, program
 
 
 def build_parser() -> Parser:
@@ -70,7 +70,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("generate.py")
+def main(argv: Sequence[str]) -> None:
     """Answer; raises BraidError."""
     flags = build_parser().parse_args(argv)
     options = _generation_options(flags)
@@ -78,11 +79,10 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError("--image, --audio and --video go with a --prompt; in a conversation attach one: /image FILE, say")
     frames = {name: given for name in ("num_frames", "video_fps") if (given := getattr(flags, name)) is not None}
     for name, given in frames.items():
-        flag = "--" + name.replace("_", "-")
         if not flags.video:
-            raise ConfigError(f"{flag} would be ignored: there is no --video; leave it out")
+            raise ConfigError(f"{flag_of(name)} would be ignored: there is no --video; leave it out")
         if not given > 0:
-            raise ConfigError(f"{flag} {given}: expected a number above 0")
+            raise ConfigError(f"{flag_of(name)} {given}: expected a number above 0")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     drawing = _drawing_options(flags)
@@ -110,8 +110,9 @@ def _drawing_options(flags: Any) -> dict[str, Any] | None:
     options = {name: value for name, value in given.items() if value is not None}
     if flags.output is None or flags.prompt is None:
         for name in options:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png")
+            raise ConfigError(
+                f"{flag_of(name)} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png"
+            )
         return None
     for name in ("video", "audio"):
         if getattr(flags, name):
@@ -177,9 +178,6 @@ def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> N
             said = generate((session, model), messages, **options)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": said}]})
             print(said, flush=True)
-
-
-main = partial(run_tool, "generate.py", run)
 
 
 if __name__ == "__main__":

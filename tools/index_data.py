@@ -21,12 +21,10 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.feed.data_sets import open_manifest, text_settings
-from megatron.runtime.flags.arguments import choose_trained
-from multimodal.cost.layers.registry import read_model
 from multimodal.data.index.sample_indexer import BAD
 from multimodal.data.manifest import ManifestSource
 from multimodal.values.errors import ConfigError, DataError
-from tools.command_line import Parser, parser_beside_a_run, read_run_flags, run_tool
+from tools.command_line import Parser, parser_beside_a_run, program, read_run_flags
 
 _BLOCK = 1024
 """Items that wait for being read at a time."""
@@ -39,13 +37,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("index_data.py")
+def main(argv: Sequence[str]) -> None:
     """Index, and check if asked to; raises BraidError."""
-    given, config = read_run_flags(build_parser(), argv)
+    given, config, graph = read_run_flags(build_parser(), argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if config.data.sample_program is not None:
         raise ConfigError("--data-path: a program's samples (digits, FILE.py) have no index; use a manifest")
-    graph = choose_trained(read_model(config.model.model), config.model)
     tokenizer, chat = text_settings(config).open()
     tolerant = replace(config.data, bad_sample="skip", bad_samples_per_thousand=1000.0) if given.check else config.data
     num_broken, num_samples = 0, 0
@@ -79,9 +77,6 @@ def _problem(source: ManifestSource, place: tuple[int, int]) -> str | None:
     except DataError as problem:
         return str(problem)
     return None
-
-
-main = partial(run_tool, "index_data.py", run)
 
 
 if __name__ == "__main__":

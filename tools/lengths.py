@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,13 +17,11 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.feed.data_sets import build_data_sets
-from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
-from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import write_length_table
 from multimodal.values.errors import ConfigError
 from multimodal.values.sample_lengths import SampleLengths
-from tools.command_line import Parser, count, parser_beside_a_run, read_run_flags, run_tool
+from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
 BAR_WIDTH = 50
 """Characters of the longest bar of a histogram."""
@@ -39,10 +36,11 @@ def build_parser() -> Parser:
     return parser
 
 
-def run(argv: Sequence[str]) -> None:
+@program("lengths.py")
+def main(argv: Sequence[str]) -> None:
     """Read the lengths that the run would read, and write them; raises BraidError."""
-    given, config = read_run_flags(build_parser(), argv)
-    data = build_data_sets(config, choose_trained(read_model(config.model.model), config.model))
+    given, config, graph = read_run_flags(build_parser(), argv)
+    data = build_data_sets(config, graph)
     lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train)} training samples")
@@ -90,9 +88,6 @@ def _histograms(tokens: Mapping[str, Sequence[int]]) -> Iterator[str]:
         for bits in range(min(counts), max(counts) + 1):
             bar = "#" * -(-counts[bits] * BAR_WIDTH // max(counts.values()))
             yield f"  {2**bits // 2:>9,} to {max(0, 2**bits - 1):<9,} {counts[bits]:>9,}  {bar}".rstrip()
-
-
-main = partial(run_tool, "lengths.py", run)
 
 
 if __name__ == "__main__":

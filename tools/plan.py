@@ -42,8 +42,8 @@ from tools.command_line import (
     format_seconds,
     padded_vocab_size,
     positive,
+    program,
     read_lengths,
-    run_tool,
 )
 from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
 
@@ -260,7 +260,8 @@ def write_plan(path: Path, planned: PredictedRun, request: PlanningRequest, flag
     path.write_text(plan_text(path.name, *planned, made_for=made_for(flags), cluster=flags.cluster, simulate_flags=again))
 
 
-def run(argv: Sequence[str]) -> None:
+@program("plan.py")
+def main(argv: Sequence[str]) -> None:
     """Plan, compare, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     request = build_request(flags).changed(simulates_whole_steps=flags.simulate_all)
@@ -336,9 +337,6 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     console.print(f"{flags.planner}: planned in {format_seconds(seconds)}")
     for line in describe_templates(templates):
         console.print(line, markup=False)
-
-
-main = partial(run_tool, "plan.py", run)
 
 
 if __name__ == "__main__":

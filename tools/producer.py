@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.feed.producers.wire import parse_address
 from megatron.runtime.launch.rank_place import read_token
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, at_least_zero, count, run_tool
+from tools.command_line import Parser, at_least_zero, count, program
 
 
 def build_parser() -> Parser:
@@ -30,7 +29,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def serve(argv: Sequence[str]) -> None:
+@program("producer.py")
+def main(argv: Sequence[str]) -> None:
     """Serve until stopped."""
     given = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -53,9 +53,6 @@ def serve(argv: Sequence[str]) -> None:
         pass
     finally:
         producer.close()
-
-
-main = partial(run_tool, "producer.py", serve)
 
 
 if __name__ == "__main__":

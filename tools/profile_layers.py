@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
-from tools.command_line import Parser, count, padded_vocab_size, run_tool
+from tools.command_line import Parser, count, padded_vocab_size, program
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +81,8 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
-def run(argv: Sequence[str]) -> None:
+@program("profile_layers.py")
+def main(argv: Sequence[str]) -> None:
     """Time, write and print according to the flags; raises BraidError."""
     given = build_parser().parse_args(argv)
     graph = read_model(given.model)
@@ -208,9 +208,6 @@ def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argpars
         f"{1e3 * step.unit_update_seconds:.2f} ms per unit, {1e9 * step.weight_update_seconds:.2f} ns per weight"
     )
     console.print(f"written to {given.output}")
-
-
-main = partial(run_tool, "profile_layers.py", run)
 
 
 if __name__ == "__main__":

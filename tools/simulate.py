@@ -8,7 +8,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -54,14 +53,14 @@ from tools.command_line import (
     format_ranks,
     format_seconds,
     padded_vocab_size,
+    program,
     read_lengths,
-    run_tool,
 )
 
 DEFAULT_MICROBATCHES = 8
 """Microbatches per replica of the LLM if no global batch size is given."""
-MODEL_FLAGS = ("model", "cluster", "plan")
-FLAGS_BESIDE_COSTS = {"costs", "schedule", "schedule_passes", "json", "trace", "picture"}
+MODEL_FLAGS = ("--model", "--cluster", "--plan")
+FLAGS_BESIDE_COSTS = {"--costs", "--schedule", "--schedule-passes", "--json", "--trace", "--picture"}
 """All flags that --costs does not make useless."""
 
 
@@ -135,21 +134,17 @@ def build_parser() -> Parser:
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Check combinations; raises ConfigError."""
-    given = [name for name, value in vars(flags).items() if value is not None]
-    if flags.costs is not None and (ignored := [name for name in given if name not in FLAGS_BESIDE_COSTS]):
-        raise ConfigError(f"{_flag(ignored[0])} would be ignored beside --costs, which says all of it; leave one of the two out")
-    if flags.costs is None and (missing := [name for name in MODEL_FLAGS if name not in given]):
-        raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
+    given = [f"--{name.replace('_', '-')}" for name, value in vars(flags).items() if value is not None]
+    if flags.costs is not None and (ignored := [flag for flag in given if flag not in FLAGS_BESIDE_COSTS]):
+        raise ConfigError(f"{ignored[0]} would be ignored beside --costs, which says all of it; leave one of the two out")
+    if flags.costs is None and (missing := [flag for flag in MODEL_FLAGS if flag not in given]):
+        raise ConfigError(f"{missing[0]} is missing; give --model, --cluster and --plan, or --costs alone")
     if flags.tp_comm_overlap_parts is not None and not flags.tp_comm_overlap:
         raise ConfigError("--tp-comm-overlap-parts would be ignored without --tp-comm-overlap; add that, or leave it out")
     if flags.tp_comm_overlap_parts == 1:
         raise ConfigError("--tp-comm-overlap-parts must be at least 2, found 1; or leave --tp-comm-overlap out")
     if flags.tp_comm_overlap and flags.transformer_impl == "transformer_engine":
         raise ConfigError("--tp-comm-overlap cuts the collectives of local layers; use --transformer-impl local, or leave it out")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
@@ -243,7 +238,8 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     console.print(lanes)
 
 
-def run(argv: Sequence[str]) -> None:
+@program("simulate.py")
+def main(argv: Sequence[str]) -> None:
     """Simulate, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     check_flags(flags)
@@ -269,9 +265,6 @@ def run(argv: Sequence[str]) -> None:
     print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)
     if saved is not None:
         print(saved.describe())
-
-
-main = partial(run_tool, "simulate.py", run)
 
 
 if __name__ == "__main__":

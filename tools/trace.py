@@ -8,7 +8,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from multimodal.schedule.chrome_trace import read_timeline, write_picture
 from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline
-from tools.command_line import Parser, format_ranks, format_seconds, run_tool
+from tools.command_line import Parser, format_ranks, format_seconds, program
 
 IDLE = "idle"
 """Time in which a lane computes nothing, whether or not it waits for a message."""
@@ -132,7 +131,8 @@ def _change(first: float, second: float) -> str:
     return f"{second / first - 1:+.1%}" if first else "new" if second else ""
 
 
-def run(argv: Sequence[str]) -> None:
+@program("trace.py")
+def main(argv: Sequence[str]) -> None:
     """Compare and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     first, second = read_timeline(flags.first), read_timeline(flags.second)
@@ -143,9 +143,6 @@ def run(argv: Sequence[str]) -> None:
         print(json.dumps(asdict(difference)))
     else:
         print_tables(difference, lanes=first.lanes)
-
-
-main = partial(run_tool, "trace.py", run)
 
 
 if __name__ == "__main__":

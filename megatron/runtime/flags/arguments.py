@@ -183,9 +183,8 @@ def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 def _adapters_of(folder: Path, values: Mapping[str, Any], graph: ModelGraph) -> dict[str, Any]:
     """Return the flags of the adapters in a folder of --load-adapter; raises ConfigError if other adapters are requested."""
     if given := [name for name in ("lora_rank", "lora_alpha", "lora_targets") if name in values]:
-        flag = "--" + given[0].replace("_", "-")
         raise ConfigError(
-            f"{flag} would be ignored: --load-adapter {folder} says which adapters there are; leave one of them out"
+            f"{flag_of(given[0])} would be ignored: --load-adapter {folder} says which adapters there are; leave one of them out"
         )
     base = values.get("load_hf") or values.get("model")
     adapter = read_peft_adapter(folder, graph=graph, base=base)
@@ -266,13 +265,14 @@ def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
             f"--freeze-projector {graph.backbone.name}: the backbone has no projector; units with one are: {owners} "
             f"(to freeze the backbone itself, use --freeze {graph.backbone.name})"
         )
-    units = []
-    for unit in graph.units:  # which the model file may freeze, too
-        is_frozen, has_frozen_projector = (
-            unit.freeze_module or unit.name in modules,
-            unit.freeze_projector or unit.name in projectors,
+    units = (  # which the model file may freeze, too
+        replace(
+            unit,
+            freeze_module=unit.freeze_module or unit.name in modules,
+            freeze_projector=unit.freeze_projector or unit.name in projectors,
         )
-        units.append(replace(unit, freeze_module=is_frozen, freeze_projector=has_frozen_projector))
+        for unit in graph.units
+    )
     frozen = replace(graph, units=tuple(units))
     if model.lora_rank is None:
         return frozen
