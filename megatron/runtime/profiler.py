@@ -33,7 +33,7 @@ from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.plan.plans_of_sizes import plan_colocated
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
@@ -146,7 +146,7 @@ class _LayerRun:
         storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
 
         def compute() -> None:
-            with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), DeferWeightGradients(queue):
+            with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), defer_weight_gradients(queue):
                 output = stage(*given)
             outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
 

@@ -141,10 +141,6 @@ def _convolution_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
     return {f"{_AUDIO}conv1.weight": (size, num_bins, 3), f"{_AUDIO}conv2.weight": (size, size, 3)}
 
 
-_QWEN2_AUDIO_SPELLING = (*LLM_INSIDE, (_AUDIO, "model.audio_tower."))
-"""The spelling of modules inside transformers."""
-
-
 def _read_qwen2_audio(config: Config) -> dict[str, Any]:
     text = {"model_type": "qwen2", **(config.get("text_config") or {})}
     require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignores it here
@@ -207,12 +203,6 @@ def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
     )
 
 
-def _thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of patch embedding and convolutions, and of the ends of sound."""
-    ends = {_ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size)}
-    return {**_patch_shapes(graph), **_convolution_shapes(graph.encoders[1]), **ends}
-
-
 def _omni(name: str, *, is_alone: bool = False) -> Architecture:
     return Architecture(
         name,
@@ -226,7 +216,11 @@ def _omni(name: str, *, is_alone: bool = False) -> Architecture:
             for key, value in (write_image_processor(graph) | write_feature_extractor(graph)).items()
             if key != "do_normalize"
         },
-        shapes=_thinker_shapes,
+        shapes=lambda graph: {
+            **_patch_shapes(graph),
+            **_convolution_shapes(graph.encoders[1]),
+            _ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size),
+        },
         placeholders=_OMNI_TOKENS,
     )
 
@@ -250,7 +244,7 @@ QWEN2_AUDIO = Architecture(
     _read_qwen2_audio,
     _write_qwen2_audio,
     (_audio_names("layer_norm", "multi_modal_projector.linear"), decoder_names("language_model.")),
-    spellings=((), _QWEN2_AUDIO_SPELLING),
+    spellings=((), (*LLM_INSIDE, (_AUDIO, "model.audio_tower."))),
     tied_copies=(),
     to_processor=write_feature_extractor,
     shapes=lambda graph: _convolution_shapes(graph.encoders[0]),

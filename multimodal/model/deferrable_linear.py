@@ -116,16 +116,19 @@ def queue_of(weight: Tensor, adapter: Adapter | None) -> WeightGradientQueue | N
     return active_queue() if is_trained and torch.is_grad_enabled() else None
 
 
-class DeferrableColumnParallelLinear(ColumnParallelLinear):
-    """ColumnParallelLinear that leaves its weight gradient to the active queue, if there is one."""
-
+class _InParts:
     waits: TensorParallelWaits | None = None
-    splits_inputs: ClassVar[bool] = False
 
     def __init__(self, *args: Any, num_overlapped_parts: int = 1, **options: Any) -> None:
         """num_overlapped_parts: parts of the collectives, each beside the product of another part."""
         super().__init__(*args, **options)
         self.num_overlapped_parts = num_overlapped_parts
+
+
+class DeferrableColumnParallelLinear(_InParts, ColumnParallelLinear):
+    """ColumnParallelLinear that leaves its weight gradient to the active queue, if there is one."""
+
+    splits_inputs: ClassVar[bool] = False
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
         gathered: RankLink | None = None
@@ -134,16 +137,10 @@ class DeferrableColumnParallelLinear(ColumnParallelLinear):
         return deferrable_linear(input, weight, options["bias"], adapter_of(self), gathered=gathered)
 
 
-class DeferrableRowParallelLinear(RowParallelLinear):
+class DeferrableRowParallelLinear(_InParts, RowParallelLinear):
     """RowParallelLinear that leaves its weight gradient to the active queue, if there is one."""
 
-    waits: TensorParallelWaits | None = None
     splits_inputs: ClassVar[bool] = True
-
-    def __init__(self, *args: Any, num_overlapped_parts: int = 1, **options: Any) -> None:
-        """num_overlapped_parts: as in DeferrableColumnParallelLinear."""
-        super().__init__(*args, **options)
-        self.num_overlapped_parts = num_overlapped_parts
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_: [num_rows, batch, input_size / num_ranks]. Returns the output, and the bias where the caller adds it."""

@@ -36,15 +36,14 @@ def rotary_frequencies(
         exponent = torch.arange(0, head_channels, 2, device=positions.device, dtype=dtype) / head_channels
         axes = torch.tensor(axes_of_pairs(sections, is_interleaved=is_interleaved), device=positions.device)
         angles = positions.expand(-1, len(sections)).to(dtype).index_select(1, axes) * (1.0 / base**exponent)
-        angles = angles if divisors is None else angles / divisors
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
-    num_axes = positions.shape[1]
-    channels = head_channels // num_axes
-    exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
-    if is_staggered:
-        exponent = exponent + torch.arange(0, 2 * num_axes, 2, device=positions.device)[:, None] / head_channels
-    inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2], or [num_axes, channels / 2]
-    angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
+    else:
+        num_axes = positions.shape[1]
+        channels = head_channels // num_axes
+        exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
+        if is_staggered:
+            exponent = exponent + torch.arange(0, 2 * num_axes, 2, device=positions.device)[:, None] / head_channels
+        inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2], or [num_axes, channels / 2]
+        angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
     angles = angles if divisors is None else angles / divisors
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
 

@@ -133,11 +133,6 @@ def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
     return PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
 
 
-def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:
-    """Return the number of tokens after padding to a multiple: sequence parallelism shares them evenly over tp ranks."""
-    return -(-num_tokens // multiple) * multiple
-
-
 def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:
     """Append zero rows up to `num_rows`."""
     missing = num_rows - tensor.shape[0]

@@ -41,11 +41,11 @@ from multimodal.model.rotary import frequency_divisors, rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import (
-    DeferWeightGradients,
     WeightGradientQueue,
     accumulate_into_buffers,
     active_queue,
     defer_in_modules,
+    defer_weight_gradients,
     find_accumulation,
 )
 from multimodal.values.errors import ConfigError
@@ -252,7 +252,8 @@ class UnitStage(MegatronModule):
             assert isinstance(embedded, Tensor)
             padded = pad_rows(embedded, self._num_padded_rows(given.batch.num_tokens))
             return share_rows(padded, self.link) if self.config.sequence_parallel else padded
-        if self.recomputes(index) and torch.is_grad_enabled() and _has_backward(layer, hidden):
+        is_repeated = self.recomputes(index) and torch.is_grad_enabled()
+        if is_repeated and (hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())):
             # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
             # forward.
             contexts = (nullcontext(), self._recomputing(active_queue()))
@@ -263,7 +264,7 @@ class UnitStage(MegatronModule):
 
     @contextmanager
     def _recomputing(self, queue: WeightGradientQueue | None) -> Iterator[None]:
-        with DeferWeightGradients(queue), self.precision():
+        with defer_weight_gradients(queue), self.precision():
             yield
 
     def segments(self) -> StageSegments:
@@ -376,7 +377,3 @@ def _outside_fp8(forward: Callable[..., Any]) -> Callable[..., Any]:
             return forward(*arguments, **options)
 
     return outside
-
-
-def _has_backward(layer: Module, hidden: Tensor) -> bool:
-    return hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())

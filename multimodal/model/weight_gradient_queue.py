@@ -1,11 +1,10 @@
 """Weight gradients that a backward defers: the second half of a split backward (zero bubble)."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -119,18 +118,14 @@ class WeightGradientQueue:
 _ACTIVE: ContextVar[WeightGradientQueue | None] = ContextVar("weight_gradient_queue", default=None)
 
 
-class DeferWeightGradients(AbstractContextManager[None]):
+@contextmanager
+def defer_weight_gradients(queue: WeightGradientQueue | None) -> Iterator[None]:
     """Linear layers whose forward runs inside defer their weight gradients to `queue`; None: they compute them at once."""
-
-    def __init__(self, queue: WeightGradientQueue | None) -> None:
-        self._queue = queue
-        self._tokens: list[Token[WeightGradientQueue | None]] = []
-
-    def __enter__(self) -> None:
-        self._tokens.append(_ACTIVE.set(self._queue))
-
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
-        _ACTIVE.reset(self._tokens.pop())
+    token = _ACTIVE.set(queue)
+    try:
+        yield
+    finally:
+        _ACTIVE.reset(token)
 
 
 class DelayedModuleGradient(NamedTuple):

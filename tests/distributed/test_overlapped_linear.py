@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multimodal.model import deferrable_linear
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
@@ -82,7 +82,7 @@ def pass_through(case: LinearCase, *, overlaps: bool) -> list[Tensor | None]:
     rows = drawn((12 // (size if case.kind == "row" else 1), case.batch, num_rows), seed=50 if same else 50 + dist.get_rank())
     inputs = rows.to(case.dtype).permute(2, 1, 0).requires_grad_(case.input_is_trained)
     queue = WeightGradientQueue() if case.defers else None
-    with DeferWeightGradients(queue):
+    with defer_weight_gradients(queue):
         output, handed_on = layer(inputs)
     if output.requires_grad:
         scale = drawn(

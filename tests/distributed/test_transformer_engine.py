@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import check_calls
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
@@ -36,7 +37,6 @@ from tests.engine_on_cpu.compiled import CommOverlap
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.fp8_steps import train_in_fp8
 from tests.engine_on_cpu.install import FOLDER
-from tools import check_calls
 
 NAMES = ("vision", "llm")
 BIASES = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm", "activation": "gelu"}

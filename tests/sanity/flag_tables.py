@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron.runtime.flags.configuration import GROUPS
+from megatron.runtime.flags.configuration import GROUPS, UNIT_RATES
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, field_flags
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
-from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, RATE_HELPS, SIZE_SPELLINGS, plain_endings, shown_flag
+from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings, shown_flag
 from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.passes import PASSES, Need
@@ -31,7 +31,7 @@ def tables() -> Iterator[tuple[str, str]]:
     yield "### The sizes of a unit", _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())
     rates = (
         (f"`--UNIT-{name.replace('_', '-')} {'N' if name.endswith('iters') else 'X'}`", meaning)
-        for name, meaning in RATE_HELPS.items()
+        for name, meaning in UNIT_RATES.items()
     )
     yield "### The rates of a unit", _table(("flag", "meaning"), rates)
     errors = ((f"`{shown_flag(row.name)}`", row.reason) for row in IGNORED_FLAGS)

@@ -97,7 +97,7 @@ def write_tensors(
     name = f"rank_{rank:05d}.bin"
     with open(folder / name, "wb") as file:
         for tensor, piece in chosen:
-            content = piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            content = bytes_of(piece.values)
             saved = SavedPiece(name, file.tell(), *piece.box, zlib.crc32(content))
             file.write(content)
             before = written.get(tensor.key, SavedTensor(tensor.dtype, tensor.shape, ()))
@@ -105,6 +105,11 @@ def write_tensors(
         size_bytes = file.tell()
         sync_file(file)
     return {name: size_bytes}, written
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's elements in their order, in host memory."""
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_index(folder: Path, written: Sequence[TensorIndex]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.attention.context_parallel import detached
-from multimodal.model.weight_gradient_queue import DeferWeightGradients
+from multimodal.model.weight_gradient_queue import defer_weight_gradients
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
@@ -128,7 +128,7 @@ class LaneRun(ABC):
         self.num_waits = number + 1
         for action in self.inside.pop(number, ()):
             self.is_filling = self.is_inside = True
-            with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
+            with torch.enable_grad(), defer_weight_gradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
                 HANDLERS[action.kind](self, action)
             self.is_filling = self.is_inside = False
 

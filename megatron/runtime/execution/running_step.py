@@ -17,7 +17,7 @@ from megatron.runtime.execution.step_messages import Inputs, RankResources, Step
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput, stack_items
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.schedule.align_replicas import Join
 from multimodal.values.action import BACKWARDS, Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
@@ -232,7 +232,7 @@ class RunningStep(StepMessages):
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
         is_deferred = action.place in self.step.cuts.split or self.stage(action.place).delays_weight_gradients
         queue = WeightGradientQueue() if has_backward and is_deferred else None
-        with self._gathering_weights(action), saved or nullcontext(), DeferWeightGradients(queue):
+        with self._gathering_weights(action), saved or nullcontext(), defer_weight_gradients(queue):
             output = self.stage(action.place)(hidden, batch, embeddings)
             loss, given = self._close(action, output)
         if has_backward:

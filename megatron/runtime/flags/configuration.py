@@ -276,8 +276,15 @@ class TrainingConfig:
         return found
 
 
-UNIT_RATES = ("lr", "weight_decay", "lr_warmup_iters", "projector_lr", "projector_weight_decay", "projector_lr_warmup_iters")
-"""Settings of the optimizer that a unit's module and its projector may have of their own."""
+UNIT_RATES = {
+    "lr": "Highest learning rate of the unit's module, whose decay and warm-up are like those of --lr; by default --lr.",
+    "weight_decay": "Weight decay of the unit's module; by default --weight-decay.",
+    "lr_warmup_iters": "Steps in which its learning rate rises; by default --lr-warmup-iters.",
+    "projector_lr": "The same for its projector; by default --projector-lr.",
+    "projector_weight_decay": "The same for its projector; by default --weight-decay.",
+    "projector_lr_warmup_iters": "The same for its projector; by default --lr-warmup-iters.",
+}
+"""Settings of the optimizer that a unit's module and its projector may have of their own -> the flag's help."""
 
 
 @dataclass(frozen=True, kw_only=True)

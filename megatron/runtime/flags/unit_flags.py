@@ -42,16 +42,6 @@ SIZE_SPELLINGS = {
 }
 """Field of `UnitSizes` -> the endings of its flags."""
 
-RATE_HELPS = {
-    "lr": "Highest learning rate of the unit's module, whose decay and warm-up are like those of --lr; by default --lr.",
-    "weight_decay": "Weight decay of the unit's module; by default --weight-decay.",
-    "lr_warmup_iters": "Steps in which its learning rate rises; by default --lr-warmup-iters.",
-    "projector_lr": "The same for its projector; by default --projector-lr.",
-    "projector_weight_decay": "The same for its projector; by default --weight-decay.",
-    "projector_lr_warmup_iters": "The same for its projector; by default --lr-warmup-iters.",
-}
-"""One of `UNIT_RATES` -> its flag's help."""
-
 MICRO_BATCH_SIZE = "micro_batch_size"
 MICRO_BATCH_ENDING = "micro-batch-size"
 MICRO_BATCH_HELP = "Items in one microbatch of this encoder; by default they follow the LLM's microbatches."
@@ -115,7 +105,7 @@ def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
 
 def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
     prefixes = dict.fromkeys([flag_of(unit.name), *([flag_of(LLM)] if unit.role is Role.BACKBONE else ())])
-    for name in UNIT_RATES:
+    for name, meaning in UNIT_RATES.items():
         if unit.projector_layer is None and name.startswith("projector_"):
             continue
         flag, *also = (f"{prefix}{flag_of(name)[1:]}" for prefix in prefixes)
@@ -125,7 +115,7 @@ def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
         else:
             number = whole_number if metavar == "N" else finite_number
             parse = _bounded(number, lambda number: number >= 0, "a number of at least 0")
-        named: dict[str, Any] = {"flag": flag, "also": tuple(also), "metavar": metavar, "help": RATE_HELPS[name]}
+        named: dict[str, Any] = {"flag": flag, "also": tuple(also), "metavar": metavar, "help": meaning}
         yield FieldFlag(name=f"{unit.name}.{name}", parse=parse, **named)
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -178,7 +178,8 @@ class Answering:
         """
         question = self.question(index)
         before, items = self._inputs(index, num_tokens=len(question.token_ids))
-        end = question.answer[-1] if question.answer[-1] in self._special_ids else None
+        special = (*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}).values())
+        end = question.answer[-1] if question.answer[-1] in special else None
         options = {"do_sample": False, **options, "use_cache": False, "eos_token_id": end, "pad_token_id": end}
         torch.manual_seed(seed)
         ids = torch.tensor([question.token_ids], device=before.positions.device)
@@ -187,10 +188,6 @@ class Answering:
             model = _token_by_token(lambda sequences: cache.next_logits(sequences, compute), device=ids.device)
             found = model.generate(ids, max_new_tokens=max_new_tokens, **options)
         return self.tokenizer.decode(found[0, len(question.token_ids) :].tolist())
-
-    @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset([*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}).values()])
 
     def _inputs(self, index: int, *, num_tokens: int) -> tuple[PackedInput, Tensor | None]:
         """Return the LLM's input of a sample's first tokens, and what its encoders say of the items in them."""

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
-from megatron.runtime.checkpoint.storage import on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_file, sync_folder
+from megatron.runtime.checkpoint.storage import bytes_of, on_first_rank, on_this_rank
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.hugging_face.file_layout import FileLayout
 from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
@@ -96,7 +95,7 @@ def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None
                     values = part.piece.values.narrow(0, part.first_row, len(part.rows)).to(place.dtype)
                     is_whole = len(part.columns) == place.row_size
                     for row, content in zip(part.rows, [values] if is_whole else values, strict=False):
-                        _write_at(files.descriptor(place.file), _bytes_of(content), place.position(row, part.columns.start))
+                        _write_at(files.descriptor(place.file), bytes_of(content), place.position(row, part.columns.start))
             except OSError as failure:
                 problem = failure
         if problem is not None:
@@ -134,7 +133,7 @@ def _copy_unused(files: _OpenFiles, export: Export) -> None:
     with WeightFiles(export.like) as source:
         for key in unused:
             place = export.layout.weights[key]
-            _write_at(files.descriptor(place.file), _bytes_of(source.read_whole(key)), place.start)
+            _write_at(files.descriptor(place.file), bytes_of(source.read_whole(key)), place.start)
 
 
 def _write_at(descriptor: int, content: memoryview, position: int) -> None:
@@ -173,10 +172,6 @@ def _rows_instead_of_columns(tensor: HeldTensor, group: dist.ProcessGroup) -> He
     start = min(group.rank() * size, tensor.shape[0])
     whole = torch.cat(shares, dim=1)[start : start + size]
     return HeldTensor(tensor.key, tensor.shape, tensor.dtype, (Piece((start, 0), whole),), is_copy=False)
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def check_links(source: Path) -> None:
@@ -242,5 +237,4 @@ def _write_json(path: Path, value: object) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -166,16 +167,9 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
         raise StoreGoneError(
             f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
         )
-    opened_line: Future[Store] = Future()
-
-    def open_line() -> None:
-        try:
-            line = _connect(place, port=store.port, keeps=False, seconds=seconds)
-            opened_line.set_result(PrefixStore(prefix, line))
-        except Exception as problem:
-            opened_line.set_exception(problem)
-
-    Thread(target=open_line, daemon=True).start()  # torch resolves names of addresses, which can take seconds
+    # torch resolves names of addresses, which can take seconds
+    connect = partial(_connect, place, port=store.port, keeps=False, seconds=seconds)
+    opened_line, _ = _in_thread(lambda: cast(Store, PrefixStore(prefix, connect())))
     return Meeting(place, of_attempt, opened_line)
 
 
@@ -234,28 +228,29 @@ def wait_until(question: Callable[[], _Result], *, seconds: float, pause_seconds
 
 def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
     """Return the store's answer to a request; raises StoreGoneError if there is none in time, or the connection is lost."""
-    answers: list[_Result] = []
-    problems: list[BaseException] = []
+    (answer, thread), num_ticks = _in_thread(question), max(1, math.ceil(seconds))
+    for _ in range(num_ticks):  # instead of one wait, which would be over at once after this process itself was frozen
+        thread.join(seconds / num_ticks)
+    if not answer.done():
+        raise StoreGoneError("the store in which the ranks meet does not answer")
+    if (problem := answer.exception()) and type(problem).__name__ in ("DistNetworkError", "DistStoreError"):
+        raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({_first_line(problem)})")
+    return answer.result()
+
+
+def _in_thread(question: Callable[[], _Result]) -> tuple[Future[_Result], Thread]:
+    """Ask in a thread of its own, which ends with the process at the latest."""
+    answer: Future[_Result] = Future()
 
     def ask() -> None:
         try:
-            answers.append(question())
+            answer.set_result(question())
         except Exception as problem:
-            problems.append(problem)
+            answer.set_exception(problem)
 
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    num_ticks = max(1, math.ceil(seconds))
-    for _ in range(num_ticks):  # instead of one wait, which would be over at once after this process itself was frozen
-        thread.join(seconds / num_ticks)
-    if problems:
-        lost = type(problems[0]).__name__ in ("DistNetworkError", "DistStoreError")
-        if lost:
-            raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({_first_line(problems[0])})")
-        raise problems[0]
-    if not answers:
-        raise StoreGoneError("the store in which the ranks meet does not answer")
-    return answers[0]
+    return answer, thread
 
 
 class StoreWatch:

@@ -213,12 +213,9 @@ class AudioEmbedding(torch.nn.Module):
         # Outside of the clip or chunk the second convolution reads zeros.
         is_inside = torch.stack((place > 0, torch.ones_like(place, dtype=torch.bool), places[:, 1] > 1), dim=1)
         hidden = self.conv2((inner * is_inside[:, :, None]).transpose(1, 2))
-        return (hidden + self._positions(place, hidden))[:, None]
-
-    def _positions(self, place: Tensor, hidden: Tensor) -> Tensor:
         if self.positions is not None:
-            return torch.nn.functional.embedding(place, self.positions)
-        return sinusoids(place, hidden.shape[1], dtype=hidden.dtype)
+            return (hidden + embedding(place, self.positions))[:, None]
+        return (hidden + sinusoids(place, hidden.shape[1], dtype=hidden.dtype))[:, None]
 
 
 def sinusoids(places: Tensor, num_channels: int, *, dtype: torch.dtype) -> Tensor:

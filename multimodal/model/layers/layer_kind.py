@@ -21,7 +21,7 @@ from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import DOWN, UP
 from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
-from multimodal.model.stage_input import PackedInput, padded_num_tokens
+from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.user_buffers import LEAST_FILLED
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -42,9 +42,8 @@ class InputContext(NamedTuple):
         num_tokens: of the tensor parallel group.
         """
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
-        rows = padded_num_tokens(
-            max(1, num_tokens), multiple=self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1)
-        )
+        multiple = self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1)  # so that ranks have equal shares
+        rows = -(-max(1, num_tokens) // multiple) * multiple
         return self.buffer_rows if LEAST_FILLED * self.buffer_rows <= rows <= self.buffer_rows else rows
 
     @property

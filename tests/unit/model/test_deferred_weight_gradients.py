@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, LinearWeightGradient, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, defer_weight_gradients
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import build_stage
 
@@ -71,7 +71,7 @@ def forward(stage: UnitStage) -> Tensor:
 
 def split_backward(stage: UnitStage) -> WeightGradientQueue:
     queue = WeightGradientQueue()
-    with DeferWeightGradients(queue):
+    with defer_weight_gradients(queue):
         loss = forward(stage)
     loss.backward()
     return queue
@@ -126,7 +126,7 @@ def test_the_queue_counts_each_storage_once() -> None:
 
 def test_outside_of_the_queue_nothing_is_left() -> None:
     stage, queue = build("llm"), WeightGradientQueue()
-    with DeferWeightGradients(queue), DeferWeightGradients(None):
+    with defer_weight_gradients(queue), defer_weight_gradients(None):
         forward(stage).backward()
     assert len(queue) == 0
     assert all(parameter.grad is not None for parameter in stage.parameters())

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.weight_gradient_queue import (
-    DeferWeightGradients,
     WeightGradientQueue,
     accumulate_into_buffers,
     defer_in_modules,
+    defer_weight_gradients,
 )
 
 
@@ -73,7 +73,7 @@ def test_gradients_come_when_they_are_asked_for(order: tuple[int, ...], recomput
     queues = []
     for each in inputs:
         queue = WeightGradientQueue()
-        with DeferWeightGradients(queue):
+        with defer_weight_gradients(queue):
             output = _checkpointed(model, each, queue) if recomputes else model(each)
         output.sum().backward()
         queues.append(queue)
@@ -89,7 +89,7 @@ def test_frozen_modules_leave_nothing() -> None:
     layer = DelayingLinear(2).requires_grad_(False)
     defer_in_modules(layer)
     queue = WeightGradientQueue()
-    with DeferWeightGradients(queue):
+    with defer_weight_gradients(queue):
         layer(torch.ones(1, 2, dtype=torch.float64, requires_grad=True))
     assert len(queue) == 0
     assert not defer_in_modules(torch.nn.Linear(2, 2)), "it delays nothing"
@@ -109,7 +109,7 @@ def _plain(model: torch.nn.Sequential, inputs: Tensor) -> Tensor:
 
 
 def _checkpointed(model: torch.nn.Module, inputs: Tensor, queue: WeightGradientQueue) -> Tensor:
-    contexts = torch.no_grad(), DeferWeightGradients(queue)
+    contexts = torch.no_grad(), defer_weight_gradients(queue)
     output: Tensor = torch.utils.checkpoint.checkpoint(
         model, inputs.requires_grad_(), use_reentrant=False, context_fn=lambda: (torch.enable_grad(), contexts[1])
     )
@@ -136,7 +136,7 @@ def test_products_add_to_float32_buffers() -> None:
     rows = torch.randn(2, 3, 4, generator=generator).bfloat16().requires_grad_()
     deferrable_linear(rows, weight, None).sum().backward()
     queue = WeightGradientQueue()
-    with DeferWeightGradients(queue):
+    with defer_weight_gradients(queue):
         output = deferrable_linear(rows, weight, None)
     output.sum().backward()
     assert len(arrived) == 1

@@ -13,7 +13,7 @@ from torch import Tensor
 from multimodal.model.expert_mlp import Expert, ExpertMLP, Router, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.grouped_linear import grouped_linear
 from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.values.model_graph import Experts, Role, Transformer, Unit
 
 SHAPE = Transformer(2, 8, 2, 12, experts=Experts(4, router_topk=2))
@@ -79,7 +79,7 @@ def test_the_grouped_kernel_multiplies_as_slices_do(is_deferred: bool, is_even: 
     for given in (counts, torch.tensor(counts)):
         weights = [torch.nn.Parameter(each) for each in matrices]
         inputs, queue = rows.clone().requires_grad_(), WeightGradientQueue()
-        with DeferWeightGradients(queue if is_deferred else None):
+        with defer_weight_gradients(queue if is_deferred else None):
             output = grouped_linear(inputs, given, weights)
         output.sin().sum().backward()
         assert is_deferred == all(each.grad is None for each in weights)

@@ -9,12 +9,12 @@ import pytest
 import yaml
 from PIL import Image
 
+from benchmarks.check_calls import all_calls, calls_in, package_of, problem_of
 from multimodal.data.length_table import read_length_table
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.launch import REPOSITORY
 from tests.sanity.repository import ROOT
-from tools.check_calls import all_calls, calls_in, package_of, problem_of
 from tools.command_line import figure_folder
 from tools.elastic import main
 from tools.emulate import build_run

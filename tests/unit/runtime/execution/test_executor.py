@@ -17,7 +17,7 @@ from megatron.runtime.execution.lane_run import HANDLERS, LaneRun
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
 from multimodal.model.collectives import TensorParallelWaits
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue, active_queue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, active_queue, defer_weight_gradients
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.parts.cuts import UNCUT, Cuts
@@ -290,7 +290,7 @@ def test_work_inherits_neither_grad_mode_nor_queue_nor_hooks_of_its_carrier() ->
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor)
     running = FakeRun(1)
     running.inside = {0: [Action(ActionKind.FORWARD, "vision", 0, 0, 0)]}
-    with hooks, torch.no_grad(), DeferWeightGradients(WeightGradientQueue()):
+    with hooks, torch.no_grad(), defer_weight_gradients(WeightGradientQueue()):
         running.forward(Action(ActionKind.FORWARD, "llm", 0, 0, 0))
         assert not torch.is_grad_enabled() and active_queue() is not None
     assert not saved and running.graphs[0].requires_grad

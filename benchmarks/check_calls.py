@@ -1,7 +1,7 @@
 """Compares the calls of packages that change from release to release with the signatures of those that are installed.
 
-    python tools/check_calls.py             every call that Braid's programs make of PACKAGES, found by reading them
-    python tools/check_calls.py --require transformer_engine triton        these must be installed, as in a container
+    python benchmarks/check_calls.py             every call that Braid's programs make of PACKAGES, found by reading them
+    python benchmarks/check_calls.py --require transformer_engine triton        these must be installed, as in a container
 
 Calls are found under the names that imports give; what is called otherwise, on objects, is in `OTHER_CALLS`. Nothing is called
 here, but modules are imported. Exit code 1: some call does not fit, or a package that is required is missing.
