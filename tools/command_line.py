@@ -98,13 +98,13 @@ def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLe
     return uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
 
 
-def program(name: str) -> Callable[[Callable[[Sequence[str]], None]], Callable[[Sequence[str] | None], int]]:
+def program(name: str) -> Callable[[Callable[[Sequence[str]], None]], Callable[..., int]]:
     """Turn a function of a command line into one that returns an exit code: 2, with one line on stderr, for wrong input.
 
     It takes the command line of this process if it is given none.
     """
 
-    def decorate(run: Callable[[Sequence[str]], None]) -> Callable[[Sequence[str] | None], int]:
+    def decorate(run: Callable[[Sequence[str]], None]) -> Callable[..., int]:
         def main(argv: Sequence[str] | None = None) -> int:
             try:
                 run(sys.argv[1:] if argv is None else argv)
