@@ -7,14 +7,13 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron.runtime.launch.failure import StopReason
-from megatron.runtime.state.handover import gather_objects
 from megatron.runtime.step.step import Step
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError, DataError
@@ -60,7 +59,8 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     largest, smallest, wait_us, largest_stop = told.tolist()
     if largest != -smallest:
-        gathered = gather_objects(_positions(step.assignment))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, _positions(step.assignment))
         differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
         rank, difference = next(differing, (0, ""))
         if not difference:
@@ -130,8 +130,9 @@ class BadSamples:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         if not told.item():
             return step
-        gathered = reversed(gather_objects(dict(step.problems)))
-        problems = {sample: problem for of_rank in gathered for sample, problem in of_rank.items()}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, dict(step.problems))
+        problems = {sample: problem for of_rank in reversed(gathered) for sample, problem in of_rank.items()}
         for problem in problems.values():
             logger.info("left out a sample that cannot be read: %s", problem)
         self._num_bad += len(problems)
