@@ -1,12 +1,14 @@
 """pretrain_mllm.py as a user runs it, over real processes."""
 
 import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
@@ -16,54 +18,56 @@ from megatron.runtime.training.plan_steps import measured_after
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from tests.distributed.conftest import Once
-from tests.distributed.launch import REPOSITORY, as_arguments, launch
+from tests.distributed.launch import REPOSITORY, Launched, launch
+from tests.distributed.launch import train as launch_training
+from tests.distributed.mutations.files import replaced
+from tests.distributed.small_run import MODEL, SIZED_OTHERWISE, manifest_entries, train, working_flags, write_working_files
 
-QUIET = ("--no-progress-bar", "--num-workers", 0)
-SETTINGS = ("--eval-iters", 0, *QUIET)
-BATCH = {"--global-batch-size": 16, "--micro-batch-size": 4}
-
-
-def train(log: Path, *flags: object, num_ranks: int, example: str = "digits", evaluates: bool = False) -> list[dict[str, Any]]:
-    """Train an example; returns the log's entries."""
-    config = ("--config", REPOSITORY / "examples" / example / "config.yaml")
-    batch = as_arguments({flag: value for flag, value in BATCH.items() if flag not in flags})
-    settings = (*QUIET, "--eval-iters", int(evaluates), *batch)
-    launched = launch([*config, *settings, "--log-json", log, *flags], num_ranks=num_ranks)
-    assert launched.exit_codes == (0,) * num_ranks, launched.output
-    return [json.loads(line) for line in log.read_text().splitlines()]
+Entries = list[dict[str, Any]]
+STEPS: dict[str, object] = {"--train-iters": 3, "--global-batch-size": 4, "--micro-batch-size": 1}
+ON_FOUR: dict[str, object] = {**STEPS, "--train-iters": 4, "--vision-dp": 2, "--llm-pp": 2, "--dtype": "float32"}
 
 
-def losses(entries: list[dict[str, Any]]) -> list[float]:
-    """The losses, step by step."""
-    return [entry["loss"] for entry in entries]
+def values_of(entries: Entries, name: str = "loss") -> list[float]:
+    """A number of the log, step by step."""
+    return [entry[name] for entry in entries]
+
+
+def assert_alike(found: Entries, expected: Entries, *names: str) -> None:
+    for name in ("loss", "grad_norm", *names):
+        assert values_of(found, name) == pytest.approx(values_of(expected, name), rel=0, abs=1e-9)
+
+
+Alone = tuple[Path, Entries]
+"""The folder of the data, which are random, and three float64 steps in one process."""
 
 
 @pytest.fixture
-def one_process(once: Once) -> list[dict[str, Any]]:
-    """Three float64 steps in one process."""
-    return once(train_in_one_process)
+def alone(once: Once) -> Alone:
+    return once(train_alone)
 
 
-def train_in_one_process(folder: Path) -> list[dict[str, Any]]:
-    flags = ("--dtype", "float64", "--train-iters", 3, "--vision-dp", 1, "--llm-pp", 1)
-    return train(folder / "log.jsonl", *flags, num_ranks=1)
+def train_alone(folder: Path) -> Alone:
+    write_working_files(folder)
+    (folder / "model.yaml").write_text(yaml.safe_dump(replaced(MODEL, ("units", "llm", "num_layers"), 4), sort_keys=False))
+    return folder, train(folder, STEPS, num_ranks=1)[0]
+
+
+def train_beside(alone: Alone, folder: Path, flags: Mapping[str, object], **how: Any) -> tuple[Entries, Launched]:
+    """Train on the data of that run."""
+    return train(alone[0], {**STEPS, "--log-json": folder / "log.jsonl", **flags}, **how)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (5, ("--vision-dp", 2, "--llm-pp", 3, "--balance", "orchmllm", "--vision-micro-batch-size", 5)),
-        (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 5)),
-        (6, ("--vision-cp", 2, "--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 16)),
+        (5, {"--vision-dp": 2, "--llm-pp": 3, "--balance": "orchmllm", "--vision-micro-batch-size": 3}),
+        (3, {"--llm-pp": 2, "--llm-vpp": 2, "--schedule": "zb-v", "--micro-batch-size": 2}),
+        (6, {"--vision-cp": 2, "--llm-cp": 2, "--llm-pp": 2, "--context-parallel-block-size": 8}),
     ],
 )
-def test_any_sizes_log_the_same_losses(
-    tmp_path: Path, one_process: list[dict[str, Any]], num_ranks: int, flags: tuple[object, ...]
-) -> None:
-    entries = train(tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, *flags, num_ranks=num_ranks)
-    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
-    norms = [[entry["grad_norm"] for entry in found] for found in (entries, one_process)]
-    assert norms[0] == pytest.approx(norms[1], rel=0, abs=1e-9)
+def test_any_sizes_log_the_same_losses(tmp_path: Path, alone: Alone, num_ranks: int, flags: dict[str, object]) -> None:
+    assert_alike(train_beside(alone, tmp_path, flags, num_ranks=num_ranks)[0], alone[1])
 
 
 def test_layers_are_measured_ever_more_rarely() -> None:
@@ -71,78 +75,65 @@ def test_layers_are_measured_ever_more_rarely() -> None:
     assert due == {120, 140, 180, 260, 420, 740}
 
 
-def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone) -> None:
     """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
-    config, log = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml"), tmp_path / "log.jsonl"
-    how = ("--balance", "auto", "--schedule", "zb-memory", "--measure-interval", 2, "--dtype", "float64", "--train-iters", 3)
-    places = ("--save", tmp_path, "--load", tmp_path, "--log-json", log)
-    said = []
-    for more in (("--exit-interval", 2), ()):
-        launched = launch([*config, *SETTINGS, *as_arguments(BATCH), *how, *places, *more], num_ranks=4)
-        assert launched.exit_codes == (0,) * 4, launched.output
+    how = {"--balance": "auto", "--schedule": "zb-memory", "--measure-interval": 2, "--vision-dp": 2, "--llm-pp": 2}
+    how |= {"--save": tmp_path, "--load": tmp_path}
+    entries, said = [], []
+    for more in ({"--exit-interval": 2}, {}):
+        found, launched = train_beside(alone, tmp_path, how | more, num_ranks=4)
+        entries += found
         said.append(launched.output.count("layers measured up to this step"))
     assert said == [1, 0]
-    entries = [json.loads(line) for line in log.read_text().splitlines()]
-    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+    assert_alike(entries, alone[1])
     measured = [
         json.loads((tmp_path / f"step_{step:08d}" / "braid.json").read_text())["run_state"]["measured"] for step in (2, 3)
     ]
     assert measured[0] == measured[1] and measured[0]["step"] == 2
 
 
-def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
+def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, alone: Alone) -> None:
     """Ranks that take themselves for those of two nodes: the encoder in front would put the LLM's group on both."""
-    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS, *as_arguments(BATCH))
-    sizes = ("--vision-dp", 1, "--llm-pp", 1, "--llm-tp", 2, "--dtype", "float64", "--train-iters", 3)
-    launched = launch([*config, *sizes, "--log-json", tmp_path / "log.jsonl"], num_ranks=3, environment={"LOCAL_WORLD_SIZE": "2"})
-    assert launched.exit_codes == (0,) * 3, launched.output
+    found, launched = train_beside(alone, tmp_path, {"--llm-tp": 2}, num_ranks=3, environment={"LOCAL_WORLD_SIZE": "2"})
     assert "ranks go to llm, vision, in this order" in launched.outputs[0]
-    found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert losses(found) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
+    assert_alike(found, alone[1])
 
 
-def write_manifest(folder: Path) -> Path:
-    """Ten samples with none to two images before their text."""
-    lines = []
-    for index in range(10):
-        Image.effect_noise((16 + 8 * (index % 3), 24), 80).save(folder / f"{index}.png")
-        images: list[dict[str, Any]] = [{"type": "image", "path": f"{index}.png"}] * (index % 3)
-        texts = [{"type": "text", "role": role, "text": f"{role} {index}"} for role in ("user", "assistant")]
-        lines.append(json.dumps({"id": index, "segments": [*images, *texts]}))
-    path = folder / "manifest.jsonl"
-    path.write_text("\n".join(lines))
+def write_manifest(folder: Path, entries: Entries) -> Path:
+    """Beside the data of the small run."""
+    path = folder / "data" / "other.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
 
 
 def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(tmp_path: Path) -> None:
-    """Against one process under a dense mask; and it is no causal mask."""
-    data = ("--data-path", write_manifest(tmp_path), "--split", "100", "--global-batch-size", 8)
-    common = ("--dtype", "float64", "--train-iters", 3, *data)
-    prefix = (*common, "--attention-mask", "prefix")
-    one = ("--vision-dp", 1, "--llm-pp", 1)
-    dense = train(tmp_path / "dense.jsonl", *prefix, *one, "--attention-backend", "dense", num_ranks=1)
-    sizes = ("--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 1, "--context-parallel-block-size", 8, "--balance", "orchmllm")
-    spread = train(tmp_path / "spread.jsonl", *prefix, *sizes, num_ranks=3)
-    for key in ("loss", "grad_norm"):
-        found, expected = ([entry[key] for entry in entries] for entries in (spread, dense))
-        assert found == pytest.approx(expected, rel=0, abs=1e-9)
-    causal = train(tmp_path / "causal.jsonl", *common, *one, num_ranks=1)
-    assert all(abs(loss - other) > 1e-5 for loss, other in zip(losses(dense), losses(causal), strict=True))
+    """Against one process under a dense mask; and it is no causal mask. Samples have none to two images before their text."""
+    write_working_files(tmp_path)
+    entries = manifest_entries()
+    for index, entry in enumerate(entries):
+        image, text = entry["segments"]
+        entry["segments"] = [*[image] * (index % 3), {"type": "text", "role": "user", "text": f"user {index}"}, text]
+    causal = {**STEPS, "--data-path": write_manifest(tmp_path, entries)}
+    prefix = {**causal, "--attention-mask": "prefix"}
+    dense, _ = train(tmp_path, prefix | {"--attention-backend": "dense"}, num_ranks=1)
+    sizes = {"--llm-cp": 2, "--context-parallel-block-size": 8, "--balance": "orchmllm"}
+    assert_alike(train(tmp_path, prefix | sizes, num_ranks=3)[0], dense)
+    others = values_of(train(tmp_path, causal, num_ranks=1)[0])
+    assert all(abs(loss - other) > 1e-5 for loss, other in zip(values_of(dense), others, strict=True))
 
 
 def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> None:
     """Long texts among short ones: as they come, one of three replicas gets none of them and another one three."""
+    write_working_files(tmp_path)
     texts = [[{"type": "text", "role": "assistant", "text": "x" * (1000 if index % 2 == 0 else 20)}] for index in range(9)]
-    lines = (json.dumps({"id": index, "segments": segments}) for index, segments in enumerate(texts))
-    (tmp_path / "manifest.jsonl").write_text("\n".join(lines))
-    data = ("--data-path", tmp_path / "manifest.jsonl", "--split", "100", "--global-batch-size", 9, "--num-epochs", 1.5)
-    sizes = ("--colocate-units", "--llm-pp", 1, "--micro-batch-size", 1, "--seq-length", 2048, "--balance", "none")
-    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml")
-    launched = launch([*config, *SETTINGS, *data, *sizes], num_ranks=3)
+    manifest = write_manifest(tmp_path, [{"id": index, "segments": segments} for index, segments in enumerate(texts)])
+    flags = {name: value for name, value in working_flags(tmp_path).items() if name not in (*SIZED_OTHERWISE, "--train-iters")}
+    flags |= {"--data-path": manifest, "--global-batch-size": 9, "--num-epochs": 1.5, "--seq-length": 2048}
+    launched = launch({**flags, "--colocate-units": None, "--micro-batch-size": 1, "--balance": "none"}, num_ranks=3)
     assert launched.exit_codes == (0,) * 3, launched.output
     warning = "warning: with --balance none and --schedule 1f1b the first global batch is predicted to take "
     assert launched.output.count(warning) == launched.outputs[0].count(warning) == 1, launched.output
-    assert "1.5 epochs are 2 steps" in launched.output and "step 2/2" in launched.output
+    assert "1.5 epochs are 2 steps" in launched.output and "step 2 done" in launched.output
 
 
 def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate:
@@ -150,72 +141,66 @@ def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate
     return PipelineTemplate(nodes, 1, 1.0, tuple(TemplateStage(*stage, 1.0, 2.0) for stage in stages))
 
 
-def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(
-    tmp_path: Path, one_process: list[dict[str, Any]]
-) -> None:
+def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(tmp_path: Path, alone: Alone) -> None:
     """One replica on two nodes and one on one; the first stage of each holds the encoder and the LLM's first layers."""
     templates = TemplateSet(
         num_nodes=3,
         gpus_per_node=2,
         fault_tolerance=1,
-        micro_batch_size=4,
+        micro_batch_size=1,
         num_microbatches=3,
         recompute_granularity=None,
-        chain=(ChainUnit("vision", 4), ChainUnit("llm", 8)),
-        layer_bytes=(1,) * 12,
+        chain=(ChainUnit("vision", 3), ChainUnit("llm", 6)),
+        layer_bytes=(1,) * 9,
         instances=(Instance(2, 2), Instance(1, 1)),
-        templates=(template(1, (0, 7, 1, 0), (8, 11, 1, 0)), template(2, (0, 5, 2, 0), (6, 8, 1, 1), (9, 11, 1, 1))),
+        templates=(template(1, (0, 5, 1, 0), (6, 8, 1, 0)), template(2, (0, 4, 2, 0), (5, 6, 1, 1), (7, 8, 1, 1))),
     )
     plan = plan_instances(templates, templates.instances, llm="llm")
     assert [replica.ranks for replica in plan.units["vision"].replicas] == [(0, 1), (4,)]
     assert plan.units["llm"].is_unlike and plan.units["llm"].microbatch_shares == (2, 1)
     plan.to_file(tmp_path / "plan.yaml")
-    how = ("--sequence-parallel", "--micro-batch-size", 4, "--balance", "whole-sample", "--schedule-passes", "reduce-by-layer")
-    common = ("--dtype", "float64", "--save", tmp_path / "saved", "--load", tmp_path / "saved", "--save-interval", 2)
-    given = (*common, *how, "--plan", tmp_path / "plan.yaml", "--train-iters", 3, "--exit-interval", 2)
-    entries = train(tmp_path / "log.jsonl", *given, num_ranks=6)
-    alone = ("--vision-dp", 1, "--llm-pp", 1, "--train-iters", 3)
-    entries += train(tmp_path / "alone.jsonl", *common, *alone, num_ranks=1)
-    for key in ("loss", "grad_norm"):
-        found, expected = ([entry[key] for entry in each] for each in (entries, one_process))
-        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    saved = {"--save": tmp_path / "saved", "--load": tmp_path / "saved", "--save-interval": 2}
+    how = {"--sequence-parallel": None, "--balance": "whole-sample", "--schedule-passes": "reduce-by-layer"}
+    how |= {**SIZED_OTHERWISE, "--plan": tmp_path / "plan.yaml", "--exit-interval": 2}
+    entries, _ = train_beside(alone, tmp_path, saved | how, num_ranks=6)
+    entries += train_beside(alone, tmp_path, saved, num_ranks=1)[0]
+    assert_alike(entries, alone[1])
 
 
 def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
     """Other replicas and tensor parallel sizes, sequence parallelism, microbatches, a split backward; it shows what it draws."""
-    common = ("--dtype", "float64", "--train-iters", 3, "--llm-pp", 1)
     Image.new("L", (16, 8)).save(tmp_path / "place.png")
     image = {"type": "image", "role": "assistant", "path": "place.png"}
     asked = {"id": "47", "segments": [{"type": "text", "role": "user", "text": "draw 47"}, image]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(asked))
-    shows = ("--sample-prompts", tmp_path / "prompts.jsonl", "--sample-guidance-scale", 2)
-    places = ("--save", tmp_path / "saved", "--report-dir", tmp_path, "--generator-ema-decay", 0.5)
-    log = train(tmp_path / "one.jsonl", *common, *shows, *places, num_ranks=1, example="digits_generator", evaluates=True)
-    *alone, _, drawn = log
+    flags = {"--config": REPOSITORY / "examples" / "digits_generator" / "config.yaml", "--llm-pp": 1, "--num-workers": 0}
+    flags |= {**STEPS, "--global-batch-size": 8, "--micro-batch-size": 4, "--dtype": "float64", "--eval-iters": 0}
+    flags["--log-json"] = tmp_path / "log.jsonl"
+    shows = {"--sample-prompts": tmp_path / "prompts.jsonl", "--sample-guidance-scale": 2, "--eval-iters": 1}
+    places = {"--save": tmp_path / "saved", "--report-dir": tmp_path, "--generator-ema-decay": 0.5}
+    *alone, drawn = launch_training({**flags, **shows, **places}, num_ranks=1)[0]
     (answer,) = drawn["samples"]
     assert (answer["asked"], answer["answer"]) == ("draw 47", "an image of 16x8 pixels")
     with open_model(tmp_path / "saved") as model:
         expected = draw_image(model, "draw 47", size=(16, 8), guidance_scale=2)
+        parameters = [*model[0].stages["painter", 0].parameters()]
+        averages = [parameter.detach().clone() for parameter in parameters]
         load_checkpoint(tmp_path / "saved", session=model[0], load_optimizer=False, load_rng=False)
-        of_last_weights = draw_image(model, "draw 47", size=(16, 8), guidance_scale=2)
-    shown = np.asarray(Image.open(tmp_path / answer["image"]))
-    assert np.array_equal(shown, np.asarray(expected)) and not np.array_equal(shown, np.asarray(of_last_weights))
+        assert not any(map(torch.equal, averages, parameters)), "they are those of the last step"
+    assert np.array_equal(np.asarray(Image.open(tmp_path / answer["image"])), np.asarray(expected))
     assert all(0 < entry["generator_loss"] < entry["loss"] for entry in alone)
     assert alone[2]["generator_loss"] < alone[0]["generator_loss"]
-    sizes = ("--vision-dp", 1, "--llm-dp", 1, "--painter-tp", 2, "--painter-dp", 1)
-    how = ("--no-colocate-units", "--sequence-parallel", "--schedule", "zb-h1", "--micro-batch-size", 3)
-    apart = train(tmp_path / "apart.jsonl", *common, *sizes, *how, num_ranks=4, example="digits_generator")
-    for key in ("loss", "generator_loss", "grad_norm"):
-        found, expected = ([entry[key] for entry in entries] for entries in (apart, alone))
-        assert found == pytest.approx(expected, rel=0, abs=1e-9)
+    sizes = {"--vision-dp": 1, "--llm-dp": 1, "--painter-tp": 2, "--painter-dp": 1, "--no-colocate-units": None}
+    how = {"--sequence-parallel": None, "--schedule": "zb-h1", "--micro-batch-size": 3}
+    assert_alike(launch_training({**flags, **sizes, **how}, num_ranks=4)[0], alone, "generator_loss")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
-def test_a_full_disk_does_not_end_training() -> None:
+def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
     """One warning, one line a step."""
-    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS)
-    flags = ("--train-iters", 3, "--global-batch-size", 16, "--log-interval", 1, "--vision-dp", 1, "--llm-pp", 1)
-    launched = launch([*config, *flags, "--log-json", "/dev/full"], num_ranks=1)
+    write_working_files(tmp_path)
+    given = {**working_flags(tmp_path), "--train-iters": 3, "--log-interval": 1, "--log-json": "/dev/full"}
+    launched = launch(given, num_ranks=1)
     assert launched.exit_codes == (0,), launched.output
     lines = launched.output.splitlines()
     assert [line.startswith("warning: --log-json /dev/full: cannot be written (No space") for line in lines].count(True) == 1
@@ -224,30 +209,18 @@ def test_a_full_disk_does_not_end_training() -> None:
 
 
 @pytest.fixture
-def whole_run(once: Once) -> list[dict[str, Any]]:
+def whole_run(once: Once) -> Alone:
     """Four float32 steps without interruption."""
     return once(train_without_interruption)
 
 
-def train_without_interruption(folder: Path) -> list[dict[str, Any]]:
-    return train(folder / "log.jsonl", "--train-iters", 4, num_ranks=4)
+def train_without_interruption(folder: Path) -> Alone:
+    return folder, train(folder, ON_FOUR, num_ranks=4)[0]
 
 
-@pytest.fixture
-def stopped_run(tmp_path: Path, once: Once) -> Path:
-    """A folder of the same run, stopped after two steps, to go on in: `log.jsonl` and `checkpoints`."""
-    return Path(shutil.copytree(once(train_half), tmp_path / "stopped"))
-
-
-def train_half(folder: Path) -> Path:
-    flags = ("--train-iters", 4, "--exit-interval", 2, "--save", folder / "checkpoints", "--load", folder / "checkpoints")
-    train(folder / "log.jsonl", *flags, num_ranks=4)
-    return folder
-
-
-def test_the_log_has_the_step_and_its_split(whole_run: list[dict[str, Any]]) -> None:
-    assert [entry["step"] for entry in whole_run] == [1, 2, 3, 4]
-    for entry in whole_run:
+def test_the_log_has_the_step_and_its_split(whole_run: Alone) -> None:
+    assert values_of(whole_run[1], "step") == [1, 2, 3, 4]
+    for entry in whole_run[1]:
         parts = [entry[f"{part}_seconds"] for part in ("compute", "communication", "waiting", "optimizer")]
         assert all(part >= 0 for part in parts)
         assert 0 < sum(parts) <= entry["step_seconds"] * 1.05
@@ -257,39 +230,26 @@ def test_the_log_has_the_step_and_its_split(whole_run: list[dict[str, Any]]) -> 
         assert entry["peak_activation_bytes"] > 0
 
 
-def test_bfloat16_stays_close_to_float32(tmp_path: Path, whole_run: list[dict[str, Any]]) -> None:
-    coarse = train(tmp_path / "log.jsonl", "--train-iters", 4, "--bf16", num_ranks=4)
-    assert losses(coarse) == pytest.approx(losses(whole_run), rel=0.03)
-    assert losses(coarse) != losses(whole_run)
+def test_bfloat16_stays_close_to_float32(tmp_path: Path, whole_run: Alone) -> None:
+    coarse, _ = train_beside(whole_run, tmp_path, {**ON_FOUR, "--dtype": "bfloat16", "--peak-tflops": 1}, num_ranks=4)
+    assert values_of(coarse) == pytest.approx(values_of(whole_run[1]), rel=0.03)
+    assert values_of(coarse) != values_of(whole_run[1])
 
 
-def test_the_sharded_float32_optimizer_stays_close_to_float64(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
-    entries = train(tmp_path / "log.jsonl", "--train-iters", 3, "--vision-dp", 2, "--llm-pp", 1, "--llm-dp", 2, num_ranks=4)
-    assert losses(entries) == pytest.approx(losses(one_process), rel=1e-4)
+def test_the_sharded_float32_optimizer_stays_close_to_float64(tmp_path: Path, alone: Alone) -> None:
+    flags = {"--dtype": "float32", "--vision-dp": 2, "--llm-dp": 2}
+    entries, _ = train_beside(alone, tmp_path, flags, num_ranks=4)
+    assert values_of(entries) == pytest.approx(values_of(alone[1]), rel=1e-4)
 
 
-def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
-    entries = train(
-        tmp_path / "log.jsonl",
-        "--dtype",
-        "float64",
-        "--train-iters",
-        3,
-        "--freeze",
-        "vision",
-        "--vision-dp",
-        1,
-        "--llm-pp",
-        1,
-        num_ranks=2,
-    )
-    assert losses(entries)[0] == pytest.approx(losses(one_process)[0], abs=1e-9)
-    assert losses(entries)[2] != pytest.approx(losses(one_process)[2], abs=1e-9)
-    assert losses(entries)[2] < losses(entries)[0]
+def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, alone: Alone) -> None:
+    found, expected = values_of(train_beside(alone, tmp_path, {"--freeze": "vision"})[0]), values_of(alone[1])
+    assert found[0] == pytest.approx(expected[0], abs=1e-9)
+    assert found[2] != pytest.approx(expected[2], abs=1e-9)
+    assert found[2] < found[0]
 
 
-def test_resuming_under_the_same_plan_changes_nothing(whole_run: list[dict[str, Any]], stopped_run: Path) -> None:
-    log = stopped_run / "log.jsonl"
-    assert losses([json.loads(line) for line in log.read_text().splitlines()]) == losses(whole_run)[:2]
-    flags = ("--train-iters", 4, "--save", stopped_run / "checkpoints", "--load", stopped_run / "checkpoints")
-    assert losses(train(log, *flags, num_ranks=4)) == losses(whole_run)
+def test_resuming_under_the_same_plan_changes_nothing(tmp_path: Path, whole_run: Alone) -> None:
+    flags = {**ON_FOUR, "--save": tmp_path / "saved", "--load": tmp_path / "saved"}
+    for more, part in (({"--exit-interval": 2}, slice(2)), ({}, slice(2, 4))):
+        assert values_of(train_beside(whole_run, tmp_path, flags | more, num_ranks=4)[0]) == values_of(whole_run[1])[part]
