@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item.nodeid for item in items if len(item.nodeid.partition("[")[2]) > LONGEST_ID]
     if long:
         raise pytest.UsageError(f"ids of more than {LONGEST_ID} characters; give the rows names (ids=...): {', '.join(long)}")
+    # First, as first ones are not taken from the process that has them: it alone starts ranks with Transformer Engine.
+    items.sort(key=lambda item: item.path.name != "test_transformer_engine.py")
     if config.getoption("all"):
         return
     deep = {item for item in items if _is_deep(item)}

@@ -69,6 +69,7 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     return [positions.numpy(), *(tensor.numpy() for tensor in found)]
 
 
+@pytest.mark.deep(when=lambda num_ranks: num_ranks == 2)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     "case",
@@ -162,6 +163,14 @@ CASES = {
 }
 
 
+LIKE_OTHERS = (
+    *("tokens: encoder", "tokens: encoder with tp, apart", "tokens: encoder and LLM cross", "tokens: generator"),
+    *("tokens: generator and LLM", "tokens: blocks of 16", "tokens: zb-h1", "items: recompute full, split"),
+)
+"""Rows of which others, or the master test, have every part."""
+
+
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_distribution(ranks: RankPool, name: str) -> None:
     """Of tokens one by one, also with ranks that hold none, and of whole items and parts of long ones."""

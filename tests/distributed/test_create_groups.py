@@ -188,6 +188,7 @@ def test_every_rank_names_the_first_difference(ranks: RankPool, change, differen
     assert re.match(rf"step 3: rank 2 decided otherwise than rank 0: {difference}", messages[0])
 
 
+@pytest.mark.deep(when=lambda more: more != ())
 @pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])
 def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path, more: tuple[object, ...]) -> None:
     place = ("--nproc-per-node", 2, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")

@@ -43,6 +43,7 @@ ROWS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+@pytest.mark.deep(when=lambda change: change == "split backward")
 @pytest.mark.parametrize(("sizes", "change"), ROWS)
 def test_new_rows_of_a_frozen_vocabulary(ranks: RankPool, sizes: str, change: str) -> None:
     """Rows 4 to 7 of 12 are on both of two ranks, beside adapters and in an LLM that is frozen otherwise."""

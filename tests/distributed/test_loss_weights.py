@@ -120,6 +120,7 @@ def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tm
     assert losses(folder, flags, num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
 
 
+@pytest.mark.deep(when=lambda dtype: dtype == "float64")
 @pytest.mark.parametrize(
     ("rates", "frozen", "dtype"),
     [

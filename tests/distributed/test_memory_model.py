@@ -173,6 +173,7 @@ def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
     return found
 
 
+@pytest.mark.deep(when=lambda dtype: dtype != torch.bfloat16)
 @pytest.mark.parametrize(
     ("graph", "sizes", "dtype"),
     [(TRAINED, SIZES, torch.float32), (TRAINED, SPREAD, torch.bfloat16), (FROZEN_VISION, SPREAD, torch.float64)],

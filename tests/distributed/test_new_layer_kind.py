@@ -81,7 +81,7 @@ def test_it_is_planned_and_simulated(kind: str) -> None:
     seconds = {}
     for name, graph in (("transformer", TEXT_ONLY), ("mixed", mixed)):
         asked = request(graph)
-        seconds[name] = predict_run(PLANNERS["braid"](asked), asked).iteration_seconds
+        seconds[name] = predict_run(PLANNERS["disttrain"](asked), asked).iteration_seconds
     assert 0 < seconds["mixed"] < seconds["transformer"], "the new layers have fewer weights and no attention"
 
 

@@ -7,10 +7,11 @@ the same classes here, so that names differ, but no value does. One process read
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -242,8 +243,13 @@ def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:
 
 @contextmanager
 def writing_without_psutil() -> Iterator[None]:
-    """Let megatron-core's writers, which log their memory, work where psutil is missing; else they would wait for ever."""
-    is_there = getattr(filesystem_async, "HAVE_PSUTIL", True)
-    replaced: Any = nullcontext() if is_there else patch.object(filesystem_async, "_process_memory", partial(int, 0))
-    with replaced:
+    """Let megatron-core's writers, which log their memory, work where psutil is missing; else they would wait for ever.
+
+    What they hand to their own process goes through a queue of it; for theirs they would start Python anew.
+    """
+    with ExitStack() as replaced:
+        if not getattr(filesystem_async, "HAVE_PSUTIL", True):
+            replaced.enter_context(patch.object(filesystem_async, "_process_memory", partial(int, 0)))
+        if hasattr(filesystem_async, "_results_queue"):
+            replaced.enter_context(patch.object(filesystem_async, "_results_queue", SimpleQueue()))
         yield

@@ -167,6 +167,7 @@ def test_the_bound_of_a_run_is_below_its_step():
         assert 0 < trials.least_step_seconds(run) <= prediction.iteration_seconds, name
 
 
+@pytest.mark.deep(when=lambda planner: planner == "disttrain")
 @pytest.mark.parametrize("planner", ["megatron", "disttrain"])
 def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
     asked = request(num_gpus=8, global_batch_size=16, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
