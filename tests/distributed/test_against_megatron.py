@@ -11,7 +11,7 @@ from tests.distributed.rank_pool import RankPool
 def test_losses_of_twenty_steps_equal_those_of_megatron(ranks: RankPool) -> None:
     (weights,) = ranks.run(initial_weights, TEXT_ONLY, world_size=1)
     expected = ranks.run(megatron_losses, TEXT_ONLY, weights["llm"], world_size=2)[-1]
-    sizes = {"llm": UnitSizes(tensor_parallel_size=2, pipeline_parallel_size=2)}
+    sizes = {"llm": UnitSizes(pipeline_parallel_size=2, data_parallel_size=2)}
     plan = plan_disaggregated(TEXT_ONLY.graph, sizes=sizes, world_size=4)
     shares = ranks.run(braid_losses, TEXT_ONLY, plan, world_size=4)
     losses = [sum(share) for share in zip(*shares, strict=True)]
