@@ -1,7 +1,7 @@
 """Models, batches and an optimizer that megatron-core's own loops and Braid's are both given, to compare what they learn."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,6 +88,16 @@ WITH_IMAGES = ComparedCase(
     ),
 )
 """One or two images each, 1 to 7 of 16 tokens."""
+TWO_ENCODERS = ComparedCase(
+    ModelGraph.from_dict({"units": {"vision": _VISION, "charts": {**_VISION, "num_layers": 1}, "llm": _LLM}}),
+    tuple(
+        replace(
+            shape, items=tuple((("vision", "charts")[(index + item) % 2], *image[1:]) for item, image in enumerate(shape.items))
+        )
+        for index, shape in enumerate(WITH_IMAGES.shapes)
+    ),
+)
+"""The same images, every other one by an encoder of its own."""
 
 
 Weights = Mapping[str, Mapping[str, np.ndarray]]

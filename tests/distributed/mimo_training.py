@@ -1,6 +1,6 @@
-"""A compared case with images trained by megatron-core's own MIMO: MimoModel under Megatron's 1F1B, its encoder on other ranks.
+"""A compared case with images trained by megatron-core's own MIMO: MimoModel under Megatron's 1F1B, its encoders on other ranks.
 
-MIMO takes any module as an encoder; here it is Braid's, so that both train one model. Its LLM is megatron-core's GPTModel.
+MIMO takes any modules as encoders; here they are Braid's, so that both train one model. Its LLM is megatron-core's GPTModel.
 Gradients are summed over data parallel ranks when the schedule has run, as by MIMO's DDP without overlap.
 """
 
@@ -29,11 +29,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Module
 
+from megatron.runtime import patches
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
+from multimodal.values.model_graph import ModelGraph
 from tests.distributed.braid_training import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase, Weights
 from tests.distributed.megatron_training import (
     build_optimizer,
@@ -46,29 +48,36 @@ from tests.distributed.megatron_training import (
 )
 from tests.distributed.random_source import RandomSource
 
-VISION, LANGUAGE = "vision", MIMO_LANGUAGE_MODULE_KEY
-IMAGE_TOKEN = -200
+LANGUAGE = MIMO_LANGUAGE_MODULE_KEY
+FIRST_IMAGE_TOKEN = -200
 _DIMENSIONS = ("tp", "cp", "pp", "dp", "ep", "expt_dp")
 
 
 class MimoLayout(NamedTuple):
-    """Ranks: those of the encoder come first."""
+    """Ranks: those of each encoder come first."""
 
     vision_dp: int
     llm_pp: int
     llm_dp: int
+    llm_tp: int = 1
+    num_encoders: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Of both."""
-        return self.vision_dp + self.llm_pp * self.llm_dp
+        """Of all modules."""
+        return self.num_encoders * self.vision_dp + self.llm_pp * self.llm_dp * self.llm_tp
 
 
-def mimo_losses(case: ComparedCase, weights: Weights, layout: MimoLayout) -> list[float]:
-    """Train 20 steps on this rank; returns the losses that it has summed up."""
-    with mimo_without_cuda():
-        trained = MimoTraining(case, weights, layout)
-        return [trained.train_step(trained.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+def mimo_losses(case: ComparedCase, weights: Weights, layout: MimoLayout, schedule: str | None = None) -> list[float]:
+    """Train 20 steps on this rank, on Megatron's own schedule or Braid's; returns the losses that it has summed up."""
+    if schedule is not None:
+        patches.apply(schedule=schedule)
+    try:
+        with mimo_without_cuda():
+            trained = MimoTraining(case, weights, layout)
+            return [trained.train_step(trained.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+    finally:
+        patches.undo()
 
 
 @contextmanager
@@ -93,11 +102,15 @@ class MimoTraining:
 
     def __init__(self, case: ComparedCase, weights: Weights, layout: MimoLayout) -> None:
         self.case, self.layout = case, layout
+        self.encoders = [name for name in case.graph.unit_names if name != case.graph.backbone.name]
+        assert len(self.encoders) == layout.num_encoders
         self.grids = {
-            VISION: _make_grid(0, num_stages=1, num_replicas=layout.vision_dp),
-            LANGUAGE: _make_grid(layout.vision_dp, num_stages=layout.llm_pp, num_replicas=layout.llm_dp),
+            name: _make_grid(place * layout.vision_dp, num_stages=1, num_replicas=layout.vision_dp)
+            for place, name in enumerate(self.encoders)
         }
-        self.name = VISION if dist.get_rank() < layout.vision_dp else LANGUAGE
+        first = layout.vision_dp * layout.num_encoders
+        self.grids[LANGUAGE] = _make_grid(first, num_stages=layout.llm_pp, num_replicas=layout.llm_dp, num_shards=layout.llm_tp)
+        self.name = [*(name for name in self.encoders for _ in range(layout.vision_dp)), LANGUAGE][min(dist.get_rank(), first)]
         grid = self.grids[self.name]
         self.groups = ProcessGroupCollection(**{name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp", "ep", "expt_dp")})
         self.groups.dp_cp = grid.get_pg(["dp", "cp"])
@@ -105,10 +118,10 @@ class MimoTraining:
         self.model = self._build_model(weights)
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
-            {VISION: [LANGUAGE], LANGUAGE: []},
+            {**{name: [LANGUAGE] for name in self.encoders}, LANGUAGE: []},
             self.model.config,
             dim_mapping={"s": 0, "b": 1, "h": 2},
-            module_output_ndim={VISION: 2},
+            module_output_ndim=dict.fromkeys(self.encoders, 2),
         )
         self.collection = MultiModuleProcessGroupCollection({self.name: self.groups}, LANGUAGE if self.name == LANGUAGE else None)
         self.optimizer = build_optimizer(self.model)
@@ -119,9 +132,9 @@ class MimoTraining:
         An encoder's replica has those of several replicas of the LLM at once.
         """
         width, rank, size = self.layout.llm_dp, self.groups.dp.rank(), self.groups.dp.size()
-        share = width // size * MICRO_BATCH_SIZE
+        share = width * MICRO_BATCH_SIZE // size
         return [
-            MimoMicrobatch.load(source, range(first, first + share), with_pixels=self.name == VISION)
+            MimoMicrobatch.load(source, range(first, first + share), of=self.name)
             for first in range(rank * share, len(source), width * MICRO_BATCH_SIZE)
         ]
 
@@ -129,7 +142,7 @@ class MimoTraining:
         """Train on a global batch; returns the loss that this rank has summed up, 0 but on the LLM's last stage."""
         num_targets = sum(shape.num_target_tokens for shape in self.case.shapes)
         self.optimizer.zero_grad()
-        found = schedules.forward_backward_pipelining_without_interleaving(
+        found = schedules.get_forward_backward_func(pp_size=self.communicator.total_stages, vp_size=None)(
             forward_step_func=_forward_step,
             data_iterator=iter(microbatches),
             model=self.model,
@@ -150,7 +163,11 @@ class MimoTraining:
     def _build_model(self, weights: Weights) -> MimoModel:
         stage, num_stages = self.groups.pp.rank(), self.layout.llm_pp
         config = language_config(
-            self.case, num_stages=num_stages, variable_seq_lengths=True, moe_token_dispatcher_type="alltoall"
+            self.case,
+            num_stages=num_stages,
+            variable_seq_lengths=True,
+            moe_token_dispatcher_type="alltoall",
+            tensor_model_parallel_size=self.layout.llm_tp,
         )
         language = {
             "config": config,
@@ -159,21 +176,25 @@ class MimoTraining:
             "pg_collection": self.groups,
             **language_arguments(self.case),
         }
-        encoder = ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups})
+        encoders = {
+            name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups, "name": name})
+            for name in self.encoders
+        }
         model = MimoModel(
             MimoModelConfig(
                 language_model_spec=ModuleSpec(module=GPTModel, params=language),
                 modality_submodules_spec={
-                    VISION: ModuleSpec(module=VisionModalitySubmodules, submodules={"encoders": {"vit": encoder}})
+                    name: ModuleSpec(module=VisionModalitySubmodules, submodules={"encoders": {"vit": encoder}})
+                    for name, encoder in encoders.items()
                 },
-                special_token_ids={VISION: IMAGE_TOKEN},
+                special_token_ids={name: _image_token(self.case.graph, name) for name in self.encoders},
                 module_to_grid_map=self.grids,
             )
         ).double()
         if self.name == LANGUAGE:
             load_language_weights(model.language_model, self.case, weights["llm"], stage=stage)
         else:
-            model.modality_submodules[VISION].encoders["vit"].load(weights[VISION])
+            model.modality_submodules[self.name].encoders["vit"].load(weights[self.name])
         return model
 
 
@@ -184,29 +205,30 @@ class MimoMicrobatch:
     token_ids: Tensor
     labels: Tensor
     is_target: Tensor
-    images: PackedInput | None
+    images: dict[str, Any] | None
 
     @classmethod
-    def load(cls, source: RandomSource, samples: Sequence[int], *, with_pixels: bool) -> "MimoMicrobatch":
-        """Return some samples of a batch."""
+    def load(cls, source: RandomSource, samples: Sequence[int], *, of: str) -> "MimoMicrobatch":
+        """Return some samples of a batch, with the images of one module."""
         texts = [source.text(index) for index in samples]
         columns = ("token_ids", "labels", "is_target")
         token_ids, labels, is_target = (torch.from_numpy(np.stack([getattr(t, column) for t in texts])) for column in columns)
-        for row, text in enumerate(texts):
-            for _, start, length in text.item_starts:
-                token_ids[row, start : start + length] = IMAGE_TOKEN
-        return cls(token_ids, labels, is_target, _pack_images(source, samples) if with_pixels else None)
+        for row, (index, text) in enumerate(zip(samples, texts, strict=True)):
+            for item, start, length in text.item_starts:
+                token_ids[row, start : start + length] = _image_token(source.graph, source.shapes[index].items[item][0])
+        images = {of: {"vit": {"batch": _pack_images(source, samples, of)}}} if of != LANGUAGE else None
+        return cls(token_ids, labels, is_target, images)
 
 
 class _Encoder(Module):
     """Braid's encoder with its projector, whole."""
 
-    def __init__(self, case: ComparedCase, groups: ProcessGroupCollection) -> None:
+    def __init__(self, case: ComparedCase, groups: ProcessGroupCollection, name: str) -> None:
         super().__init__()
-        unit = case.graph.unit(VISION)
+        unit = case.graph.unit(name)
         self.stage = UnitStage(
             graph=case.graph,
-            unit_name=VISION,
+            unit_name=name,
             layers=range(len(unit.layers)),
             groups=groups,
             options=BuildOptions(Precision(torch.float64)),
@@ -236,16 +258,22 @@ class _Gloo:
         return dist.new_subgroups_by_enumeration(ranks, backend="gloo")
 
 
-def _make_grid(first_rank: int, *, num_stages: int, num_replicas: int) -> HyperCommGrid:
-    grid = HyperCommGrid([1, 1, num_stages, num_replicas, 1, 1], list(_DIMENSIONS), rank_offset=first_rank, backend="gloo")
+def _make_grid(first_rank: int, *, num_stages: int, num_replicas: int, num_shards: int = 1) -> HyperCommGrid:
+    grid = HyperCommGrid(
+        [num_shards, 1, num_stages, num_replicas, 1, 1], list(_DIMENSIONS), rank_offset=first_rank, backend="gloo"
+    )
     for name in (*_DIMENSIONS, ["dp", "cp"]):
         grid.create_pg(name)
     return grid
 
 
-def _pack_images(source: RandomSource, samples: Sequence[int]) -> PackedInput:
-    atoms = [Atom(index, item) for index in samples for item in range(len(source.shapes[index].items))]
-    unit = source.graph.unit(VISION)
+def _image_token(graph: ModelGraph, encoder: str) -> int:
+    return FIRST_IMAGE_TOKEN - graph.unit_names.index(encoder)
+
+
+def _pack_images(source: RandomSource, samples: Sequence[int], encoder: str) -> PackedInput:
+    atoms = [Atom(each, item) for each in samples for item, (unit, *_) in enumerate(source.shapes[each].items) if unit == encoder]
+    unit = source.graph.unit(encoder)
     assert unit.item_input is not None
     packed = pack_encoder_microbatch(atoms, source=source, item_input=unit.item_input, with_pixels=True)
     assert packed.patches is not None
@@ -255,6 +283,5 @@ def _pack_images(source: RandomSource, samples: Sequence[int]) -> PackedInput:
 def _forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[Any, Callable[..., Any]]:
     batch = next(batches)
     positions = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
-    images = {VISION: {"vit": {"batch": batch.images}}} if batch.images is not None else None
-    output, _ = model(batch.token_ids, positions, None, labels=batch.labels, modality_inputs=images)
+    output, _ = model(batch.token_ids, positions, None, labels=batch.labels, modality_inputs=batch.images)
     return output, partial(summed_loss, batch.is_target)

@@ -3,7 +3,8 @@
 import pytest
 
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
-from tests.distributed.braid_training import NUM_STEPS, WITH_IMAGES, braid_losses, initial_weights
+from tests.distributed.braid_training import NUM_STEPS, TWO_ENCODERS, WITH_IMAGES, braid_losses, initial_weights
+from tests.distributed.gradient_case import single_rank_plan
 from tests.distributed.rank_pool import RankPool
 
 pytest.importorskip(
@@ -28,3 +29,26 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
     summed = [[sum(share) for share in zip(*shares, strict=True)] for shares in (found, expected)]
     assert len(set(summed[1])) == NUM_STEPS
     assert summed[0] == pytest.approx(summed[1], rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (MimoLayout(2, 2, 1), "1f1b"),
+        (MimoLayout(1, 1, 2), "gpipe"),
+        (MimoLayout(1, 1, 1, llm_tp=2), "eager-1f1b"),
+        (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b"),
+    ],
+)
+def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(ranks: RankPool, layout: MimoLayout, schedule: str) -> None:
+    """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike."""
+    case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
+    (weights,) = ranks.run(initial_weights, case, world_size=1)
+    found = ranks.run(mimo_losses, case, weights, layout, schedule, world_size=layout.num_ranks)
+    if layout.vision_dp <= layout.llm_dp:
+        expected = ranks.run(mimo_losses, case, weights, layout, world_size=layout.num_ranks)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=0, abs=1e-9)
+    if layout.llm_tp == 1:  # whose ranks have other weights
+        alone = ranks.run(braid_losses, case, single_rank_plan(case.graph), world_size=1)
+        assert [sum(share) for share in zip(*found, strict=True)] == pytest.approx(alone[0], rel=0, abs=1e-9)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -16,14 +17,22 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
-from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options
-from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, step_of_pipeline
+from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options, read_modules
+from megatron.runtime.drop_in.pipeline_schedule import (
+    RUNNABLE,
+    LoopModule,
+    PipelineShape,
+    build_pipeline_schedule,
+    step_of_pipeline,
+)
+from megatron.runtime.drop_in.pipeline_step import LoopInputs
 from multimodal.plan.communicators import data_parallel_ranks, holders_of_parameters
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.values.action import ACTION_TABLE
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -158,7 +167,8 @@ def test_plans_that_megatron_cannot_express_are_refused(ranks: RankPool, plan: P
 
 
 ORIGINAL = schedules.get_forward_backward_func
-SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
+PIPELINE = LoopModule("model", (((0,), (1,)),), num_chunks=2)
+SHAPE = PipelineShape((PIPELINE,), num_microbatches=4, forward_only=False)
 
 
 @pytest.fixture
@@ -202,7 +212,9 @@ def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
 
 
 def test_one_forward_one_backward_is_the_textbooks() -> None:
-    schedule = build_pipeline_schedule("1f1b", shape=replace(SHAPE, num_chunks=1, num_microbatches=3))
+    schedule = build_pipeline_schedule(
+        "1f1b", shape=replace(SHAPE, modules=(PIPELINE._replace(num_chunks=1),), num_microbatches=3)
+    )
     assert [[f"{a.kind}{a.microbatch}" for a in lane.actions if a.kind in ("F", "B")] for lane in schedule.lanes] == [
         ["F0", "F1", "B0", "F2", "B1", "B2"],
         ["F0", "B0", "F1", "B1", "F2", "B2"],
@@ -212,6 +224,43 @@ def test_one_forward_one_backward_is_the_textbooks() -> None:
 def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
     (replica,) = step_of_pipeline(SHAPE).plan.units["model"].replicas
     assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("num_encoders", "num_llms", "sources"),
+    [
+        (1, 1, {(0, 0): [0]}),
+        (2, 1, {(0, 0): [0, 1]}),
+        (1, 2, {(0, 0): [0], (1, 1): [0]}),
+        (4, 2, {(0, 0): [0, 1], (1, 1): [2, 3]}),
+    ],
+)
+def test_modules_replicas_meet_as_megatrons_bridges_let_them(num_encoders: int, num_llms: int, sources: dict[Any, Any]) -> None:
+    encoder = LoopModule("vision", tuple(((rank,),) for rank in range(num_encoders)))
+    llm = LoopModule("language", tuple(((num_encoders + rank,),) for rank in range(num_llms)))
+    step = step_of_pipeline(PipelineShape((encoder, llm), num_microbatches=2, forward_only=False))
+    for (replica, microbatch), expected in sources.items():
+        found = step.routes.sources_of[MicrobatchPlace("language", replica, microbatch)]
+        assert found == tuple(MicrobatchPlace("vision", each, microbatch) for each in expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"collection": None}, "needs pg_collection=MultiModuleProcessGroupCollection"),
+        ({"variable": False}, "set variable_seq_lengths=True"),
+        ({"here": ("vision", "language")}, "give each module ranks of its own"),
+        ({"topology": {"vision": ["language"], "language": ["made"], "made": []}}, "let all modules but one send to that one"),
+    ],
+)
+def test_modules_that_a_schedule_cannot_honour_are_refused(changes: dict[str, Any], message: str) -> None:
+    topology = changes.get("topology", {"vision": ["language"], "language": []})
+    here = dict.fromkeys(changes.get("here", ("vision",)))
+    communicator = SimpleNamespace(rank_module_map=here, module_to_grid_map=dict.fromkeys(topology), topology=topology)
+    config = SimpleNamespace(variable_seq_lengths=changes.get("variable", True))
+    inputs: Any = LoopInputs(max, [], [], config, collect_non_loss_data=False, first_val_step=None)
+    with patch.object(dist, "get_rank", lambda: 0), pytest.raises(ConfigError, match=message):
+        read_modules(communicator, changes.get("collection", SimpleNamespace(module_pgs={})), inputs)
 
 
 def _split_backwards(step: StepShape) -> Schedule:

@@ -1,9 +1,11 @@
 """Megatron's forward-backward function as a training loop calls it: arguments in, losses out, gradients finalized."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -14,15 +16,16 @@ from megatron.core.utils import get_model_config
 
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
-from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
-from megatron.runtime.drop_in.pipeline_step import SHAPE_TRACKS, LoopInputs, PipelineStep
-from multimodal.plan.communicators import Partners, Track
+from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
+from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
+from multimodal.plan.communicators import Partners, Track, message_partners
 from multimodal.values.errors import ConfigError
+from multimodal.values.schedule import Schedule
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 """Time after which a stage gives up waiting for another."""
-_TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward") for parity in (0, 1))
-"""Tracks of one unit's messages; the loop's model may have any number of stages."""
+_TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward") for parity in PARITIES)
+"""Tracks of messages; the loop's model may have any number of stages."""
 
 DataIterator = Iterator[Any] | None
 
@@ -39,7 +42,7 @@ class ForwardBackward:
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
-        self._connected: set[tuple[int, ...]] = set()
+        self._connected: set[tuple[LoopModule, ...]] = set()
 
     def forward_backward(
         self,
@@ -55,15 +58,16 @@ class ForwardBackward:
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: P2PCommunicator | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         """Run a step: all forwards and, unless `forward_only`, all backwards and the finalizing of gradients.
 
         The arguments are those of megatron-core's functions of this kind (see `schedules.get_forward_backward_func`), and so is
-        the result: on the last stage the reports of the loss function per microbatch, elsewhere an empty list. Of a
-        `p2p_communicator` only the process group is used; messages go through Braid's own channel.
+        the result: on the last stage the reports of the loss function per microbatch, elsewhere an empty list. A
+        `p2p_communicator` only says who is in the pipeline, or in which module on ranks of its own; messages go through Braid's
+        own channel.
 
         Raises ConfigError if an option would be ignored, before any message is sent.
         """
@@ -74,16 +78,24 @@ class ForwardBackward:
                 "use_megatron_fsdp=True cannot be used with Braid's schedules: it gathers and releases weights in the order of "
                 "Megatron's own; leave it out (--use-distributed-optimizer shards the optimizer), or call patches.undo()"
             )
-        groups = _process_groups(p2p_communicator, pg_collection)
         config = get_model_config(chunks[0])
-        shape = PipelineShape(groups.pp.size(), len(chunks), num_microbatches, forward_only)
+        is_whole = getattr(p2p_communicator, "module_to_grid_map", None) is None
+        inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step)
+        if is_whole:
+            groups = _process_groups(p2p_communicator, pg_collection)
+            stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
+            modules: tuple[LoopModule, ...] = (LoopModule(UNIT, (stages,), len(chunks)),)
+            inputs = replace(inputs, context_parallel_size=groups.cp.size())
+        else:
+            modules, groups, inputs = read_modules(p2p_communicator, pg_collection, inputs)
+        shape = PipelineShape(modules, num_microbatches, forward_only)
         if len(iterators) != len(chunks):
             raise ConfigError(
                 f"{len(iterators)} data iterators were given for {len(chunks)} model chunks; give a list with one per chunk"
             )
-        if adjust_tensor_shapes_fn is not None and (shape.num_stages == 1 or shape.num_chunks > 1):
+        if adjust_tensor_shapes_fn is not None and (groups.pp.size() == 1 or len(chunks) > 1 or not is_whole):
             raise ConfigError("adjust_tensor_shapes_fn works with several pipeline stages of one model chunk each; leave it out")
-        check_options(config, num_stages=shape.num_stages, num_chunks=shape.num_chunks)
+        check_options(config, num_stages=groups.pp.size(), num_chunks=len(chunks), is_whole=is_whole)
         schedule = build_pipeline_schedule(self._schedule, shape=shape)
         message_shapes = _message_shapes(
             adjust_tensor_shapes_fn,
@@ -94,43 +106,94 @@ class ForwardBackward:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
-        ranks = tuple(dist.get_process_group_ranks(groups.pp))
-        channel = self._open_channel(ranks, tells_shapes=config.variable_seq_lengths) if shape.num_stages > 1 else None
-        inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step, groups.cp.size())
-        lane = schedule.lanes[groups.pp.rank()]
-        step = PipelineStep(inputs, channel=channel, ranks=ranks, message_shapes=message_shapes, shape=shape, lane=lane)
-        _run_step(step, groups=groups, force_all_reduce=force_all_reduce)
+        channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if shape.has_messages else None
+        step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
+        is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and step.module is shape.llm
+        told = groups if is_whole else pg_collection
+        _run_step(step, tp_group=groups.tp, told=told, is_last_rank=is_last_rank, force_all_reduce=force_all_reduce)
         return step.forward_data
 
-    def _open_channel(self, ranks: tuple[int, ...], *, tells_shapes: bool) -> MessageChannel:
+    def _open_channel(self, schedule: Schedule, modules: tuple[LoopModule, ...], tells_shapes: bool) -> MessageChannel:
         """Return this process's channel; a new one for other tracks, or where torch.distributed was set up anew."""
         tracks = _TRACKS + SHAPE_TRACKS * tells_shapes
         if self._channel is None or self._world is not dist.group.WORLD or self._tracks != tracks:
             self._world, self._tracks = dist.group.WORLD, tracks
             self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=tracks, timeout=MESSAGE_TIMEOUT)
             self._connected.clear()
-        if ranks not in self._connected:
-            self._connected.add(ranks)
-            place = ranks.index(dist.get_rank())
-            ring = Partners(frozenset({ranks[(place + 1) % len(ranks)]}), frozenset({ranks[place - 1]}))
-            partners = {track: Partners(*ring[::-1]) if track.direction == "backward" else ring for track in tracks}
-            self._channel.connect(partners, device=platform.device())
+        if modules not in self._connected:
+            self._connected.add(modules)
+            found = message_partners(schedule.shape.graph, schedule.shape.plan, rank=dist.get_rank())
+            nobody = Partners(frozenset(), frozenset())
+            ways = {track: track._replace(direction=track.direction.replace("shape", "forward")) for track in tracks}
+            self._channel.connect({track: found.get(ways[track], nobody) for track in tracks}, device=platform.device())
         return self._channel
 
 
-def _run_step(step: PipelineStep, *, groups: ProcessGroupCollection, force_all_reduce: bool | None) -> None:
-    """Run a step between Megatron's timers, then finalize gradients (data parallel reduction, tied embeddings, scaling)."""
+def read_modules(
+    communicator: Any, collection: Any, inputs: LoopInputs
+) -> tuple[tuple[LoopModule, ...], ProcessGroupCollection, LoopInputs]:
+    """Read megatron-core's communicator between modules: all modules, the groups of this rank's, and how outputs are cut.
+
+    Raises ConfigError for what it says that a schedule cannot honour.
+    """
+    if not hasattr(collection, "module_pgs"):
+        raise ConfigError("a p2p_communicator between modules needs pg_collection=MultiModuleProcessGroupCollection(...)")
+    if not inputs.config.variable_seq_lengths:
+        raise ConfigError("modules on ranks of their own send outputs of any size; set variable_seq_lengths=True")
+    if len(communicator.rank_module_map) != 1:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is in the modules {[*communicator.rank_module_map]}; give each module ranks of its own, or "
+            "all modules the same ranks and no p2p_communicator"
+        )
+    grids, topology = communicator.module_to_grid_map, communicator.topology
+    names = sorted(grids, key=lambda name: not topology[name])
+    if any(topology[name] != [names[-1]] for name in names[:-1]) or topology[names[-1]]:
+        raise ConfigError(
+            f"the topology of the modules is {topology}; let all modules but one send to that one, which has the loss"
+        )
+    (name,) = communicator.rank_module_map
+    groups = collection[name]
+    bridges = {bridge.src_module_name: bridge for bridge in communicator.bridge_comms}
+    return (
+        tuple(LoopModule(each, _ranks_of_grid(grids[each])) for each in names),
+        groups,
+        replace(
+            inputs,
+            context_parallel_size=collection.get_language_model_cp_size() if collection.has_language_model() else None,
+            split=lambda output, module, size: bridges[module]._split_tensor_at_batch_dim(output, size),
+            batch_dimension=lambda module: bridges[module]._batch_dim if module in bridges else 0,
+            tensor_parallel_group=groups.tp,
+        ),
+    )
+
+
+def _ranks_of_grid(grid: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return the tensor parallel ranks of every pipeline rank of every replica; bridges refuse context parallel ones."""
+    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
+    ranks = grid.rank_offset + np.arange(grid.size).reshape(grid.shape[::-1])
+    axes = [len(grid.shape) - 1 - grid.dim_names.index(name) for name in ("dp", "pp")]
+    return tuple(
+        tuple(map(tuple, replica.tolist())) for replica in np.moveaxis(ranks, axes, (0, 1)).reshape(sizes["dp"], sizes["pp"], -1)
+    )
+
+
+def _run_step(
+    step: PipelineStep, *, tp_group: dist.ProcessGroup, told: Any, is_last_rank: bool, force_all_reduce: bool | None
+) -> None:
+    """Run a step between Megatron's timers, then finalize gradients (data parallel reduction, tied embeddings, scaling).
+
+    told: the process groups that the loop's finalize_model_grads_func is told.
+    """
     config, chunks = step.inputs.config, list(step.inputs.chunks)
     finalizes = config.finalize_model_grads_func is not None and not step.shape.forward_only
-    is_last_rank = groups.pp.rank() == groups.pp.size() - 1
     embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last_rank) if finalizes else None
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     step.execute()
     if finalizes:
-        schedules.finish_embedding_wgrad_compute(config, embedding, is_last_rank, groups.tp)
+        schedules.finish_embedding_wgrad_compute(config, embedding, is_last_rank, tp_group)
         num_tokens = step.num_tokens if config.calculate_per_token_loss else None
-        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=told, force_all_reduce=force_all_reduce)
     if config.timers is not None:
         config.timers("forward-backward").stop()
 
@@ -202,10 +265,11 @@ REFUSALS = (
 """All other options either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only say how Megatron sends its messages."""
 
 
-def check_options(config: Any, *, num_stages: int, num_chunks: int) -> None:
+def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bool = True) -> None:
     """Check that a step can honour Megatron's config.
 
-    config: a ModelParallelConfig; num_stages: pipeline parallel size; num_chunks: model chunks that the loop gave.
+    config: a ModelParallelConfig; num_stages: pipeline parallel size; num_chunks: model chunks that the loop gave; is_whole:
+        False if the model has modules on ranks of their own.
     Raises ConfigError that names the option and the fix.
     """
     for refusal in REFUSALS:
@@ -233,5 +297,5 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int) -> None:
             f"microbatch_group_size_per_vp_stage={group_size} would be ignored: the schedule decides the order; leave it out and "
             "choose the order by patches.apply(schedule=...)"
         )
-    if num_stages > 1 and config.pipeline_dtype is None:
+    if (num_stages > 1 or not is_whole) and config.pipeline_dtype is None:
         raise ConfigError("pipeline_dtype is None, but stages must know what they receive; set it to the dtype of activations")

@@ -1,21 +1,23 @@
-"""The schedule of one Megatron pipeline: one unit with one replica, and a virtual stage for each model chunk of each rank."""
+"""The schedule of a loop's step: that of one pipeline, or of modules on ranks of their own whose outputs meet in an LLM."""
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
-from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
+from multimodal.values.units.items import ImageInput
 
 UNIT = "model"
-"""Name of the one unit."""
+"""Name of a pipeline that is all of the loop's model."""
 RUNNABLE = frozenset(
     {
         *(ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS),
@@ -25,29 +27,47 @@ RUNNABLE = frozenset(
 """Kinds of action that a loop's own forward step and model allow."""
 
 
+class LoopModule(NamedTuple):
+    """One module of the loop's model, with a pipeline for each replica."""
+
+    name: str
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+    """The tensor parallel ranks of every pipeline rank of every replica."""
+    num_chunks: int = 1
+    """Model chunks per rank (virtual pipeline parallel size); chunk c of pipeline rank r is virtual stage c x pp + r."""
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline parallel size."""
+        return len(self.replicas[0])
+
+
 @dataclass(frozen=True)
 class PipelineShape:
-    """The inputs of a pipeline's schedule, besides the builder."""
+    """The inputs of a step's schedule, besides the builder."""
 
-    num_stages: int
-    """Pipeline parallel size."""
-    num_chunks: int
-    """Model chunks per rank (virtual pipeline parallel size); 1 without interleaving."""
+    modules: tuple[LoopModule, ...]
+    """The last one computes the loss, from the outputs of all others; each microbatch of theirs goes to that of its number."""
     num_microbatches: int
     forward_only: bool
 
     @property
-    def num_virtual_stages(self) -> int:
-        """Model chunks that a microbatch passes through; chunk c of rank r is virtual stage c x num_stages + r."""
-        return self.num_stages * self.num_chunks
+    def llm(self) -> LoopModule:
+        """The module that computes the loss."""
+        return self.modules[-1]
+
+    @property
+    def has_messages(self) -> bool:
+        """True if a microbatch passes through several ranks."""
+        return len(self.modules) > 1 or self.llm.num_stages > 1
 
 
 @lru_cache(maxsize=64)
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
-    """Build, lower and validate the schedule `name` for one pipeline; lane r is what its r-th rank executes.
+    """Build, lower and validate the schedule `name`; a rank executes the lane that has it.
 
-    Every rank of a pipeline (one rank per stage: the other tensor, context and data parallel ranks have their own pipelines)
-    computes the same schedule. The result is cached, as a training loop asks for the same shape in every step.
+    All ranks of the modules compute the same schedule; a pipeline that is all of the model has one of its own for each of its
+    tensor, context and data parallel ranks. The result is cached, as a training loop asks for the same shape in every step.
 
     Raises ConfigError if the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
@@ -58,17 +78,37 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 
 
 def step_of_pipeline(shape: PipelineShape) -> StepShape:
-    """Describe a pipeline: ranks count from 0 inside it, every virtual stage has one layer, every microbatch one sample.
+    """Describe a step: every microbatch of the LLM is one sample, of which each of several encoders' replicas has an item.
 
     Layers and sizes of the loop's own model are unknown here; all virtual stages count as equally long.
     """
-    transformer = Transformer(num_layers=shape.num_virtual_stages, hidden_size=2, num_attention_heads=1, ffn_hidden_size=1)
-    unit = Unit(UNIT, Role.BACKBONE, transformer)
-    ranges = split_layers(unit.layers, num_stages=shape.num_virtual_stages)
-    stages = tuple(Stage((rank,), ranges[rank :: shape.num_stages]) for rank in range(shape.num_stages))
-    microbatches = tuple((Atom(index),) for index in range(shape.num_microbatches))
-    plan, assignment = Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
-    return assignment.shape(ModelGraph((unit,)), plan, forward_only=shape.forward_only)
+    units, plans, placed, width = [], {}, {}, len(shape.llm.replicas)
+    for module in shape.modules:
+        num_stages, is_llm = module.num_stages * module.num_chunks, module is shape.llm
+        transformer = Transformer(num_layers=num_stages, hidden_size=4, num_attention_heads=1, ffn_hidden_size=1)
+        unit = Unit(module.name, Role.BACKBONE if is_llm else Role.ENCODER, transformer, None if is_llm else ImageInput())
+        ranges = split_layers(unit.layers, num_stages=num_stages)
+        plans[module.name] = UnitPlan(
+            tuple(
+                Replica(tuple(Stage(ranks, ranges[rank :: module.num_stages]) for rank, ranks in enumerate(each)))
+                for each in module.replicas
+            ),
+            tensor_parallel_size=len(module.replicas[0][0]),
+        )
+        placed[module.name] = tuple(
+            tuple(_atoms(index * width, replica, len(module.replicas), width) for index in range(shape.num_microbatches))
+            for replica in range(len(module.replicas))
+        )
+        units.append(unit)
+    graph = ModelGraph(tuple(units), tuple((module.name, shape.llm.name) for module in shape.modules[:-1]))
+    return Assignment(placed).shape(graph, Plan(plans), forward_only=shape.forward_only)
+
+
+def _atoms(first: int, replica: int, size: int, width: int) -> Microbatch:
+    """Return what one of `size` replicas has of `width` samples: equally many, or equal parts of one."""
+    if size > width:
+        return (Atom(first + replica // (size // width), replica % (size // width)),)
+    return tuple(Atom(first + replica * (width // size) + index) for index in range(width // size))
 
 
 def _check_lane(lane: Lane, *, name: str) -> None:

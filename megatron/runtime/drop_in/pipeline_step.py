@@ -19,10 +19,10 @@ from megatron.runtime.communication.message_channel import Arrival, MessageChann
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.plan.communicators import Track, track_of
-from multimodal.values.action import Action, ActionKind
+from multimodal.plan.communicators import BETWEEN_UNITS, Track, track_of
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Lane
+from multimodal.values.schedule import Lane, Schedule
 
 
 class GradientSync:
@@ -89,7 +89,8 @@ class GradientSync:
 
 NUM_DIMENSIONS = 3
 """Dimensions of activations: sequence, microbatch, hidden."""
-SHAPE_TRACKS = tuple(Track("shape", parity) for parity in (0, 1))
+PARITIES = (BETWEEN_UNITS, 0, 1)
+SHAPE_TRACKS = tuple(Track("shape", parity) for parity in PARITIES)
 """Tracks of shapes, which follow each other as the activations do."""
 
 
@@ -110,8 +111,8 @@ class ShapeTellingBroker(Broker):
         if key.direction == "forward":
             assert self._channel is not None
             self._shapes[key.answered()] = tuple(payload.shape)
-            told = torch.tensor(payload.shape, device=self._device)
-            self._channel.start(_shape_track(key), sends=[(told, link.target_ranks[0])])
+            told = torch.tensor((*payload.shape, *[-1] * (NUM_DIMENSIONS - payload.dim())), device=self._device)
+            self._channel.start(_shape_track(key), sends=[(told, rank) for rank in _told_by(link, self._rank)])
         super().send(key, replace(link, shape=tuple(payload.shape)), payload)
 
     def post_receive(self, key: MessageKey, link: Link) -> int:
@@ -120,7 +121,8 @@ class ShapeTellingBroker(Broker):
             return super().post_receive(key, replace(link, shape=self._shapes.pop(key)))
         assert self._channel is not None
         told = torch.empty(NUM_DIMENSIONS, dtype=torch.int64, device=self._device)
-        arriving = self._channel.start(_shape_track(key), receives=[(told, link.source_ranks[0])])
+        teller = next(rank for rank in link.source_ranks if self._rank in _told_by(link, rank))
+        arriving = self._channel.start(_shape_track(key), receives=[(told, teller)])
         self._told[key] = told, link, list(arriving)
         return 0
 
@@ -130,12 +132,17 @@ class ShapeTellingBroker(Broker):
             told, link, arriving = self._told.pop(key)
             for arrival in arriving:
                 arrival.wait()
-            super().post_receive(key, replace(link, shape=tuple(told.tolist())))
+            super().post_receive(key, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
         return super().wait(key)
 
 
 def _shape_track(key: MessageKey) -> Track:
     return Track("shape", track_of(key.direction, key.source, key.target).parity)
+
+
+def _told_by(link: Link, source: int) -> Sequence[int]:
+    """Return the target's ranks that a rank of the source tells the shape."""
+    return link.target_ranks[link.source_ranks.index(source) :: len(link.source_ranks)]
 
 
 @dataclass(frozen=True)
@@ -149,14 +156,21 @@ class LoopInputs:
     config: Any
     collect_non_loss_data: bool
     first_val_step: bool | None
-    context_parallel_size: int
+    context_parallel_size: int | None = None
+    split: Callable[[Tensor, str, int], Sequence[Tensor]] | None = None
+    """Cuts an output of the module named for so many replicas of the next; None: the loop's model has no modules."""
+    batch_dimension: Callable[[str], int] = lambda _: 0
+    """Dimension of a module's outputs along which those of several replicas are put together."""
+    tensor_parallel_group: dist.ProcessGroup | None = None
 
 
 class _OpenMicrobatch(NamedTuple):
-    """A forward's tensors that its backward needs."""
+    """A forward's tensors that its backward needs; inputs by the module that they come from."""
 
-    input: Tensor | None
-    output: Tensor
+    inputs: dict[str, Tensor]
+    sizes: dict[str, list[int]]
+    """Along the batch's dimension, of the parts that replicas of the module sent."""
+    output: Any
 
 
 class PipelineStep(LaneRun):
@@ -167,12 +181,11 @@ class PipelineStep(LaneRun):
         inputs: LoopInputs,
         *,
         channel: MessageChannel | None,
-        ranks: tuple[int, ...],
         message_shapes: tuple[tuple[int, ...], tuple[int, ...]],
         shape: PipelineShape,
-        lane: Lane,
+        schedule: Schedule,
     ) -> None:
-        """channel: None if there is one stage; ranks: global ranks of the pipeline, by stage.
+        """channel: None if there is one stage.
 
         message_shapes: of activations that are received, and of those that are sent (sequence, microbatch, hidden); gradients
         have the shapes of their activations.
@@ -181,7 +194,9 @@ class PipelineStep(LaneRun):
         make_broker = ShapeTellingBroker if inputs.config.variable_seq_lengths else Broker
         broker = make_broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
         super().__init__(broker=broker, clock=StepClock(lane=0))
-        self.inputs, self.ranks, self.message_shapes, self.shape, self.lane = inputs, ranks, message_shapes, shape, lane
+        lane = schedule.lanes[schedule.shape.plan.lane_of_rank[dist.get_rank()]]
+        self.inputs, self.message_shapes, self.shape, self.step, self.lane = inputs, message_shapes, shape, schedule.shape, lane
+        self.module = next(module for module in shape.modules if module.name == lane.actions[0].unit)
         self.forward_data: list[Any] = []
         """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
@@ -191,7 +206,7 @@ class PipelineStep(LaneRun):
         """Chunks for which param_sync_func was not called, in the order of their first forwards."""
         self.started: set[int] = set()
         self._gather_next()
-        num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.num_stages > 1 else None
+        num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.has_messages else None
         self.checkpoints = dict(zip(forwards, _checkpointed_forwards(lane, num_keeping=num_keeping), strict=True))
         self.last_backwards = {action.stage: action for action in lane.actions if action.kind is ActionKind.BACKWARD}
 
@@ -203,9 +218,7 @@ class PipelineStep(LaneRun):
     def forward(self, action: Action) -> None:
         """Run the loop's forward step of a microbatch."""
         inputs, chunk_index, place = self.inputs, self._chunk_index(action), action.place
-        received = None
-        if action.stage > 0:
-            received = self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)).requires_grad_()
+        received, sizes = self._receive_inputs(place)
         if chunk_index not in self.started:
             self.started.add(chunk_index)
             self._gather_next()
@@ -215,7 +228,7 @@ class PipelineStep(LaneRun):
                 inputs.data_iterators[chunk_index],
                 inputs.chunks[chunk_index],
                 self.shape.num_microbatches,
-                received,
+                received if inputs.split else received.get(place.unit),
                 self.forward_data,
                 inputs.config,
                 cp_group_size=inputs.context_parallel_size,
@@ -225,38 +238,48 @@ class PipelineStep(LaneRun):
                     inputs.first_val_step, self.shape.forward_only, action.microbatch == 0
                 ),
                 current_microbatch=action.microbatch,
-                vp_stage=chunk_index if self.shape.num_chunks > 1 else None,
+                vp_stage=chunk_index if self.module.num_chunks > 1 else None,
                 is_last_stage=self._is_last_stage(action),
             )
         self.num_tokens += num_tokens
         if not self._is_last_stage(action):
-            following = place._replace(stage=action.stage + 1)
-            self.publish(MessageKey("forward", place, following), self._checked_output(output).detach())
+            sent, targets = self._checked_output(output, place.unit), self._targets(place)
+            parts = [sent] if inputs.split is None or len(targets) == 1 else inputs.split(sent, place.unit, len(targets))
+            for target, part in zip(targets, parts, strict=True):
+                self.publish(MessageKey("forward", place, target), part.detach())
         if not self.shape.forward_only:
-            self.store.put(("open", place), _OpenMicrobatch(received, output), size_bytes=0)
+            self.store.put(("open", place), _OpenMicrobatch(received, sizes, output), size_bytes=0)
             if not self._is_last_stage(action):
                 schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
 
     def backward(self, action: Action) -> None:
         """Run megatron-core's backward step of a microbatch; a chunk's last one may reduce its gradients."""
-        place, gradient = action.place, None
+        place, inputs, sources, gradient = action.place, self.inputs, self._sources(action.place), None
         opened: _OpenMicrobatch = self.store.take(("open", place))
         if not self._is_last_stage(action):
-            gradient = self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place))
+            parts = [self.collect(MessageKey("backward", each, place)) for each in self._targets(place)]
+            gradient = self._join(parts, place.unit)
         is_last = self.last_backwards[action.stage] == action
-        sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=action.stage == 0)
+        sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
         with sync if is_last else nullcontext(), self.clock.span(action):
-            input_gradient = _backward_step(
-                input_tensor=opened.input,
-                output_tensor=opened.output,
-                output_tensor_grad=gradient,
-                model_type=get_model_type(self.inputs.chunks[0]),
-                config=self.inputs.config,
-            )
-        if opened.input is not None:
+            if inputs.split is not None:
+                gradients = None if gradient is None else {place.unit: gradient}
+                found = schedules.backward_step_multimodule(opened.inputs, opened.output, gradients, inputs.config, place.unit)
+            else:
+                of_input = _backward_step(
+                    input_tensor=opened.inputs.get(place.unit),
+                    output_tensor=opened.output,
+                    output_tensor_grad=gradient,
+                    model_type=get_model_type(inputs.chunks[0]),
+                    config=inputs.config,
+                )
+                found = {place.unit: of_input}
+        for name, received in opened.inputs.items():
             # A microbatch without any trained parameters has no gradient, but the stage before waits for one.
-            sent = torch.zeros_like(opened.input) if input_gradient is None else input_gradient
-            self.publish(MessageKey("backward", place, place._replace(stage=action.stage - 1)), sent)
+            whole = torch.zeros_like(received) if found[name] is None else found[name]
+            cut = whole.split(opened.sizes[name], dim=inputs.batch_dimension(name))
+            for source, part in zip((each for each in sources if each.unit == name), cut, strict=True):
+                self.publish(MessageKey("backward", place, source), part)
 
     def reduce_gradients(self, action: Action) -> None:
         """Start the loop's grad_sync_func; the loop's finalizing waits for it."""
@@ -264,9 +287,42 @@ class PipelineStep(LaneRun):
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message: each rank of a pipeline sends its own data."""
-        source, target = (self.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
-        is_like_input = (key.direction == "forward") == (target == dist.get_rank())
-        return Link((source,), (target,), self.message_shapes[0 if is_like_input else 1], is_replicated=False)
+        source, target = (self.step.plan.virtual_stage(*place[:3]).ranks for place in (key.source, key.target))
+        is_like_input = (key.direction == "forward") == (dist.get_rank() in target)
+        is_between = key.source.unit != key.target.unit
+        return Link(source, target, self.message_shapes[0 if is_like_input else 1], is_replicated=is_between)
+
+    def complete(self, key: MessageKey) -> Tensor:
+        """Return the tensor that a message brought; between modules each tensor parallel rank received a share of its rows."""
+        is_between = key.source.unit != key.target.unit
+        return self.broker.complete(key, self.inputs.tensor_parallel_group if is_between else None)
+
+    def _sources(self, place: Place) -> list[Place]:
+        """Return the places whose outputs a forward takes, module by module."""
+        if place.stage > 0:
+            return [place._replace(stage=place.stage - 1)]
+        found = self.step.routes.sources_of.get(place.microbatch_place, ())
+        last = {unit: self.step.plan.units[unit].num_virtual_stages - 1 for unit in {each.unit for each in found}}
+        return [Place(each.unit, each.replica, last[each.unit], each.microbatch) for each in found]
+
+    def _targets(self, place: Place) -> list[Place]:
+        """Return the places that take a forward's output."""
+        if place.stage < self.module.num_stages * self.module.num_chunks - 1:
+            return [place._replace(stage=place.stage + 1)]
+        found = self.step.routes.targets_of[place.microbatch_place]
+        return [Place(each.unit, each.replica, 0, each.microbatch) for each in found]
+
+    def _receive_inputs(self, place: Place) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """Return a forward's inputs by the module that they come from, and the sizes of the parts that its replicas sent."""
+        parts: dict[str, list[Tensor]] = {}
+        for source in self._sources(place):
+            parts.setdefault(source.unit, []).append(self.collect(MessageKey("forward", source, place)))
+        sizes = {name: [part.shape[self.inputs.batch_dimension(name)] for part in each] for name, each in parts.items()}
+        return {name: self._join(each, name).requires_grad_() for name, each in parts.items()}, sizes
+
+    def _join(self, parts: Sequence[Tensor], module: str) -> Tensor:
+        """Put together what several replicas sent, or took, of a module's output."""
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self.inputs.batch_dimension(module))
 
     def _gather_next(self) -> None:
         """Launch the gathering of a chunk's parameters, while the chunk before it in the lane starts.
@@ -281,18 +337,21 @@ class PipelineStep(LaneRun):
 
     def _chunk_index(self, action: Action) -> int:
         """Return the index of the action's chunk on this rank."""
-        return action.stage // self.shape.num_stages
+        return action.stage // self.module.num_stages
 
     def _is_last_stage(self, action: Action) -> bool:
         """True if an action's virtual stage computes the loss."""
-        return action.stage == self.shape.num_virtual_stages - 1
+        return self.module is self.shape.llm and action.stage == self.module.num_stages * self.module.num_chunks - 1
 
-    def _checked_output(self, output: Any) -> Tensor:
+    def _checked_output(self, output: Any, module: str) -> Tensor:
         """Check that the next stage can receive the output: a message of another size would hang or crash it."""
+        if self.inputs.split is not None:
+            output = output.get(module) if isinstance(output, dict) else output
         shape, dtype = self.message_shapes[1], self.inputs.config.pipeline_dtype
         is_tensor = isinstance(output, Tensor)
+        dimensions = (NUM_DIMENSIONS, NUM_DIMENSIONS - 1)[: 1 if self.inputs.split is None else 2]
         is_variable = self.inputs.config.variable_seq_lengths
-        fits = is_tensor and (output.dim() == NUM_DIMENSIONS if is_variable else output.numel() == torch.Size(shape).numel())
+        fits = is_tensor and (output.dim() in dimensions if is_variable else output.numel() == torch.Size(shape).numel())
         if not fits or output.dtype != dtype:
             found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
             raise ConfigError(
