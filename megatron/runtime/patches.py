@@ -34,13 +34,13 @@ def apply(
     The name is replaced in megatron-core and in every module that has imported it so far. Applying again changes the schedule for
     all later calls. On a machine without CUDA the replacements of `platform` are installed, too.
 
-    schedule: a name in `BUILDERS`, with or without parameters, whose actions are whole forwards and backwards.
+    schedule: a name in `BUILDERS`, with or without parameters, whose forwards are whole.
     model, plan: values or their files. With them, Megatron's `parallel_state` is set up for the plan (collective over the
         world), in place of `initialize_model_parallel`: it answers with the groups of the backbone on its ranks, elsewhere with
         those of the first unit that the rank is in, and with those of any of its units within `unit`.
     Returns a ProcessGroupCollection for each unit of the plan that this rank is in. Raises ConfigError if there is no such
     schedule, if Megatron's groups cannot say what the plan does, or if a plan was applied before and not undone, and PlanError if
-    the plan does not fit model and ranks. A schedule that splits backwards is refused in the first step.
+    the plan does not fit model and ranks. What the loop's model and config do not allow is refused in the first step.
     """
     global _groups
     try:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.runtime import patches
 from megatron.runtime.platform import CpuTorch
+from multimodal.model.weight_gradient_queue import WeightGradientQueue
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -60,6 +61,8 @@ class LoopResult:
     """Calls of grad_sync_func and param_sync_func."""
     checkpoints: list[bool | None]
     """Which forwards of the lane, in order, Megatron told to recompute all their layers."""
+    num_deferred: int
+    """Weight gradients that backwards left for later."""
 
 
 def train_on_schedule(
@@ -74,12 +77,14 @@ def train_on_schedule(
     if schedule is not None:
         patches.apply(schedule=schedule, model=model, plan=plan)
     try:
+        put = WeightGradientQueue.put
         with (
+            patch.object(WeightGradientQueue, "put", autospec=True, side_effect=put) as deferred,
             patch.object(schedules, "torch", CpuTorch(torch)) if schedule is None else nullcontext(),
             patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
             patch.object(Tensor, "cuda", lambda tensor: tensor),
         ):
-            return train(case, under_plan=model is not None)
+            return replace(train(case, under_plan=model is not None), num_deferred=deferred.call_count)
     finally:
         patches.undo()
 
@@ -102,7 +107,7 @@ def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
             losses.append(_run_step(chunks, case, step, partial(_forward_step, checkpoints)))
             if not case.forward_only:
                 _update(chunks)
-        return LoopResult(losses, _gradients(chunks), num_synchronizations[0], checkpoints)
+        return LoopResult(losses, _gradients(chunks), num_synchronizations[0], checkpoints, 0)
     finally:
         if not under_plan:
             parallel_state.destroy_model_parallel()

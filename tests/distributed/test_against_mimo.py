@@ -35,7 +35,7 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
     ("layout", "schedule"),
     [
         (MimoLayout(2, 2, 1), "1f1b"),
-        (MimoLayout(1, 1, 2), "gpipe"),
+        (MimoLayout(1, 1, 2), "zb-h1"),
         (MimoLayout(1, 1, 1, llm_tp=2), "eager-1f1b"),
         (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b"),
     ],

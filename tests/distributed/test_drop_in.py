@@ -27,6 +27,7 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
             assert case.forward_only or np.abs(gradient).max() > 1e-6, f"{name} has no gradient to compare"
         assert mine.num_synchronizations == theirs.num_synchronizations
         assert mine.checkpoints == theirs.checkpoints
+        assert (mine.num_deferred > 0) == (schedule in ("zb-h1", "interleaved-zb")) and not theirs.num_deferred
     assert np.array(found[-1].losses).shape == (NUM_STEPS, case.num_microbatches)
     return found
 
@@ -38,6 +39,9 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
         ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
         ("1f1b", LoopCase(4, per_token_loss=True, options=VARIABLE | {"deallocate_pipeline_outputs": True})),
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
+        ("zb-h1", LoopCase(4, per_token_loss=True, options=VARIABLE)),
+        ("zb-h1", LoopCase(2, tensor_parallel_size=2)),
+        ("interleaved-zb", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
     ],
 )
 def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedule: str, case: LoopCase) -> None:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state, pipeline_parallel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import Linear
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options, read_modules
@@ -26,12 +27,12 @@ from megatron.runtime.drop_in.pipeline_schedule import (
     step_of_pipeline,
 )
 from megatron.runtime.drop_in.pipeline_step import LoopInputs
+from megatron.runtime.drop_in.split_backward import defer_weight_gradients
 from multimodal.plan.communicators import data_parallel_ranks, holders_of_parameters
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.values.action import ACTION_TABLE
+from multimodal.values.action import ACTION_TABLE, ActionKind
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -41,7 +42,6 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import MODEL
-from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 GRAPH = ModelGraph.from_dict(MODEL)
 OWN_RANKS = plan_disaggregated(
@@ -206,8 +206,9 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
     assert schedules.get_forward_backward_func is ORIGINAL
 
 
-def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
-    assert {action.kind for action in step_work(step_of_pipeline(SHAPE)).actions} == RUNNABLE
+def test_a_loop_can_run_every_kind_that_backwards_need() -> None:
+    halves = {ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
+    assert {action.kind for action in step_work(step_of_pipeline(SHAPE)).actions} == RUNNABLE - halves
     assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
 
 
@@ -263,11 +264,6 @@ def test_modules_that_a_schedule_cannot_honour_are_refused(changes: dict[str, An
         read_modules(communicator, changes.get("collection", SimpleNamespace(module_pgs={})), inputs)
 
 
-def _split_backwards(step: StepShape) -> Schedule:
-    text = schedule_to_text(build_gpipe(step))
-    return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"), step)
-
-
 def _last_microbatch_first(step: StepShape) -> Schedule:
     schedule = build_one_f_one_b(step)
     reordered = (
@@ -276,20 +272,30 @@ def _last_microbatch_first(step: StepShape) -> Schedule:
     return schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, reordered, strict=True))
 
 
+def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BUILDERS, "odd", replace(BUILDERS["1f1b"], build=_last_microbatch_first))
+    order = r"'odd' runs the microbatches of virtual stage 0 in the order \[3, 2, 1, 0\], but the loop's data"
+    with pytest.raises(ConfigError, match=order):
+        build_pipeline_schedule("odd", shape=SHAPE)
+
+
 @pytest.mark.parametrize(
-    ("builder", "message"),
+    ("chunk", "recompute", "message"),
     [
-        (_split_backwards, r"'odd' has actions of kind INPUT_GRADIENT \(I\), but .* runs .* whole; give patches.apply"),
+        (Linear(1, 1), None, "has no linear layer of megatron-core's; give patches.apply.schedule=.... '1f1b'"),
+        (Linear(1, 1), "full", "recompute_granularity lets backwards run forwards"),
         (
-            _last_microbatch_first,
-            r"'odd' runs the microbatches of virtual stage 0 in the order \[3, 2, 1, 0\], but the loop's data",
+            SimpleNamespace(parallel_mode="row", wgrad_store=SimpleNamespace(delay_wgrad_compute=lambda: False)),
+            None,
+            "built without delay",
         ),
     ],
 )
-def test_schedules_that_a_loop_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, builder: Any, message: str) -> None:
-    monkeypatch.setitem(BUILDERS, "odd", replace(BUILDERS["1f1b"], build=builder))
+def test_layers_that_cannot_delay_their_weight_gradients_are_refused(chunk: Any, recompute: str | None, message: str) -> None:
+    if not isinstance(chunk, Linear):
+        chunk.modules = lambda: [chunk]
     with pytest.raises(ConfigError, match=message):
-        build_pipeline_schedule("odd", shape=SHAPE)
+        defer_weight_gradients(chunk, SimpleNamespace(recompute_granularity=recompute))
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)

@@ -21,10 +21,11 @@ UNIT = "model"
 RUNNABLE = frozenset(
     {
         *(ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS),
+        *(ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT),
         *(ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD),
     }
 )
-"""Kinds of action that a loop's own forward step and model allow."""
+"""Kinds of action that a loop's own forward step and model allow; split backwards, if its layers can delay weight gradients."""
 
 
 class LoopModule(NamedTuple):
@@ -116,8 +117,8 @@ def _check_lane(lane: Lane, *, name: str) -> None:
         if action.kind not in RUNNABLE or action.subset >= 0:
             what = "backwards in sample subsets" if action.subset >= 0 else f"actions of kind {action.kind.name} ({action.kind})"
             raise ConfigError(
-                f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward and "
-                "backward whole; give patches.apply(schedule=...) '1f1b', 'gpipe' or another schedule that does"
+                f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward "
+                "whole, and its backward in halves at most; give patches.apply(schedule=...) '1f1b', 'zb-h1' or another such one"
             )
     forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
     for stage in sorted({action.stage for action in forwards}):

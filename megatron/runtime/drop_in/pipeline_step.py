@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
+from megatron.runtime.drop_in.split_backward import defer_weight_gradients, without_overlap
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.plan.communicators import BETWEEN_UNITS, Track, track_of
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
@@ -30,15 +32,17 @@ class GradientSync:
 
     Without grad_sync_func, a chunk's last backward reduces gradients as it computes them. With it, reductions are launched where
     the schedule says, except for the first stage of a pipeline that is not interleaved, which has no bubble after its last
-    backward.
+    backward. Of split backwards none computes a chunk's last gradients alone, so reductions are launched where the schedule says.
     """
 
-    def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module], is_split: bool = False) -> None:
         """config: ModelParallelConfig whose two functions may be None, one for all chunks, or a list with one per chunk."""
         no_sync = config.no_sync_func
         self._make_contexts: list[Callable[[], Any]] = no_sync if isinstance(no_sync, list) else [no_sync] if no_sync else []
         launch = config.grad_sync_func
         self._launch: list[Callable[..., None] | None] = launch if isinstance(launch, list) else [launch] * len(chunks)
+        if is_split:
+            self._launch = [given or _overlapped_sync(chunk) for given, chunk in zip(self._launch, chunks, strict=True)]
         self._chunks = chunks
         self._held: ExitStack | None = None
         self._is_launched = [False] * len(chunks)
@@ -87,9 +91,17 @@ class GradientSync:
             self._held = None
 
 
+def _overlapped_sync(chunk: Any) -> Callable[..., None] | None:
+    """Return what starts the reduction of a chunk that begins it in backwards; None: the loop's finalizing reduces."""
+    config = getattr(chunk, "ddp_config", None)
+    function = getattr(chunk, "start_grad_sync", None)
+    return function if config is None or config.overlap_grad_reduce else None
+
+
 NUM_DIMENSIONS = 3
 """Dimensions of activations: sequence, microbatch, hidden."""
 PARITIES = (BETWEEN_UNITS, 0, 1)
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 SHAPE_TRACKS = tuple(Track("shape", parity) for parity in PARITIES)
 """Tracks of shapes, which follow each other as the activations do."""
 
@@ -171,6 +183,7 @@ class _OpenMicrobatch(NamedTuple):
     sizes: dict[str, list[int]]
     """Along the batch's dimension, of the parts that replicas of the module sent."""
     output: Any
+    queue: WeightGradientQueue | None
 
 
 class PipelineStep(LaneRun):
@@ -200,7 +213,12 @@ class PipelineStep(LaneRun):
         self.forward_data: list[Any] = []
         """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
-        self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks)
+        has_halves = any(action.kind is ActionKind.INPUT_GRADIENT for action in lane.actions)
+        self.is_split = has_halves or getattr(inputs.config, "delay_wgrad_compute", False)
+        if self.is_split:
+            for chunk in inputs.chunks:
+                defer_weight_gradients(chunk, inputs.config)
+        self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_split=self.is_split)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
         self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))
         """Chunks for which param_sync_func was not called, in the order of their first forwards."""
@@ -222,7 +240,8 @@ class PipelineStep(LaneRun):
         if chunk_index not in self.started:
             self.started.add(chunk_index)
             self._gather_next()
-        with self.clock.span(action):
+        queue = WeightGradientQueue() if self.is_split and not self.shape.forward_only else None
+        with self.clock.span(action), DeferWeightGradients(queue):
             output, num_tokens = schedules.forward_step(
                 inputs.forward_step_func,
                 inputs.data_iterators[chunk_index],
@@ -248,20 +267,40 @@ class PipelineStep(LaneRun):
             for target, part in zip(targets, parts, strict=True):
                 self.publish(MessageKey("forward", place, target), part.detach())
         if not self.shape.forward_only:
-            self.store.put(("open", place), _OpenMicrobatch(received, sizes, output), size_bytes=0)
+            self.store.put(("open", place), _OpenMicrobatch(received, sizes, output, queue), size_bytes=0)
             if not self._is_last_stage(action):
                 schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
 
     def backward(self, action: Action) -> None:
         """Run megatron-core's backward step of a microbatch; a chunk's last one may reduce its gradients."""
+        queue = self._propagate(action)
+        if queue is not None:
+            with without_overlap(self.inputs.chunks):
+                queue.compute()
+
+    def input_gradient(self, action: Action) -> None:
+        """Run the same; linear layers leave their weight gradients to a queue."""
+        self.store.put(("weight gradients", action.place), self._propagate(action), size_bytes=0)
+
+    def weight_gradient(self, action: Action) -> None:
+        """Compute the weight gradients that an input gradient left."""
+        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place))
+        with self.clock.span(action), without_overlap(self.inputs.chunks):
+            queue.compute()
+
+    def _propagate(self, action: Action) -> WeightGradientQueue | None:
+        """Run a backward step, and send its inputs' gradients; returns the weight gradients that it left."""
         place, inputs, sources, gradient = action.place, self.inputs, self._sources(action.place), None
         opened: _OpenMicrobatch = self.store.take(("open", place))
         if not self._is_last_stage(action):
             parts = [self.collect(MessageKey("backward", each, place)) for each in self._targets(place)]
             gradient = self._join(parts, place.unit)
-        is_last = self.last_backwards[action.stage] == action
-        sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
-        with sync if is_last else nullcontext(), self.clock.span(action):
+        sync: AbstractContextManager[None] = nullcontext()
+        if self.is_split:
+            sync = without_overlap(inputs.chunks)
+        elif self.last_backwards[action.stage] == action:
+            sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
+        with sync, self.clock.span(action):
             if inputs.split is not None:
                 gradients = None if gradient is None else {place.unit: gradient}
                 found = schedules.backward_step_multimodule(opened.inputs, opened.output, gradients, inputs.config, place.unit)
@@ -280,6 +319,7 @@ class PipelineStep(LaneRun):
             cut = whole.split(opened.sizes[name], dim=inputs.batch_dimension(name))
             for source, part in zip((each for each in sources if each.unit == name), cut, strict=True):
                 self.publish(MessageKey("backward", place, source), part)
+        return opened.queue
 
     def reduce_gradients(self, action: Action) -> None:
         """Start the loop's grad_sync_func; the loop's finalizing waits for it."""
@@ -371,7 +411,7 @@ def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool 
     num_forwards = kinds.count(ActionKind.FORWARD)
     if num_keeping is None:
         return [None] * num_forwards
-    num_in_flight = max(accumulate((kind is ActionKind.FORWARD) - (kind is ActionKind.BACKWARD) for kind in kinds))
+    num_in_flight = max(accumulate((kind is ActionKind.FORWARD) - (kind in BACKWARDS) for kind in kinds))
     return [index % num_in_flight >= num_keeping for index in range(num_forwards)]
 
 
