@@ -27,7 +27,7 @@ from megatron.runtime.drop_in.pipeline_schedule import (
     step_of_pipeline,
 )
 from megatron.runtime.drop_in.pipeline_step import LoopInputs
-from megatron.runtime.drop_in.split_backward import defer_weight_gradients
+from megatron.runtime.drop_in.split_backward import prepare_split
 from multimodal.plan.communicators import data_parallel_ranks, holders_of_parameters
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
@@ -295,7 +295,7 @@ def test_layers_that_cannot_delay_their_weight_gradients_are_refused(chunk: Any,
     if not isinstance(chunk, Linear):
         chunk.modules = lambda: [chunk]
     with pytest.raises(ConfigError, match=message):
-        defer_weight_gradients(chunk, SimpleNamespace(recompute_granularity=recompute))
+        prepare_split(chunk, SimpleNamespace(recompute_granularity=recompute))
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)

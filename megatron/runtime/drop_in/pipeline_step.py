@@ -17,10 +17,10 @@ from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
-from megatron.runtime.drop_in.split_backward import defer_weight_gradients, without_overlap
+from megatron.runtime.drop_in.split_backward import prepare_split, without_overlap
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.plan.communicators import BETWEEN_UNITS, Track, track_of
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
@@ -217,7 +217,7 @@ class PipelineStep(LaneRun):
         self.is_split = has_halves or getattr(inputs.config, "delay_wgrad_compute", False)
         if self.is_split:
             for chunk in inputs.chunks:
-                defer_weight_gradients(chunk, inputs.config)
+                prepare_split(chunk, inputs.config)
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_split=self.is_split)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
         self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))
@@ -241,7 +241,7 @@ class PipelineStep(LaneRun):
             self.started.add(chunk_index)
             self._gather_next()
         queue = WeightGradientQueue() if self.is_split and not self.shape.forward_only else None
-        with self.clock.span(action), DeferWeightGradients(queue):
+        with self.clock.span(action), defer_weight_gradients(queue):
             output, num_tokens = schedules.forward_step(
                 inputs.forward_step_func,
                 inputs.data_iterators[chunk_index],

@@ -28,7 +28,7 @@ _deferring = WeakSet[Module]()
 _ADVICE = "give patches.apply(schedule=...) '1f1b' or another schedule of whole backwards"
 
 
-def defer_weight_gradients(chunk: Module, config: Any) -> None:
+def prepare_split(chunk: Module, config: Any) -> None:
     """Let the linear layers of a loop's model leave weight gradients to the active queue; without one they stay as they are.
 
     Raises ConfigError for layers that cannot.
