@@ -1,18 +1,14 @@
-"""What is said to wrong files of models, plans, costs, data and others, as whole texts: tests/golden/files.txt.
+"""What is said to wrong files of models, plans, costs, data and others: tests/golden/files.txt (`tests/unit/golden_answers.py`).
 
-`== KIND` begins a section; `FILES[KIND]` is right. A case is what a file has otherwise, behind `$`: places and their values, a
-`-` before what is missing. Its answer is in the next line. `python -m tests.unit.test_wrong_files` writes the answers anew.
+`python -m tests.unit.test_wrong_files` writes the answers anew.
 """
 
-import contextlib
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from multimodal.cost.cluster import Cluster
@@ -21,15 +17,13 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.blend import read_mixture
 from multimodal.data.length_table import read_length_table
-from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.validate import read_plan
-from tests.sanity.repository import ROOT
 from tests.unit.cost.cost_cases import CLUSTER
+from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.hugging_face.test_item_configs import PUBLISHED
 from tests.unit.hugging_face.test_text_configs import LLAMA
 
-GOLDEN = ROOT / "tests" / "golden" / "files.txt"
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 ENCODER = {"role": "encoder", **SHAPE, "image": {"patch_size": 2, "merge_size": 2, "in_channels": 1}}
 JOINT = {"role": "encoder", **SHAPE, "join": "sequence", "queries": {"num_queries": 3}}
@@ -70,7 +64,7 @@ def unit_plan(rank: int) -> Mapping[str, Any]:
     return {"tensor_parallel_size": 1, "replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 6]]}]}]}
 
 
-FILES: Mapping[str, tuple[Any, Callable[[Any], object]]] = {
+FILES: Kinds = {
     "model": (MODEL, partial(in_file, read=read_model)),
     "model of joined encoders": (
         {"units": {"one": ENCODER, "two": ENCODER, "joint": JOINT, "llm": BACKBONE}, "edges": EDGES},
@@ -101,51 +95,9 @@ FILES: Mapping[str, tuple[Any, Callable[[Any], object]]] = {
 }
 
 
-def changed(document: Any, changes: Mapping[str, Any]) -> Any:
-    document = json.loads(json.dumps(document))  # a copy in which nothing is shared
-    for place, value in changes.items():
-        *parts, last = (int(part) if part.isdigit() else part for part in place.removeprefix("-").split("."))
-        owner = document
-        for part in parts:
-            owner = owner[part]
-        if place.startswith("-"):
-            del owner[last]
-        else:
-            owner[last] = value
-    return document
-
-
-def answers(text: str) -> Iterator[str]:
-    """Yield the lines of the golden text, with the answers that are given now, in an empty working folder."""
-    kind = ""
-    for line in text.splitlines():
-        kind = line[3:] if line.startswith("== ") else kind
-        if line.startswith("$"):
-            document, read = FILES[kind]
-            yield line
-            try:
-                read(changed(document, yaml.safe_load(f"{{{line[1:]}}}")))
-            except BraidError as problem:
-                yield f"{type(problem).__name__}: {problem}"
-            else:
-                yield "taken"
-        elif line.startswith("== ") or not line:
-            yield line
-
-
-def test_every_file_is_answered_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    written = GOLDEN.read_text().splitlines()
-    assert [pair for pair in zip(answers(GOLDEN.read_text()), written, strict=True) if pair[0] != pair[1]] == []
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_the_file_that_cases_change_is_right(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    document, read = FILES[kind]
-    read(document)
+def test_every_file_is_answered_as_written() -> None:
+    assert differing("files.txt", FILES) == []
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        GOLDEN.write_text("".join(f"{line}\n" for line in answers(GOLDEN.read_text())))
+    write("files.txt", FILES)

@@ -20,12 +20,13 @@ from multimodal.values.model_graph import ModelGraph
 _SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 _ENCODER = {"role": "encoder", **_SHAPE, "image": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}}
 _BACKBONE = {"role": "backbone", **_SHAPE}
+UNITS = {"vision": _ENCODER, "llm": _BACKBONE}
 
 
 @pytest.fixture
 def graph() -> ModelGraph:
     """An encoder of 4-pixel patches merged 2x2, at most 1024 pixels, and an LLM."""
-    return ModelGraph.from_dict({"units": {"vision": _ENCODER, "llm": _BACKBONE}})
+    return ModelGraph.from_dict({"units": UNITS})
 
 
 @pytest.fixture

@@ -1,8 +1,11 @@
-"""Plans from sizes: units on ranks of their own or on all ranks, virtual stages, and groups inside nodes."""
+"""Plans from sizes: units on ranks of their own or on all ranks, virtual stages, and groups inside nodes.
 
-import re
+`python -m tests.unit.plan.test_plans_of_sizes` writes the answers of tests/golden/sizes.txt anew.
+"""
+
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,10 +19,10 @@ from multimodal.plan.plans_of_sizes import (
     plan_disaggregated,
     split_units,
 )
-from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
+from tests.unit.golden_answers import Kinds, differing, write
 
 SHAPE = Transformer(num_layers=4, hidden_size=48, num_attention_heads=12, ffn_hidden_size=96)
 VISION, AUDIO = (Unit(name, Role.ENCODER, SHAPE, ImageInput(2, 2)) for name in ("vision", "audio"))
@@ -91,80 +94,34 @@ def test_context_parallel_ranks_stand_between_tensor_parallel_groups() -> None:
 
 
 OWN, SHARED = plan_disaggregated, plan_colocated
+NARROW = replace(TWO, units=(replace(VISION, projector_hidden_size=7), LLM))
 
 
-def refuse(plan: Callable[..., Plan], graph: ModelGraph, world_size: int, message: str, **sizes: UnitSizes) -> None:
-    with pytest.raises(PlanError, match=re.escape(message)):
-        plan(graph, sizes=sizes, world_size=world_size)
+def kind(graph: ModelGraph, **document: Any) -> tuple[Any, Callable[[Any], object]]:
+    """Plan units of these sizes on so many ranks, of their own or shared."""
+
+    def read(given: dict[str, Any]) -> None:
+        sizes = {name: UnitSizes(**each) for name, each in given.items() if name not in ("ranks", "shared")}
+        (SHARED if given["shared"] else OWN)(graph, sizes=sizes, world_size=given["ranks"])
+
+    return {"shared": False, **document}, read
 
 
-def test_numbers_of_ranks_that_do_not_add_up_are_refused_with_those_that_do() -> None:
-    two, three = UnitSizes(data_parallel_size=2), UnitSizes(1, 3)
-    arithmetic = "vision tp 1 x pp 1 x dp 2 = 2 ranks, llm tp 1 x pp 3 x dp 1 = 3 ranks: together 5 ranks, but the run has 4 "
-    refuse(OWN, TWO, 4, f"{arithmetic}processes; launch 5", vision=two, llm=UnitSizes(1, 3, 1, 1))
-    left = "llm tp 1 x pp 3 x dp ?: of 6 processes the other units leave 4 for 'llm', whose replicas take 3 ranks each; launch"
-    refuse(OWN, TWO, 6, f"{left} 5 or 8", vision=two, llm=three)
-    assert [OWN(TWO, sizes={"vision": two, "llm": three}, world_size=count).num_ranks for count in (5, 8)] == [5, 8]
-    refuse(OWN, TWO, 2, "leave 0 for 'llm', whose replicas take 1 rank each; launch 3, ", vision=two)
-    refuse(OWN, TWO, 4, "data parallel sizes of vision and llm are left out, but only one can follow from the number of ")
-    refuse(OWN, TWO, 4, "(4); give --vision-dp, or let the units share ranks with --colocate-units")
-    refuse(SHARED, TWO, 4, "dp 4 / 1 = 4, not 2; leave --vision-data-parallel-size out", vision=two)
-    refuse(SHARED, TWO, 5, "takes 3 ranks, which does not divide 5; change its tp, cp or pp, or launch 3 or 6", llm=three)
-    refuse(SHARED, TWO, 1, "colocated on 1 rank: a replica takes 2 ranks; launch 2 processes", llm=UnitSizes(2))
-    huge = UnitSizes(*[2**20] * 4)
-    refuse(OWN, TEXT_ONLY, 2, "together 1208925819614629174706176 ranks, but the run has 2 processes", llm=huge)
-    refuse(SHARED, TEXT_ONLY, 2, "a replica takes 1152921504606846976 ranks", llm=huge)
+SIZES_KINDS: Kinds = {
+    "llm": kind(TEXT_ONLY, ranks=4),
+    "vision, llm": kind(TWO, ranks=4, shared=True),
+    "low_res, llm of 8 layers": kind(LOW_RES, ranks=4, low_res={"data_parallel_size": 1}),
+    "vision with a projector of 7, llm": kind(NARROW, ranks=4, shared=True),
+}
 
 
-def test_sizes_that_do_not_suit_the_model_are_refused() -> None:
-    for plan in (OWN, SHARED):
-        refuse(plan, TWO, 2, "unit 'audio'; the model's units are vision, llm", audio=UnitSizes())
-    refuse(OWN, TEXT_ONLY, 5, "unit 'llm': 4 transformer layers cannot be cut into 5 ", llm=UnitSizes(1, 5))
-    refuse(OWN, TEXT_ONLY, 5, "num_attention_heads 12 is not divisible by tensor parallel size 5", llm=UnitSizes(5))
-    narrow, one = replace(TWO, units=(replace(VISION, projector_hidden_size=7), LLM)), UnitSizes(data_parallel_size=1)
-    message = "unit 'vision': projector_hidden_size 7 is not divisible by tensor parallel size 2"
-    refuse(OWN, narrow, 3, message, vision=UnitSizes(2), llm=one)
+def test_every_size_is_answered_as_written() -> None:
+    assert differing("sizes.txt", SIZES_KINDS) == []
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            (1, 2, 1, 1, 5),
-            "unit 'llm': 8 transformer layers cannot be cut into 10 layer ranges, 5 for each of 2 pipeline stages (",
-        ),
-        ((1, 2, 1, 1, 5), "virtual-pipeline-model-parallel-size); use at most 4, or lower --llm-pipeline-model-parallel-size"),
-        ((1, 1, 1, 1, 2), "unit 'llm': --llm-virtual-pipeline-model-parallel-size 2 would be ignored: with one pipeline stage "),
-        ((1, 1, 1, 1, 2), "there is nothing to interleave; raise --llm-pipeline-model-parallel-size"),
-        ((1, 1, 1, 1, 1, 2), "--llm-num-layers-per-virtual-pipeline-stage 2 would be ignored: with one pipeline stage"),
-        (
-            (1, 2, 1, 1, 1, 3),
-            "stage 3 does not divide its 8 transformer layers over 2 pipeline stages; choose 1 or 2 or 4, or use ",
-        ),
-        ((1, 3, 1, 1, 1, 1), "3 stages cannot hold equally many, or use --llm-virtual-pipeline-model-parallel-size N"),
-    ],
-)
-def test_sizes_that_make_no_virtual_stages_are_refused(sizes, message) -> None:
-    refuse(OWN, LOW_RES, 1 + sizes[1], message, low_res=UnitSizes(data_parallel_size=1), llm=UnitSizes(*sizes))
-
-
-def test_flags_of_units_with_underscores_are_spelt_with_dashes() -> None:
-    message = "--low-res-virtual-pipeline-model-parallel-size 2 would be ignored"
-    refuse(SHARED, LOW_RES, 2, message, low_res=UnitSizes(virtual_pipeline_size=2))
-
-
-@pytest.mark.parametrize("name", UnitSizes.__dataclass_fields__)
-def test_sizes_below_one_and_beyond_any_run_are_refused(name: str) -> None:
-    with pytest.raises(PlanError, match=f"{name} must be at least 1, found 0"):
-        UnitSizes(**{name: 0})
-    for size in (2**20 + 1, 10**12):
-        with pytest.raises(PlanError, match=f"{name} must be at most 1,048,576, found "):
-            UnitSizes(**{name: size})
-
-
-def test_virtual_stages_are_given_in_one_way() -> None:
-    with pytest.raises(PlanError, match="say the same in two ways; keep one"):
-        UnitSizes(1, 2, virtual_pipeline_size=2, layers_per_virtual_stage=1)
+def test_numbers_of_ranks_that_are_named_are_enough() -> None:
+    sizes = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(1, 3)}
+    assert [OWN(TWO, sizes=sizes, world_size=count).num_ranks for count in (5, 8)] == [5, 8], "5 or 8, as sizes.txt says"
 
 
 def test_layers_with_unlike_seconds_are_cut_where_the_slowest_stage_is_fastest() -> None:
@@ -259,3 +216,7 @@ def test_a_plan_file_is_taken_as_it_is_and_warned_of() -> None:
     assert line.endswith("let the plan's groups begin at multiples of their size")
     shared = plan_colocated(THREE, sizes=dict.fromkeys(THREE.unit_names, UnitSizes(4)), world_size=8)
     assert lines(shared, is_given=True) == lines(shared) == []
+
+
+if __name__ == "__main__":
+    write("sizes.txt", SIZES_KINDS)

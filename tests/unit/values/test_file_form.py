@@ -1,4 +1,7 @@
-"""Files in plain form, and values read from them by their types: what is taken, and what is refused with its place."""
+"""Files in plain form, and values read from them by their types: what is taken, and what is refused with its place.
+
+`python -m tests.unit.values.test_file_form` writes the answers of tests/golden/file_form.txt anew.
+"""
 
 import errno
 import json
@@ -14,6 +17,8 @@ import pytest
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.file_form import LARGEST_FILE_BYTES, line_of, read_file, read_mapping, write_mapping
 from multimodal.values.typed_reader import Plain, check_fields
+from tests.unit.golden_answers import Kinds, differing
+from tests.unit.golden_answers import write as write_answers
 
 NESTED = 20_000
 
@@ -35,32 +40,13 @@ def refusal_of(path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", ": expected a mapping at the top level, found nothing"),
-        (b"- 1\n- 2\n", ": expected a mapping at the top level, found list"),
         (b"a: 1\nb: \xff\n", ", line 2: expected UTF-8 text, found byte 0xff; save the file as UTF-8"),
         (b"a: 1\0", ": cannot be parsed"),
         (b"\x7fELF\x02\x01\x01\x00", ": cannot be parsed"),
-        (b"a:\n\tb: 1\n", ", line 2: cannot be parsed"),
-        (b"a: [1", ", line 1: cannot be parsed"),
-        (b"a: 1\nb: 2\na: 3\n", ", line 3: cannot be parsed ('a' is there twice, first on line 1; keep one)"),
-        (b"a:\n  b: {c: 1,\n   c: 2}\n", ", line 3: cannot be parsed ('c' is there twice, first on line 2; keep one)"),
-        (b'"\\e[31m": 1\n"\\e[31m": 2\n', r", line 2: cannot be parsed ('\x1b[31m' is there twice"),
-        (b"a: {1: 2}", ", line 1: cannot be parsed (key '1' is not text; put it in quotes)"),
-        (b"yes: 2", ", line 1: cannot be parsed (key 'yes' is not text; put it in quotes)"),
-        (b"? [a]\n: 2", ", line 1: cannot be parsed (key 'a list or a mapping' is not text"),
         (b"a: " + b"[" * NESTED, ", line 1: cannot be parsed (nested deeper than 50 levels)"),
         (b"a:\n" + b"".join(b" " * n + b"- \n" for n in range(60)), "nested deeper than 50 levels"),
-        (b"a: &x [1, *x]", ", line 1: cannot be parsed (*x stands inside what it names)"),
-        (b"a: *x", ", line 1: cannot be parsed (found undefined alias 'x')"),
         (b"a: 1" + b"0" * 5000, ", line 1: cannot be parsed ('1000"),
         (b"a: 0" + b"7" * 20000, ", line 1: cannot be parsed ('0777"),
-        (b"a: 2024-13-45", ", line 1: cannot be parsed ('2024-13-45': month must be in 1..12)"),
-        (b"a: 010", ", line 1: cannot be parsed ('010' would be read as 8; write the number plainly"),
-        (b"a: 1:30", ", line 1: cannot be parsed ('1:30' would be read as 90; write the number plainly, or a text in quotes)"),
-        (b"a: !!bool perhaps", ", line 1: cannot be parsed ('perhaps'"),
-        (b"a: !!int ''", ", line 1: cannot be parsed ("),
-        (b"a: !!python/object/apply:os.system [echo]", ", line 1: cannot be parsed (could not determine a constructor"),
-        (b"a: 1\n---\nb: 2\n", ", line 2: cannot be parsed"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_taken_is_named(tmp_path, content, message):
@@ -70,12 +56,7 @@ def test_a_yaml_file_that_cannot_be_taken_is_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", ", line 1: cannot be parsed (Expecting value)"),
-        (b"null", ": expected a mapping at the top level, found nothing"),
         (b"\xfe\xff", ", line 1: expected UTF-8 text, found byte 0xfe"),
-        (b'{"a": 1,\n "b": }', ", line 2: cannot be parsed (Expecting value)"),
-        (b'{"a": 1,\n "a": 2}', ", line 2: cannot be parsed ('a' is there twice, first on line 1; keep one)"),
-        (b'{\n\t"a": 1,\n\t"a": 2}', ", line 3: cannot be parsed ('a' is there twice, first on line 2; keep one)"),
         (b'{"a": ' + b"[" * NESTED, "nested"),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper than 50 levels"),
         (b'{"a": 1' + b"0" * 4000 + b"}", "larger than any"),
@@ -207,36 +188,30 @@ def test_a_dataclass_is_read_by_its_fields():
 @pytest.mark.parametrize(
     ("change", "message", "place"),
     [
-        ({"spokes": "3"}, "cart, spokes: expected a positive integer, found '3'; write it without quotes", ("spokes",)),
-        ({"spokes": True}, "cart, spokes: expected a positive integer, found True", ("spokes",)),
-        ({"spokes": 1000}, "cart, spokes: expected an integer of at most 100, found 1000", ("spokes",)),
         ({"spokes": 10**5000}, "cart, spokes: expected an integer of at most 100, found an integer of 16610 bits", ("spokes",)),
         ({"radius": math.nan}, "cart, radius: expected a positive number, found nan", ("radius",)),
         ({"radius": 10**400}, "cart, radius: expected a number of at most .*, found an integer of", ("radius",)),
         ({"offset": math.inf}, "cart, offset: expected a number of at most .*, found inf", ("offset",)),
         ({"rear": {"spokes": 0}}, "cart, rear, spokes: expected a positive integer, found 0", ("rear", "spokes")),
-        ({"rear": {"radius": 1}}, "cart, rear: 'spokes' is missing; add it", ("rear",)),
-        ({"rear": [3]}, "cart, rear: expected a mapping with spokes, radius, found [3]", ("rear",)),
-        ({"colour": "green"}, "cart, colour: expected one of red, blue, found 'green'", ("colour",)),
-        ({"size": 1}, "cart, size: expected one of small, large, found 1", ("size",)),
-        ({"is_new": "false"}, "cart, is_new: expected true or false, found 'false'; write it without quotes", ("is_new",)),
-        ({"ranges": [[0, 4.9]]}, "cart, ranges[0][1]: expected an integer of at least 0, found 4.9", ("ranges", 0, 1)),
-        ({"ranges": [[0, 10**12]]}, "cart, ranges[0][1]: expected an integer of at most 9", ("ranges", 0, 1)),
-        ({"ranges": [[0]]}, "cart, ranges[0]: expected a list of 2 entries, found [0]", ("ranges", 0)),
-        ({"ranges": "0-4"}, "cart, ranges: expected a list, found '0-4'", ("ranges",)),
-        ({"tags": []}, "cart, tags: expected a list with at least 1 entry, found []", ("tags",)),
-        ({"tags": ["c"]}, "cart, tags[0]: expected one of a, b, found 'c'", ("tags", 0)),
-        ({"name": "second"}, "cart: unknown key 'name'; known keys are spokes, radius, rear", ("name",)),
-        ({"spoke": 3}, "did you mean 'spokes'?", ("spoke",)),
+        ({"ranges": [[0, 4.9]]}, r"cart, ranges\[0\]\[1\]: expected an integer of at least 0, found 4.9", ("ranges", 0, 1)),
         ({7: 3}, "cart: key 7 is not text; put it in quotes", ()),
     ],
 )
-def test_what_does_not_fit_is_named(change, message, place):
-    with pytest.raises(ConfigError) as caught:
+def test_what_does_not_fit_is_named_with_its_place(change, message, place):
+    with pytest.raises(ConfigError, match=message) as caught:
         cart({"spokes": 3, **change})
-    head, _, tail = message.partition(".*")
-    assert head in str(caught.value) and tail in str(caught.value)
     assert caught.value.place == place
+
+
+FORMS: Kinds = {
+    "yaml": ({"text": "a: 1"}, lambda document: read_mapping(write(Path(), document["text"]), error=ConfigError)),
+    "json": ({"text": "{}"}, lambda document: read_mapping(write(Path(), document["text"], "a.json"), error=ConfigError)),
+    "cart": ({"spokes": 3}, cart),
+}
+
+
+def test_every_file_and_value_is_answered_as_written() -> None:
+    assert differing("file_form.txt", FORMS) == []
 
 
 def test_far_keys_suggest_nothing():
@@ -273,3 +248,7 @@ def test_long_values_are_shown_shortened():
 def test_values_made_in_python_are_held_against_the_same_bounds(value, message):
     with pytest.raises(ConfigError, match=message):
         check_fields(value, at=Plain(None, "cart", ConfigError))
+
+
+if __name__ == "__main__":
+    write_answers("file_form.txt", FORMS)

@@ -20,10 +20,19 @@ from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
 from tests.unit.data.conftest import DataFolder
-from tests.unit.data.forms.test_wrong_samples import ASSISTANT, SAY, USER, asked, shown
 
+ASK, SAY = {"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cats"}
+USER, ASSISTANT = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "cats"}
 IMAGE = {"type": "image", "path": "a.png"}
 ASKED, SAID = ("user", "what?"), ("assistant", "cats")
+
+
+def shown(image: Any, *turns: Any) -> dict[str, Any]:
+    return {"image": image, "conversations": list(turns or (ASK, SAY))}
+
+
+def asked(content: Any, **beside: Any) -> dict[str, Any]:
+    return {**beside, "messages": [{"role": "user", "content": content}, ASSISTANT]}
 
 
 def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:

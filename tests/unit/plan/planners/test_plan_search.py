@@ -36,7 +36,7 @@ def varied(asked, planner):
 
 
 def test_all_balancers_that_suit_are_tried():
-    tried = {run.balance for run in varied(request(TWO, num_gpus=8), "disttrain")}
+    tried = {run.balance for run in varied(request(TWO, num_gpus=4, global_batch_size=8), "disttrain")}
     assert tried == {name for name, row in BALANCERS.items() if not row.needs_costs and not row.is_for_these_alone}
 
 
@@ -163,8 +163,8 @@ def test_the_bound_of_a_run_is_below_its_step():
     asked = request(num_gpus=2, global_batch_size=8)
     trials = Trials(asked)
     for name, row in PLANNERS.items():
-        run, prediction = row.plan_best(asked)
-        assert 0 < trials.least_step_seconds(run) <= prediction.iteration_seconds, name
+        run = row(asked)
+        assert 0 < trials.least_step_seconds(run) <= predict_run(run, asked).iteration_seconds, name
 
 
 @pytest.mark.deep(when=lambda planner: planner == "disttrain")
@@ -204,7 +204,7 @@ def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
 CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
 SOME = {
     ("braid", "text-only"),
-    *((name, "two") for name in ("disttrain", "megatron", "optimus", "entrain")),
+    *((name, "two") for name in ("disttrain", "megatron", "entrain")),
     ("disttrain", "three"),
 }
 
