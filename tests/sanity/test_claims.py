@@ -117,7 +117,7 @@ Schedules
     + distributed/test_inside_waits.py::test_loss_and_every_gradient_equal_one_process
   passes = distributed/test_every_builder.py::test_every_pair_of_passes_keeps_the_gradients
     + distributed/test_reduce_by_layer.py::test_it_is_exact
-  one validator = unit/schedule/test_validate_schedule.py::test_a_broken_schedule_is_refused_with_the_action_and_the_fix
+  one validator = unit/schedule/test_wrong_schedules.py::test_every_schedule_is_answered_as_written
 Prediction
   of the very schedules that run = unit/schedule/test_every_schedule.py::test_any_builder_with_any_passes_on_any_plan
     + distributed/test_memory_model.py::test_peaks_are_predicted

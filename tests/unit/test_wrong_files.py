@@ -17,12 +17,15 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.blend import read_mixture
 from multimodal.data.length_table import read_length_table
+from multimodal.plan.planners.templates.simulate_trace import read_trace
+from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.validate import read_plan
 from tests.unit.cost.cost_cases import CLUSTER
 from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.hugging_face.test_item_configs import PUBLISHED
 from tests.unit.hugging_face.test_text_configs import LLAMA
+from tests.unit.plan.planners.templates.test_plan_templates import ONE_NODE
 
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 ENCODER = {"role": "encoder", **SHAPE, "image": {"patch_size": 2, "merge_size": 2, "in_channels": 1}}
@@ -50,6 +53,11 @@ def in_table(document: Mapping[str, str]) -> None:
     head = "sample_id,image_sizes,text_words,text_tokens_gpt2,answer_words,audio_seconds,colour"
     Path("lengths.csv").write_text(f"{head}\n{document['rows']}")
     read_length_table(Path("lengths.csv"), graph=ModelGraph.from_dict(MODEL))
+
+
+def in_trace(document: Mapping[str, str]) -> None:
+    Path("trace.csv").write_text(document["text"])
+    read_trace(Path("trace.csv"), num_nodes=4)
 
 
 def in_mixture(document: Mapping[str, str]) -> None:
@@ -90,6 +98,8 @@ FILES: Kinds = {
     ),
     "lengths": ({"rows": "x,56x56,1,1,1,0,red\n"}, in_table),
     "mixture": ({"train": "path: set", "words": "m.yaml"}, in_mixture),
+    "templates": (ONE_NODE.to_dict(), TemplateSet.from_dict),
+    "trace": ({"text": "10,-2\n"}, in_trace),
     "llama": (LLAMA, in_folder),
     **{name: (config, in_folder) for name, config in PUBLISHED.items()},
 }

@@ -100,20 +100,6 @@ def test_scaled_positions_are_written_as_what_computes_the_same(
     assert again.backbone.transformer == replace(graph.backbone.transformer, num_query_groups=4, kv_channels=16)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"rotary_factors": [1.0] * 7}, "expected 8 numbers, one for each channel pair"),
-        ({"rotary_factors": [1.0] * 8, "rotary_long_factors": [2.0] * 8}, "rotary_attention_factor need rotary_factors"),
-        ({"rotary_factors": [1.0] * 8, "rotary_scaling": [8.0, 1.0, 4.0, 16.0]}, "without rotary_scaling"),
-    ],
-)
-def test_factors_that_do_not_fit_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    plain = read(tmp_path).to_dict()
-    with pytest.raises(ModelError, match=message):
-        ModelGraph.from_dict({"units": {"llm": {**plain["units"]["llm"], **changed}}})
-
-
 def test_a_model_that_no_family_has_is_named_with_what_differs(tmp_path: Path) -> None:
     graph = read(tmp_path)
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "normalization": "LayerNorm"}

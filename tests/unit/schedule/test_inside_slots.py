@@ -74,52 +74,6 @@ def test_a_schedule_with_work_inside_is_valid_in_both_dialects() -> None:
     assert [sum(slot.mode is SlotMode.INSIDE for slot in each.lane(0).slots) for each in (schedule, lowered)] == [4, 4]
 
 
-WHOLE_INSIDE = "F llm/0/0/0; {F vision/0/0/1 @0} F llm/0/0/1"
-CUT_INSIDE = "{F vision/0/0/1{0:5} @0; F vision/0/0/1{5:8} @3} F llm/0/0/0; F vision/0/0/1{8:58}; F llm/0/0/1"
-
-
-@pytest.mark.parametrize(
-    ("now", "then", "message"),
-    [
-        (
-            "{5:8} @3",
-            "{5:8} @17",
-            "F vision/0/0/1{5:8}: it runs inside wait 17 of F llm/0/0/0, which has 17 waits (numbered from 0",
-        ),
-        (
-            "{5:8} @3} F llm/0/0/0; F vision/0/0/1{8:58}",
-            "{5:12} @3} F llm/0/0/0; F vision/0/0/1{12:58}",
-            "F vision/0/0/1{5:12}: it waits for a collective of 2 tensor parallel ranks in its segment 7 (transformer); r",
-        ),
-        ("@0; F vision/0/0/1{5:8} @3", "@3; F vision/0/0/1{5:8} @0", "F vision/0/0/1{5:8}: it stands behind what runs inside a"),
-        ("1{0:5} @0; F vision/0/0/1{5:8} @3", "1{5:8} @0; F vision/0/0/1{0:5} @3", "F vision/0/0/1{5:8}: wrong order"),
-        ("{5:8} @3", "{5:8} @0", "F vision/0/0/1{5:8}: it continues what runs in the same wait of F llm/0/0/0 and ends with"),
-        (CUT_INSIDE, WHOLE_INSIDE, "F vision/0/0/1: it waits for a collective of 2 tensor parallel ranks in its segment 4 (tra"),
-        (
-            "B vision/0/0/2{57:58}; {B vision/0/0/2{55:57} @1} B llm",
-            "{B vision/0/0/2{57:58} @0; B vision/0/0/2{55:57} @1} B llm",
-            "B vision/0/0/2{57:58}: it waits for a collective of 2 tensor parallel ranks in its segment 57 (projector)",
-        ),
-        (
-            "B vision/0/0/1; RG llm/0/0; RG vision/0/0",
-            "RG llm/0/0; {B vision/0/0/1 @0} RG vision/0/0",
-            "B vision/0/0/1: no carrier",
-        ),
-        ("RG llm/0/0; RG vision/0/0", "{RG llm/0/0 @0} RG vision/0/0", "RG llm/0/0: not a computation"),
-        (
-            "{B vision/0/0/2{55:57} @1} B llm/0/0/0",
-            "B vision/0/0/2{55:57}; B llm/0/0/0{9:58}; B llm/0/0/0{0:9}",
-            "F vision/0/0/1{0:5}: it runs inside F llm/0/0/0, but forward or backward there run in ranges of segments",
-        ),
-        ("F vision/0/0/2; F llm", "{F vision/0/0/2{0:5} @1} F vision/0/0/2{5:58}; F llm", "which is of the same unit"),
-    ],
-)
-def test_work_that_does_not_fit_inside_is_refused(now: str, then: str, message: str) -> None:
-    assert now in TOGETHER
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        check(TOGETHER.replace(now, then), beside())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

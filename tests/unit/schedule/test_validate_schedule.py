@@ -30,34 +30,6 @@ VISION = "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1
 LLM = "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
 
 
-@pytest.mark.parametrize(
-    ("vision", "llm", "message"),
-    [
-        (VISION, LLM + "; F llm/0/0/2", "F llm/0/0/2: unknown action: no such action belongs to this step in the compute"),
-        (VISION, LLM + "; SB llm/0/0/1>vision/0/0/1", "SB llm/0/0/1>vision/0/0/1: unknown action"),
-        (VISION + "; F llm/0/0/0", LLM, "F llm/0/0/0: wrong lane: it stands in lane 0 but belongs to lane 1"),
-        (VISION, LLM + "; F llm/0/0/1", "F llm/0/0/1: duplicate: it stands in lane 1 at positions 2 and 5"),
-        (VISION, LLM.replace("B llm/0/0/1; ", ""), "B llm/0/0/1: missing: lane 1 must do it"),
-        (VISION, LLM.replace("; RG llm/0/0", ""), "RG llm/0/0: missing"),
-        (
-            VISION,
-            LLM.replace("F llm/0/0/0; B llm/0/0/0", "B llm/0/0/0; F llm/0/0/0"),
-            "B llm/0/0/0: wrong order: in lane 1 it stands before F llm/0/0/0, which it needs",
-        ),
-        (
-            VISION.replace("F vision/0/0/1; B vision/0/0/0", "B vision/0/0/0; F vision/0/0/1"),
-            "lane 1: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0",
-            "B vision/0/0/0: deadlock: lane 0 waits in it for B llm/0/0/0",
-        ),
-        (VISION.replace("lane 0", "lane 5"), LLM, "the schedule's lanes have ranks 5 | 1, the plan's 0 | 1; build it"),
-    ],
-)
-def test_a_broken_schedule_is_refused_with_the_action_and_the_fix(vision: str, llm: str, message: str) -> None:
-    check(small(), f"{VISION}\n{LLM}")
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        check(small(), f"{vision}\n{llm}")
-
-
 def test_the_message_shows_the_place_in_a_grid() -> None:
     vision = VISION.replace("F vision/0/0/1; B vision/0/0/0", "B vision/0/0/0; F vision/0/0/1")
     llm = "lane 1: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0"
@@ -229,28 +201,3 @@ def test_a_place_is_cut_in_one_way_only() -> None:
     place = Place("vision", 0, 0, 0)
     with pytest.raises(ScheduleError, match=re.escape("vision/0/0/0: cut into segments and into input and weight gradient")):
         Cuts(split=frozenset({place}), segments={place: SegmentCut(21, (2,))})
-
-
-RANGES = "lane 0: F vision/0/0/0{0:2}; F vision/0/0/0{2:58}; F vision/0/0/1; B vision/0/0/0{9:58}; B vision/0/0/0{0:9}; "
-RANGES_AND_LLM = RANGES + "B vision/0/0/1; RG vision/0/0\nlane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
-
-
-@pytest.mark.parametrize(
-    ("now", "then", "message"),
-    [
-        ("F vision/0/0/0{0:2}; ", "", "F vision/0/0/0{2:58}: missing range: nothing runs F vision/0/0/0{0:2}; add it"),
-        ("{2:58}", "{3:58}", "F vision/0/0/0{3:58}: missing range: nothing runs F vision/0/0/0{2:3}; add it"),
-        ("{0:2}", "{0:4}", "F vision/0/0/0{2:58}: ranges overlap: F vision/0/0/0{2:4} runs in it and in the range before"),
-        ("{2:58}", "{2:30}", "F vision/0/0/0{2:30}: missing range: nothing runs F vision/0/0/0{30:58}; add it"),
-        ("{0:9}", "{3:9}", "B vision/0/0/0{3:9}: missing range: nothing runs B vision/0/0/0{0:3}; add it"),
-        ("F vision/0/0/1", "F vision/0/0/0{0:2}; F vision/0/0/1", "F vision/0/0/0{0:2}: duplicate: it stands in lane 0"),
-        ("F vision/0/0/1", "F vision/0/0/0; F vision/0/0/1", "F vision/0/0/0: unknown action"),
-        ("RG vision/0/0", "RG vision/0/0{0:2}", "RG vision/0/0{0:2}: only forwards and backwards run in ranges of segments"),
-        ("{9:58}; B vision/0/0/0{0:9}", "{0:9}; B vision/0/0/0{9:58}", "B vision/0/0/0{0:9}: wrong order"),
-        ("58", "40", "F vision/0/0/0{2:40}: wrong number of segments: its ranges end at 40, but its stage has 58 segments"),
-    ],
-)
-def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, message: str) -> None:
-    check(small(), RANGES_AND_LLM)
-    with pytest.raises(ScheduleError, match=re.escape(message)):
-        check(small(), RANGES_AND_LLM.replace(now, then))

@@ -1,9 +1,12 @@
-"""`braid.json` and `tensors.json`: what was written comes back; anything else is an error that names file and way out."""
+"""`braid.json` and `tensors.json`: what was written comes back; anything else is an error that names file and way out.
+
+`python -m tests.unit.runtime.checkpoint.test_manifest` writes the answers of tests/golden/checkpoints.txt anew.
+"""
 
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from megatron.runtime.checkpoint.manifest import Manifest, check_model, read_new
 from megatron.runtime.checkpoint.storage import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json, read_index
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from tests.unit.golden_answers import Kinds, changed, differing, write
 
 MANIFEST = Manifest(
     step=7,
@@ -87,33 +91,6 @@ def test_every_cut_and_every_changed_byte_is_noticed(checkpoint: Path) -> None:
             assert str(checkpoint) in error_of(checkpoint)
 
 
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "missing": (lambda value: value.pop("plan"), "'plan' is missing"),
-    "added": (lambda value: value.update(note="x"), "'note' is not known"),
-    "text as step": (lambda value: value.update(step="7"), "step must be a int, found str"),
-    "a negative step": (lambda value: value.update(step=-7), "step must be from 0 to"),
-    "another step": (lambda value: value.update(step=8), "is of step 8, which the folder's name does not say"),
-    "a list of files": (lambda value: value.update(files=[]), "files must be a dict, found list"),
-    "a file elsewhere": (lambda value: value.update(files={"../x": 3}), "files must be names without folders"),
-    "a size below zero": (lambda value: value.update(files={"rank_00000.bin": -3}), "files must be names without folders"),
-    "another size": (lambda value: value.update(files={"rank_00000.bin": 4}), "rank_00000.bin has 3 bytes instead of 4"),
-    "another file": (lambda value: value.update(files={"rank_00001.bin": 4}), "rank_00001.bin is missing"),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_prepared_manifest_with_a_checksum_that_fits(checkpoint: Path, name: str) -> None:
-    change, words = CHANGES[name]
-    file = checkpoint / "braid.json"
-    value = json.loads(file.read_text())
-    del value["crc32"]
-    change(value)
-    file.write_text(json.dumps({**value, "crc32": zlib.crc32(json.dumps(value, sort_keys=True).encode())}))
-    message = error_of(checkpoint.parent)
-    assert message.startswith(f"{checkpoint} is damaged: ")
-    assert words in message
-
-
 @pytest.mark.parametrize("replace_with", [None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "folder"])
 def test_no_file(checkpoint: Path, replace_with: Callable[[Path], None] | None) -> None:
     (checkpoint / "braid.json").unlink()
@@ -177,36 +154,41 @@ def test_the_index_of_another_checkpoint(unwritten: Path) -> None:
         read_index(unwritten, files=FILES, crc32=3)
 
 
-WEIGHT = "model.llm.weight"
-INDEX_CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a tensor that is text": (lambda value: value.update(x="y"), "x: expected a mapping"),
-    "no dtype": (lambda value: value[WEIGHT].pop("dtype"), "'dtype' is missing"),
-    "an unknown dtype": (lambda value: value[WEIGHT].update(dtype="load"), "float16, found 'load'"),
-    "no shape": (lambda value: value[WEIGHT].pop("shape"), "'shape' is missing"),
-    "a fraction": (lambda value: value[WEIGHT].update(shape=[4.0, 3]), "shape[0]: expected a positive integer, found 4.0"),
-    "another shape": (lambda value: value[WEIGHT].update(shape=[5, 3]), "its pieces do not fill the shape [5, 3]"),
-    "no pieces": (lambda value: value[WEIGHT].update(pieces=[]), "do not fill"),
-    "a piece too few": (lambda value: value[WEIGHT]["pieces"].pop(), "do not fill"),
-    "a short piece": (lambda value: value[WEIGHT]["pieces"][0].pop(), "pieces[0]: expected a list of 5 entries"),
-    "a negative start": (lambda value: value[WEIGHT]["pieces"][0].__setitem__(1, -1), "an integer of at least 0, found -1"),
-    "a start too late": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(1, 1), "'rank_00001.bin' from byte 1"),
-    "a file elsewhere": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, "../x"), "'../x' from byte 0"),
-    "an empty piece": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(3, [0, 3]), "a piece of [0, 3] at [2, 0] leaves"),
+def read_manifest(document: Mapping[str, Any]) -> None:
+    """Read a manifest that was changed, with a checksum that fits."""
+    folder = Path("step_00000007")
+    folder.mkdir(exist_ok=True)
+    (folder / "rank_00000.bin").write_bytes(b"abc")
+    write_manifest(folder, MANIFEST)
+    value = json.loads((folder / "braid.json").read_text())
+    del value["crc32"]
+    value = changed(value, document["change"])
+    text = json.dumps({**value, "crc32": zlib.crc32(json.dumps(value, sort_keys=True).encode())})
+    (folder / "braid.json").write_text(text)
+    read_newest(folder)
+
+
+def read_changed_index(document: Any) -> None:
+    folder = Path("step_00000003")
+    folder.mkdir(exist_ok=True)
+    read(folder, json.dumps(document).encode())
+
+
+CHECKPOINTS: Kinds = {
+    "manifest": ({"change": {}}, read_manifest),
+    "index": (json.loads(index_to_json(dict(zip(("weight", "bias"), INDEX.values(), strict=True)))), read_changed_index),
 }
 
 
-@pytest.mark.parametrize("name", INDEX_CHANGES)
-def test_an_index_that_cannot_be(unwritten: Path, name: str) -> None:
-    change, words = INDEX_CHANGES[name]
-    value = json.loads(index_to_json(INDEX))
-    change(value)
-    with pytest.raises(CheckpointError) as problem:
-        read(unwritten, json.dumps(value).encode())
-    assert str(problem.value).startswith(f"{unwritten} is damaged: tensors.json cannot be used (")
-    assert words in str(problem.value)
+def test_every_change_is_answered_as_written() -> None:
+    assert differing("checkpoints.txt", CHECKPOINTS) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 200_000, b'{"x": ' + b"9" * 9_999 + b"}", b"{}x"])
 def test_contents_that_are_no_index(unwritten: Path, content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"tensors\.json cannot be used \("):
         read(unwritten, content)
+
+
+if __name__ == "__main__":
+    write("checkpoints.txt", CHECKPOINTS)
