@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megatron.runtime.launch.rank_place import find_rank_place
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable, build_table_step
 from multimodal.cost.layers.registry import read_model
@@ -19,6 +20,7 @@ from multimodal.data.blend import read_mixture
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.planners.templates.simulate_trace import read_trace
 from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.validate import read_plan
 from tests.unit.cost.cost_cases import CLUSTER
@@ -99,6 +101,8 @@ FILES: Kinds = {
     "lengths": ({"rows": "x,56x56,1,1,1,0,red\n"}, in_table),
     "mixture": ({"train": "path: set", "words": "m.yaml"}, in_mixture),
     "templates": (ONE_NODE.to_dict(), TemplateSet.from_dict),
+    "schedule's name": ({"name": "dip:rounds=2"}, lambda document: BUILDERS[document["name"]]),
+    "environment": ({"environ": {}}, lambda document: find_rank_place(document["environ"])),
     "trace": ({"text": "10,-2\n"}, in_trace),
     "llama": (LLAMA, in_folder),
     **{name: (config, in_folder) for name, config in PUBLISHED.items()},

@@ -19,7 +19,7 @@ from multimodal.plan.plans_of_sizes import (
     plan_disaggregated,
     split_units,
 )
-from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
 from tests.unit.golden_answers import Kinds, differing, write
@@ -97,6 +97,10 @@ OWN, SHARED = plan_disaggregated, plan_colocated
 NARROW = replace(TWO, units=(replace(VISION, projector_hidden_size=7), LLM))
 
 
+def with_experts(**experts: int) -> ModelGraph:
+    return ModelGraph((replace(LLM, transformer=replace(SHAPE, experts=Experts(**experts))),))
+
+
 def kind(graph: ModelGraph, **document: Any) -> tuple[Any, Callable[[Any], object]]:
     """Plan units of these sizes on so many ranks, of their own or shared."""
 
@@ -112,6 +116,9 @@ SIZES_KINDS: Kinds = {
     "vision, llm": kind(TWO, ranks=4, shared=True),
     "low_res, llm of 8 layers": kind(LOW_RES, ranks=4, low_res={"data_parallel_size": 1}),
     "vision with a projector of 7, llm": kind(NARROW, ranks=4, shared=True),
+    "llm with experts": kind(with_experts(num_experts=8), ranks=6, shared=True),
+    "llm with narrow experts": kind(with_experts(num_experts=8, ffn_hidden_size=9), ranks=4, shared=True),
+    "llm with a narrow shared expert": kind(with_experts(num_experts=8, shared_expert_intermediate_size=5), ranks=4, shared=True),
 }
 
 

@@ -154,28 +154,6 @@ def test_neutral_values_change_nothing() -> None:
         assert BUILDERS[name](CASE) == BUILDERS[plain](CASE)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("zigzag", "there is no schedule 'zigzag'; choose one of gpipe, "),
-        ("zigzag:rounds=2", "there is no schedule 'zigzag'"),
-        ("gpipe:rounds=2", "schedule 'gpipe:rounds=2' has no parameter 'rounds'; 'gpipe' has: none"),
-        ("dip:", "schedule 'dip:' has no parameter ''; 'dip' has: rounds=a whole number of at least 1"),
-        ("optimus:zb", "has no parameter 'zb'; 'optimus' has: keep=a factor of at least 1, split$"),
-        ("dip:rounds=0", "schedule 'dip:rounds=0': rounds takes a whole number of at least 1, found '0'"),
-        ("dip:rounds", "rounds takes a whole number of at least 1, found ''"),
-        ("dip:rounds=2,rounds=3", "is given twice the parameter 'rounds'"),
-        ("1f1b:ahead=0.5", "ahead takes a factor of at least 1 or memory, found '0.5'"),
-        ("1f1b:ahead=nan", "found 'nan'"),
-        ("zb-h1:ahead=2", "ahead takes memory, found '2'"),
-        ("optimus:split=2", "split takes no value, found '2'"),
-    ],
-)
-def test_what_is_wrong_is_refused_with_what_is_known(name: str, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
-        BUILDERS[name]
-
-
 @settings(max_examples=40)
 @given(case=cases())
 def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepShape) -> None:

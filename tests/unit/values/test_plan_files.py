@@ -10,7 +10,7 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.communicators import expert_parallel_ranks, holders_of_experts, max_communicators_per_rank
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
-from multimodal.values.errors import ModelError, PlanError
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Experts, ModelGraph, Role, Transformer, Unit
 from multimodal.values.parts.state_copies import (
     EVERY_REPLICA,
@@ -93,22 +93,6 @@ def test_experts_are_read_as_they_are_written() -> None:
     assert "experts" not in graph_of(None).to_dict()["units"]["llm"], "as in files of models without experts"
 
 
-@pytest.mark.parametrize(
-    ("experts", "llm", "problem"),
-    [
-        ({"num_experts": 2, "router_topk": 3}, {}, "router_topk 3 is above num_experts 2; lower it"),
-        ({}, {}, "num_experts"),
-        ({"num_experts": 4, "aux_loss_coeff": -1}, {}, "aux_loss_coeff"),
-        ({"num_experts": 4}, {"add_bias_linear": True}, "experts have no biases; leave add_bias_linear and add_mlp_bias out"),
-        ({"num_experts": 4}, {"layers": ["token_embedding", "transformer", "transformer", "head"]}, "name some moe_transformer"),
-    ],
-)
-def test_experts_that_contradict_themselves_are_refused(experts: Any, llm: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ModelError, match=problem) as caught:
-        graph_of(experts, **llm)
-    assert "unit 'llm'" in str(caught.value)
-
-
 def plan_of(graph: ModelGraph = EXPERTS_GRAPH, *, tp: int = 1, pp: int = 1, dp: int = 4, ep: int = 2) -> Plan:
     sizes = {"llm": UnitSizes(tp, pp, data_parallel_size=dp, expert_parallel_size=ep)}
     return plan_disaggregated(graph, sizes=sizes, world_size=tp * pp * dp)
@@ -131,21 +115,6 @@ def test_neighbouring_replicas_share_experts() -> None:
         max_communicators_per_rank(EXPERTS_GRAPH, plan_of(tp=2, dp=4, ep=2))
         == max_communicators_per_rank(EXPERTS_GRAPH, plan_of(tp=2, dp=4, ep=1)) + 2
     )
-
-
-@pytest.mark.parametrize(
-    ("graph", "sizes", "problem"),
-    [
-        (EXPERTS_GRAPH, {"dp": 3, "ep": 2}, "does not divide the 3 that there are; change one of the two"),
-        (EXPERTS_GRAPH, {"dp": 3, "ep": 3}, "expert parallel size 3 does not divide its 8 experts"),
-        (graph_of(None), {"ep": 2}, "expert parallel size 2 is for units with experts, which this one lacks"),
-        (graph_of({**EXPERTS, "ffn_hidden_size": 9}), {"tp": 2}, "ffn_hidden_size of experts 9 is not divisible by tensor"),
-        (graph_of({**EXPERTS, "shared_expert_intermediate_size": 5}), {"tp": 2}, "shared_expert_intermediate_size 5 is not"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(graph: ModelGraph, sizes: dict[str, int], problem: str) -> None:
-    with pytest.raises(PlanError, match=problem):
-        plan_of(graph, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
 from tests.sanity.repository import ROOT
@@ -61,18 +60,6 @@ def test_fixed_sizes_of_encoders_are_kept_each_encoder_by_itself():
     }
     assert sizes == {"vision": (1, 2, 4), "audio": (2, 1, 4)}
     assert units["audio"].num_virtual_stages == 2
-
-
-@pytest.mark.parametrize(
-    ("vision", "message"),
-    [
-        (FixedSizes(4), "tensor parallel size 4 is fixed, but its pipelines lie inside the LLM's, so it must divide the LLM's 2"),
-        (FixedSizes(1, 3), "unit 'vision': pipeline parallel size 3 .* divide the LLM's 2; fix one of 1, 2, or take another"),
-    ],
-)
-def test_sizes_that_do_not_divide_the_llms_are_refused(vision, message):
-    with pytest.raises(PlanError, match=message):
-        planned(fixed_sizes={"llm": PIPELINE, "vision": vision})
 
 
 def test_where_no_rank_waits_for_another_there_is_nothing_to_fill():

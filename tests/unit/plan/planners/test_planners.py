@@ -4,10 +4,11 @@ import itertools
 import time
 from dataclasses import replace
 from itertools import count, product
+from typing import Any
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
 from multimodal.plan.planners.baselines import plan_megatron
 from multimodal.plan.planners.cornstarch import RepeatedStep
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
@@ -21,11 +22,14 @@ from multimodal.schedule.builders import fed_encoders
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import Experts, ModelGraph
 from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_plan
+from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.plan.planners.planning_cases import (
     CLUSTER,
     GRAPHS,
+    LLM,
     THREE,
     TWO,
     frozen,
@@ -138,15 +142,32 @@ def test_flops_ratio_divides_gpus_by_flops():
     assert len(run.plan.units["llm"].ranks) > len(run.plan.units["vision"].ranks)
 
 
-def test_a_request_that_contradicts_itself_is_refused():
-    with pytest.raises(PlanError, match="sizes are fixed for a unit 'audio'; the model's units are vision, llm"):
-        request(TWO, fixed_sizes={"audio": FixedSizes()})
-    with pytest.raises(PlanError, match="num_gpus must be at least 1, found 0"):
-        request(TWO, num_gpus=0)
-    with pytest.raises(PlanError, match="num_gpus must be at most 1,048,576, found 1000000000000"):
-        request(TWO, num_gpus=10**12)
-    with pytest.raises(PlanError, match="tensor parallel size 3 is fixed, but it must divide the 4 GPUs of a node"):
-        PLANNERS["disttrain"](request(TWO, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=3)}))
+def plan(document: dict[str, Any]) -> None:
+    """Plan for two units, or for an LLM with experts; `fault_tolerance` is one of templates."""
+    given = {name: value for name, value in document.items() if name not in ("planner", "fault_tolerance", "experts")}
+    given["fixed_sizes"] = {unit: FixedSizes(**sizes) for unit, sizes in given.get("fixed_sizes", {}).items()}
+    mixed = replace(LLM.transformer, experts=Experts(document.get("experts", 1)))
+    graph = ModelGraph((replace(LLM, transformer=mixed),)) if "experts" in document else TWO
+    asked = request(graph, **given)
+    if document.get("fault_tolerance") is None:
+        PLANNERS[document["planner"]](asked)
+    else:
+        TEMPLATE_PLANNERS[document["planner"]](asked, fault_tolerance=document["fault_tolerance"])
+
+
+REQUESTS: Kinds = {
+    "request": ({"planner": "megatron"}, plan),
+    "request for templates": ({"planner": "oobleck", "num_gpus": 8, "fault_tolerance": 1}, plan),
+    "request for Optimus": (
+        {"planner": "optimus", "fixed_sizes": {"llm": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "vision": {}}},
+        plan,
+    ),
+}
+
+
+def test_every_request_is_answered_as_written():
+    """`python -m tests.unit.plan.planners.test_planners` writes the answers anew."""
+    assert differing("requests.txt", REQUESTS) == []
 
 
 def test_a_unit_beside_megatron_s_grid_may_have_sizes_of_its_own():
@@ -171,10 +192,6 @@ def test_fsdp_shares_weights_on_all_ranks():
     run = PLANNERS["fsdp"](request(TWO, transformer_impl="local"))
     assert run.sharding == "optim_grads_params" and run.passes == ()
     assert all(size_of(unit) == (1, 1, 8) and set(unit.ranks) == set(range(8)) for unit in run.plan.units.values())
-    with pytest.raises(PlanError, match="planner 'fsdp': shares weights, but --data-parallel-sharding-strategy optim"):
-        PLANNERS["fsdp"](request(TWO, sharding="optim"))
-    with pytest.raises(PlanError, match="has tp 1 and pp 1, but unit 'llm' has other fixed sizes"):
-        PLANNERS["fsdp"](request(TWO, fixed_sizes={"llm": FixedSizes(2)}))
 
 
 def test_alpa_finds_the_least_latency_of_all_meshes():
@@ -319,3 +336,7 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
     problem = build_problem(asked)
     alone = build_candidate(asked, problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
     assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds
+
+
+if __name__ == "__main__":
+    write("requests.txt", REQUESTS)

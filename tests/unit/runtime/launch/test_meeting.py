@@ -173,21 +173,6 @@ def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
     assert str(raised.value).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
 
 
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be the number of processes, found 'two'"),
-        ({"RANK": "-1"}, "RANK must be a whole number, found '-1'"),
-        ({"LOCAL_RANK": "2", "WORLD_SIZE": "2"}, "LOCAL_RANK is 2 but WORLD_SIZE is 2: a node has no more ranks than a run"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks count from 0 to 1"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
-    ],
-)
-def test_a_wrong_environment_is_refused(environ: dict[str, str], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        find_rank_place(environ)
-
-
 def test_without_a_launcher_a_process_is_alone() -> None:
     assert find_rank_place({}) == RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
 

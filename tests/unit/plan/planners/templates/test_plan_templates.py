@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 
-from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import predict_run
@@ -157,24 +156,6 @@ def test_frozen_layers_take_their_forward_only():
     chain = Chain(request(replace(graph, units=(replace(graph.units[0], freeze_projector=True), graph.units[1])), num_gpus=8))
     vision = [index for index, piece in enumerate(chain.pieces) if piece.unit == "vision"]
     assert (chain.seconds[1, :, vision] == 0).all() and (chain.seconds[0, :, vision] > 0).all()
-
-
-@pytest.mark.parametrize(
-    ("changes", "fault_tolerance", "problem"),
-    [
-        ({"num_gpus": 10}, 1, "10 GPUs are no multiple of the 4 of a node; use 8 or 12"),
-        ({"num_gpus": 2}, 0, "2 GPUs are no multiple of the 4 of a node; use 4"),
-        ({"num_gpus": 4}, 1, "4 GPUs make 1 of 4; use a fault tolerance of at most 0, or at least 8 GPUs"),
-        ({"num_gpus": 8}, -1, "fault tolerance must be at least 0"),
-        ({"num_gpus": 8, "fixed_sizes": {"llm": FixedSizes(pipeline_parallel_size=2)}}, 1, "pp 2 is fixed.*fix tp only"),
-        ({"num_gpus": 8, "fixed_sizes": {"llm": FixedSizes(context_parallel_size=2)}}, 1, "cp 2 is fixed"),
-        ({"num_gpus": 8, "sharding": "optim_grads_params"}, 1, "do not share weights"),
-        ({"num_gpus": 8, "global_batch_size": 1}, 1, "1 microbatches cannot be shared by 2 replicas"),
-    ],
-)
-def test_wrong_requests_are_refused_with_what_would_work(changes, fault_tolerance, problem):
-    with pytest.raises(PlanError, match=f"planner 'oobleck': .*{problem}"):
-        TEMPLATE_PLANNERS["oobleck"](request(**changes), fault_tolerance=fault_tolerance)
 
 
 def test_too_little_memory_is_refused_with_what_would_work():
