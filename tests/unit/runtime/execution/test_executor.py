@@ -225,6 +225,14 @@ def test_a_new_step_forgets_the_last_one(now: Time) -> None:
     assert clock.events() == (TimelineEvent(SECOND, 0, 0.0, 1.0),)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part"), [("F", "compute"), ("SF", "communication"), ("RG", "communication"), ("RF", "waiting")]
+)
+def test_an_action_counts_as_compute_communication_or_waiting(kind: str, part: str) -> None:
+    split = seconds_by_resource((TimelineEvent(FORWARD._replace(kind=ActionKind(kind)), 0, 1.0, 3.5),))
+    assert split == {"compute": 0.0, "communication": 0.0, "waiting": 0.0, part: 2.5}
+
+
 class IdleBroker:
     def finish(self) -> None:
         pass
