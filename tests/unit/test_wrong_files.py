@@ -3,13 +3,20 @@
 `python -m tests.unit.test_wrong_files` writes the answers anew.
 """
 
+import copy
+import datetime
 import json
+import math
+import tracemalloc
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron.runtime.launch.rank_place import find_rank_place
 from multimodal.cost.cluster import Cluster
@@ -21,8 +28,10 @@ from multimodal.data.length_table import read_length_table
 from multimodal.plan.planners.templates.simulate_trace import read_trace
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.validate import read_plan
+from multimodal.values.plan import Plan
+from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.cost.cost_cases import CLUSTER
 from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.hugging_face.test_item_configs import PUBLISHED
@@ -111,6 +120,90 @@ FILES: Kinds = {
 
 def test_every_file_is_answered_as_written() -> None:
     assert differing("files.txt", FILES) == []
+
+
+VALUES = {
+    **dict.fromkeys(("model", "model of joined encoders", "model with a generator"), ModelGraph),
+    "plan": Plan,
+    "cluster": Cluster,
+    "costs of stages": CostTable,
+    "costs of layers": LayerProfile,
+    "templates": TemplateSet,
+}
+MOST_BYTES = 30e6
+
+
+def deep(levels):
+    return reduce(lambda inner, _: [inner], range(levels), [])
+
+
+NUMBERS = (math.nan, math.inf, -math.inf, 5e-324, 1e308, 0, -1, 0.5, 4.9, 10**9, 10**12, 2**63, 10**400, 10**5000)
+TEXTS = ("text", "3", "false", "1e-5", "", "x" * 5000, b"3")
+NESTED = ([], {}, [[]], {"a": 1}, {1: 2}, {"a"}, deep(40), deep(400))
+REPLACEMENTS = [None, True, False, *TEXTS, *NUMBERS, *NESTED, datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1)]
+
+
+def places(value, *, path=()):
+    """Yield the path of everything in a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield (*path, key)
+        yield from places(part, path=(*path, key))
+
+
+@st.composite
+def mutated(draw, name):
+    """One document with one slip."""
+    document = copy.deepcopy(FILES[name][0])
+    *path, key = draw(st.sampled_from(list(places(document))))
+    owner = document
+    for step in path:
+        owner = owner[step]
+    value = owner[key]
+    change = draw(st.sampled_from(["drop", "add", "replace", "replace", "scale", "wrap", "twice", "rename"]))
+    if change == "drop":
+        del owner[key]
+    elif change == "scale" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        owner[key] = value * draw(st.sampled_from([-1, 0, 0.5, 2, 1000, 1e12, 10**12]))
+    elif change == "wrap":
+        owner[key] = draw(st.sampled_from([[value], {"a": value}, [value, value], str(value)]))
+    elif change == "twice" and isinstance(owner, list):
+        owner.append(copy.deepcopy(value))
+    elif change == "rename" and isinstance(owner, dict):
+        owner[draw(st.sampled_from(["other", f"{key}s", str(key)[1:], 5, None, "a b", "role", "edges"]))] = owner.pop(key)
+    elif change == "add" and isinstance(owner, dict):
+        owner[draw(st.sampled_from(["other", "name", "transformer", "layer_ranges", "vocab_size", 5]))] = value
+    else:
+        owner[key] = draw(st.sampled_from(REPLACEMENTS))
+    return document
+
+
+def check_value(name, value):
+    if name == "plan":
+        validate_plan(value, graph=ModelGraph.from_dict(MODEL), world_size=value.num_ranks)
+    if hasattr(value, "to_dict"):
+        assert type(value).from_dict(value.to_dict()) == value
+
+
+@pytest.fixture
+def traced_memory():
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", VALUES)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_slip_is_an_error_or_another_value(name, data, traced_memory):
+    document = data.draw(mutated(name))
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    try:
+        check_value(name, VALUES[name].from_dict(document))
+    except BraidError as problem:
+        assert len(str(problem)) < 1000
+    assert tracemalloc.get_traced_memory()[1] - before < MOST_BYTES
 
 
 if __name__ == "__main__":
