@@ -18,32 +18,35 @@ STAND_INS = {
 }
 
 
+SLURM = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
+
+
+def script_runs(folder, script, bodies, **given):
+    """Return a function that runs a script as Slurm would, beside stand-ins for the programs that it calls."""
+    commands = folder / "bin"
+    commands.mkdir()
+    for name, body in bodies.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (commands / name).chmod(0o755)
+    base = {**SLURM, "SLURM_SUBMIT_DIR": str(folder), "BRAID": str(ROOT), "PATH": f"{commands}:{os.environ['PATH']}", **given}
+
+    def run(*flags, **environment):
+        command = [ROOT / "scripts" / "slurm" / script, *flags]
+        return subprocess.run(command, env=base | environment, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    return run
+
+
 @pytest.fixture
 def submit(tmp_path):
     """Run the script as Slurm would; returns the arguments of srun and of torchrun."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, body in STAND_INS.items():
-        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (commands / name).chmod(0o755)
+    run = script_runs(tmp_path, "pretrain.sh", STAND_INS, SLURM_CPUS_PER_TASK="64")
 
-    def run(*flags, **environment):
-        slurm = {
-            "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_JOB_ID": "12",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_GPUS_ON_NODE": "8",
-            "SLURM_CPUS_PER_TASK": "64",
-            "BRAID": str(ROOT),
-            "PATH": f"{commands}:{os.environ['PATH']}",
-        }
-        script = [ROOT / "scripts" / "slurm" / "pretrain.sh", *flags]
-        output = subprocess.run(script, env=slurm | environment, check=True, capture_output=True, text=True).stdout
-        lines = [line.split(" ", 1) for line in output.splitlines()]
+    def arguments(*flags, **environment):
+        lines = [line.split(" ", 1) for line in run(*flags, **environment).splitlines()]
         return [[argument for name, argument in lines if name == command] for command in ("srun", "torchrun")]
 
-    return run
+    return arguments
 
 
 def flags_of(torchrun):
@@ -81,35 +84,19 @@ def test_it_leaves_time_to_save_before_the_job_ends(submit, minutes_left, expect
 @pytest.fixture
 def submit_elastic(tmp_path, monkeypatch):
     """Run the script of elastic runs as Slurm would, on the first of two nodes; returns the calls of srun."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
     calls = tmp_path / "calls"
     noting = f"""echo ${{*//$'\\n'/ }} >> {calls}
 [[ "$*" != *--elastic* || -n "$JOIN" ]] || until [[ $(wc -l < {calls}) == 3 ]]; do sleep 0.02; done"""
-    for name, body in {"srun": noting, "scontrol": "echo node1", "squeue": "echo node7"}.items():
-        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (commands / name).chmod(0o755)
-    slurm = {
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "12",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-        "SLURMD_NODENAME": "node1",
-        "BRAID": str(ROOT),
-        "IMAGE": "",
-        "CONFIG": "c.yaml",
-        "PLAN": "templates.yaml",
-        "PATH": f"{commands}:{os.environ['PATH']}",
-    }
+    bodies = {"srun": noting, "scontrol": "echo node1", "squeue": "echo node7"}
+    given = {"SLURMD_NODENAME": "node1", "IMAGE": "", "CONFIG": "c.yaml", "PLAN": "templates.yaml"}
+    run = script_runs(tmp_path, "elastic.sh", bodies, **given)
     monkeypatch.setenv("SLURM_PROCID", "1")
 
-    def run(*flags, **environment):
-        script = [ROOT / "scripts" / "slurm" / "elastic.sh", *flags]
-        subprocess.run(script, env=slurm | environment, check=True, timeout=60)
+    def commands(*flags, **environment):
+        run(*flags, **environment)
         return [line.split() for line in calls.read_text().splitlines()]
 
-    return run
+    return commands
 
 
 def supervisor_flags(call):

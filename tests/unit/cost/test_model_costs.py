@@ -1,6 +1,5 @@
 """Costs of a step's computations, messages and collectives, of its memory, and of its update."""
 
-import pickle
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -231,13 +230,6 @@ def test_results_are_computed_once_for_each_object_and_arguments():
     assert second.of(3, negated=False) == 6
     assert (first.calls, second.calls) == ([(3, False), (3, True), (0, True)], [(3, False)])
     assert first == second
-
-
-def test_results_travel_with_the_object_but_not_to_changed_ones():
-    first = Doubles(1)
-    first.of(3, negated=False)
-    assert pickle.loads(pickle.dumps(first)).of(3, negated=False) == 6
-    assert replace(first, unit=2).of(3, negated=False) == 12
 
 
 UPDATE_GRAPH = graph_of()

@@ -47,12 +47,18 @@ def test_weight_gradients_of_an_encoder_of_several_stages_on_the_ranks_of_the_ll
     assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
 
 
-def test_backwards_stay_whole_where_halves_gain_nothing() -> None:
-    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
-    step = build_case(build_graph("vision"), sizes, {unit: deal(4, 1) for unit in sizes}, colocated=True)
-    costs = costs_of(llm=1.0, vision=1.0)
-    schedules = [built(name, step, costs) for name in ("optimus", "optimus-zb")]
-    assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
+@pytest.mark.parametrize(
+    ("units", "layouts", "names"),
+    [
+        (("vision", "llm"), {}, ("optimus", "optimus-zb")),
+        (("llm",), {"llm": {"chunks": 2}}, ("interleaved-1f1b", "interleaved-zb")),
+    ],
+)
+def test_backwards_stay_whole_where_halves_gain_nothing(units, layouts, names) -> None:
+    sizes = dict.fromkeys(units, (1, 1, 1))
+    step = build_case(build_graph(*units[:-1]), sizes, {unit: deal(4, 1) for unit in sizes}, colocated=True, layouts=layouts)
+    whole, split = (schedule_to_text(built(name, step, costs_of(llm=1.0, vision=1.0))) for name in names)
+    assert whole == split
 
 
 def test_an_encoder_on_its_own_ranks_does_weight_gradients_while_it_would_wait() -> None:
@@ -148,12 +154,6 @@ def test_weight_gradients_wait_no_longer_than_memory_allows() -> None:
         seconds.append(simulate_schedule(schedule, costs).iteration_seconds)
     assert kept == [0, 1, 4, 8]
     assert seconds == sorted(set(seconds), reverse=True)
-
-
-def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
-    step = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(4, 1)}, layouts={"llm": {"chunks": 2}})
-    schedules = [built(name, step, costs_of(llm=1.0)) for name in ("interleaved-1f1b", "interleaved-zb")]
-    assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 from PIL import Image
 
 from benchmarks.check_calls import all_calls, calls_in, package_of, problem_of
 from multimodal.data.length_table import read_length_table
-from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.launch import REPOSITORY
 from tests.sanity.repository import ROOT
 from tools.command_line import figure_folder
 from tools.elastic import main
-from tools.emulate import build_run
 from tools.index_data import main as index_data
 from tools.lengths import main as write_lengths
 
@@ -97,30 +94,6 @@ def test_it_prints_throughput_over_time_and_draws(flags, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "of fresh plan" in printed and "recover" in printed and "restarts" in printed
     assert picture.stat().st_size > 1000
-
-
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-SMALL = {"units": {"llm": {"role": "backbone", **SHAPE}}}
-PLAN = {"units": {"llm": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 2]]}, {"ranks": [1], "layers": [[2, 4]]}]}]}}}
-CURVES = {"forward": [0.5, 0.0, 0.0], "input_gradient": [1.0, 0.0, 0.0], "weight_gradient": [0.25, 0.0, 0.0]}
-
-
-@pytest.fixture
-def model_flags(tmp_path: Path) -> list[str]:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump(SMALL, sort_keys=False))
-    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(PLAN, sort_keys=False))
-    (tmp_path / "layers.yaml").write_text(yaml.safe_dump({"units": {"llm": {"transformer": [CURVES]}}}))
-    cluster = ROOT / "examples" / "clusters" / "cpu.yaml"
-    files = {"model": tmp_path / "model.yaml", "plan": tmp_path / "plan.yaml", "cluster": cluster}
-    named = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    return [*named, "--layer-costs", str(tmp_path / "layers.yaml"), "--uniform-lengths", "llm=32"]
-
-
-def test_computations_wait_as_long_as_the_profile_says(model_flags: list[str]) -> None:
-    run = build_run(model_flags, "1f1b", "", num_iterations=1)
-    assert run.schedule.shape.plan.num_ranks == 2
-    seconds = run.costs.compute(Action(ActionKind.BACKWARD, "llm", 0, 0, 0)).seconds
-    assert seconds == pytest.approx(1.25, rel=0.01)  # one transformer layer, and word embeddings
 
 
 ANSWER = {"role": "assistant", "content": "a 7"}

@@ -96,14 +96,6 @@ def test_a_context_parallel_plan_is_written_and_simulated_alike(flags, tmp_path,
     assert "tp x cp x pp x dp" in table and "llm 1x2x" in table
 
 
-def test_whose_layers_run_is_a_choice_that_the_plan_keeps(flags, tmp_path, capsys):
-    data = ["--uniform-lengths", "vision=64,llm=2048", "--planner", "megatron", "--output", str(tmp_path / "plan.yaml"), "--json"]
-    fused, local = (json.loads(plan(capsys, *flags, *data, *more)) for more in ([], ["--transformer-impl", "local"]))
-    assert (fused["transformer_impl"], local["transformer_impl"]) == ("transformer_engine", "local")
-    assert local["peak_memory_bytes"] > fused["peak_memory_bytes"]
-    assert "--transformer-impl local" in (tmp_path / "plan.yaml").read_text()
-
-
 def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "disttrain", "--compare", "megatron,entrain"]
@@ -169,15 +161,7 @@ def test_as_many_nodes_are_spares_as_deliver_most(flags, mtbf_hours, fewest_spar
 
 
 def test_the_goodput_of_a_plan_is_told(flags, capsys):
-    data = [
-        "--uniform-lengths",
-        "vision=64,llm=128",
-        "--planner",
-        "disttrain",
-        "--json",
-        "--mtbf-hours",
-        "1000",
-    ]
+    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "disttrain", "--json", "--mtbf-hours", "1000"]
     answer = json.loads(plan(capsys, *flags, *data))
     assert answer["goodput"]["available_share"] == pytest.approx(1000 / 1024) and answer["notes"][0].startswith("goodput ")
     assert answer["goodput"]["running_share"] == pytest.approx(1 / (1 + 25 / 60 / 1000))
@@ -213,13 +197,6 @@ def test_templates_are_planned_written_and_described(flags, tmp_path, capsys):
     assert made.units["llm"].microbatch_shares == tuple(each.num_microbatches for each in found.instances)
     assert "--balance whole-sample" in (tmp_path / "plan.yaml").read_text()
     assert "templates of 1 to 2 nodes of 4 GPUs" in text and "runs on 2 nodes and more" in text
-
-
-def test_templates_are_compared_by_their_first_replicas(flags, capsys):
-    data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "megatron", "--compare", "megatron,oobleck", "--json"]
-    answer = json.loads(plan(capsys, *flags, *data))
-    found = answer["compare"]["oobleck"]
-    assert found["iteration_seconds"] > 0 and found["num_gpus_used"] == 4
 
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"

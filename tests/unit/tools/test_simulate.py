@@ -247,13 +247,6 @@ def test_declared_costs_count(lengths, capsys):
     assert padded["units"]["llm"]["replica_imbalance_before"] > linear["units"]["llm"]["replica_imbalance_before"]
 
 
-def test_a_model_gives_the_costs(lengths, capsys):
-    flags = base(lengths, replicas="vision=4,llm=4")
-    flags[flags.index("--units") : flags.index("--units") + 2] = ["--model", str(ROOT / "examples" / "corpus" / "model.yaml")]
-    assert run_balance(flags) == 0
-    assert "replicas max/mean" in capsys.readouterr().out
-
-
 def test_encoders_that_encoders_feed_are_balanced_and_move_no_data(tmp_path, lengths, capsys):
     shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     units = {

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,20 +129,14 @@ def test_a_unit_without_work_that_finds_no_room_keeps_all_replicas():
     assert kept_plan(Plan(units), asked, 1) == Plan(units)
 
 
-class Sized:
-    """A candidate of so many GPUs and seconds."""
-
-    def __init__(self, num_gpus: int, seconds: float, is_small: bool = True) -> None:
-        self.num_gpus, self.seconds, self.is_small = num_gpus, seconds, is_small
-
-    def fits(self, asked) -> bool:
-        return self.is_small
+def sized(num_gpus: int, seconds: float, is_small: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(num_gpus=num_gpus, seconds=seconds, fits=lambda asked: is_small)
 
 
 def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
     asked = request(num_gpus=8)
     slow, best, near, equal, huge, unfit = (
-        Sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5, False))
+        sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5, False))
     )
     given = {"seconds": lambda _, each: each.seconds}
     candidates = [slow, best, huge, near, unfit, equal]

@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from megatron.runtime.feed.producers.producer import Producer
+from multimodal.data.chat.text_settings import TextSettings
+from multimodal.values.model_graph import ModelGraph
 
 TOKEN = b"0123456789abcdef"
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
+IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
+GRAPH = ModelGraph.from_dict(
+    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
+)
+TEXTS = TextSettings("ByteTokenizer")
 
 
 class Serving:

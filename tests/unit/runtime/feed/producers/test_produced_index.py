@@ -20,15 +20,9 @@ from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, DataError
-from multimodal.values.model_graph import ModelGraph
-from tests.unit.runtime.feed.producers.conftest import TOKEN, Serving
+from tests.unit.runtime.feed.producers.conftest import GRAPH, TEXTS, TOKEN, Serving
 
-SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
-IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
-GRAPH = ModelGraph.from_dict(
-    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
-)
-TEXTS, OPTIONS = TextSettings("ByteTokenizer"), IndexOptions(48)
+OPTIONS = IndexOptions(48)
 NUM_SAMPLES = 150
 
 

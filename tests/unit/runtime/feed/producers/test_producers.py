@@ -15,21 +15,14 @@ from PIL import Image
 
 from megatron.runtime.feed.producers import connection, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
-from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
-from multimodal.values.model_graph import ModelGraph
-from tests.unit.runtime.feed.producers.conftest import TOKEN, Serving
+from tests.unit.runtime.feed.producers.conftest import GRAPH, TEXTS, TOKEN, Serving
 
-TEXTS, OPTIONS = TextSettings("ByteTokenizer"), IndexOptions(64)
-SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
-IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
-GRAPH = ModelGraph.from_dict(
-    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
-)
+OPTIONS = IndexOptions(64)
 
 
 @pytest.fixture(autouse=True)
