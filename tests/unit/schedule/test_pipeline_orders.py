@@ -307,13 +307,3 @@ def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     case = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
     assert most_kept(BUILDERS[f"dip:rounds={num_rounds}"](case)) == [kept + 1], "and the LLM one"
-
-
-def stage(seconds: float, backward: str) -> dict[str, float]:
-    """An entry of a cost table."""
-    return {
-        "full": {"forward": seconds, "input_gradient": seconds, "weight_gradient": seconds},
-        "input": {"forward": seconds, "input_gradient": seconds, "weight_gradient": 0.0},
-        "last": {"forward": seconds, "backward": 0.02 * seconds},
-        "none": {"forward": seconds},
-    }[backward]

@@ -17,7 +17,6 @@ from tests.unit.data.conftest import UNITS, DataFolder
 from tests.unit.golden_answers import Kinds, differing, write
 
 ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
-DOCUMENT = {"type": "text", "role": "document", "text": "a"}
 GOOD = {"id": "s1", "segments": [ANSWER]}
 
 
