@@ -249,7 +249,7 @@ def _places_of_mmc4(entry: dict[str, Any], *, where: str) -> Iterator[tuple[str,
     before: list[list[Any]] = [[] for _ in texts]
     for number, image in enumerate(found if isinstance(found, list) else [found]):
         place = image.get("matched_text_index") if isinstance(image, dict) else None
-        if not isinstance(place, int) or not 0 <= place < len(texts) or "image_name" not in image:
+        if not isinstance(place, int) or not 0 <= place < len(texts) or image.get("image_name") is None:
             raise DataError(
                 f"{where}: image_info[{number}] must have an 'image_name' and a 'matched_text_index' below {len(texts)}, the "
                 "number of texts; correct it"

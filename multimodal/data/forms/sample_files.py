@@ -251,13 +251,19 @@ class SampleFiles:
     @cached_property
     def digest(self) -> str:
         """A digest of the content, wherever it is: of all JSON, of the beginnings and ends of files that may have terabytes."""
-        return self._files.digest()
+        try:
+            return self._files.digest()
+        except OSError as problem:
+            raise DataError(f"{self.path}: cannot be read ({problem}); copy the data again") from problem
 
     def samples(self) -> Iterator[SegmentedSample]:
         """Read and check all samples; raises DataError, behind the last sample for an id that a manifest has twice."""
         ids = array("q")  # 8 bytes a sample
         for place, row in self._files.rows():
-            yield parse_entry(row, where=f"{self.path}, {place}", ids=ids)
+            sample = parse_entry(row, where=f"{self.path}, {place}", ids=ids)
+            if any(isinstance(segment, TextSegment) and f"{EMBEDDED}[" in segment.text for segment in sample.segments):
+                raise DataError(f"{sample.where}: has bytes where a text belongs; write it as a text")
+            yield sample
         hashes = np.frombuffer(ids or array("q", (0,)), np.int64)
         hashes.sort()
         if repeated := {*hashes[1:][hashes[1:] == hashes[:-1]].tolist()}:
@@ -310,8 +316,8 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
     for asking, more, answering in (("instruction", "input", "output"), ("query", "", "response")):  # Alpaca, ms-swift
         if entry.keys() >= {asking, answering}:
             rest = {key: value for key, value in entry.items() if key not in (asking, more, answering, "history")}
-            question = f"{entry[asking]}\n{entry[more]}" if entry.get(more) else entry[asking]
-            turns = [*(entry.get("history") or ()), (question, entry[answering])]
+            asked = [required(entry, key, (str,), where=where) for key in (asking, more) if entry.get(key)]
+            turns = [*(entry.get("history") or ()), ("\n".join(asked), entry[answering])]
             if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
                 raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
             said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
@@ -332,14 +338,15 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
 
 
 def _of_texts(entry: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Return a row of FineVision as a chat: pairs of user and assistant, and images, which stand before the first text."""
+    """Return a row of FineVision as a chat: pairs of user and assistant; images without marks stand before the first text."""
     images = entry.get("images") or []
-    said: list[dict[str, Any]] = []
+    images, said = images if isinstance(images, list) else [images], list[dict[str, Any]]()
+    has_marks = any(isinstance(pair, dict) and "<image>" in str(pair.get("user")) for pair in entry["texts"])
     for pair in entry["texts"]:
         if not (isinstance(pair, dict) and pair.keys() == {*_TURN}):
             raise DataError(f"{where}: 'texts' must be a list of pairs of 'user' and 'assistant'; correct it")
-        said += ({"role": role, "content": [{"type": "text", "text": pair[role]}]} for role in _TURN)
-    if said:
+        said += ({"role": role, "content": pair[role] if has_marks else [{"type": "text", "text": pair[role]}]} for role in _TURN)
+    if said and not has_marks:
         said[0]["content"][:0] = [{"type": "image"}] * len(images)
     rest = {key: value for key, value in entry.items() if key != "texts" and not key.endswith(("_ratings", "_min"))}
     return {**rest, "images": images, "messages": said}

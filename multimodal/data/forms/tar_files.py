@@ -29,6 +29,7 @@ _MEDIA: Mapping[str, tuple[str, ...]] = {
 }
 _MEDIUM = {kind: medium for medium, kinds in _MEDIA.items() for kind in kinds}
 _TEXTS = frozenset(("txt", "json"))
+_PACKED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _FIELD = re.compile(r"^([^\[\]]+)((?:\[[^\[\]]+\])*)$")
 """A field of Energon's field_map: `jpg`, `json[caption]`, `json[turns][0][text]`."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -58,7 +59,11 @@ class TarFiles:
         for archive, members in self._read_archives():
             for key, found in groupby(members, key=lambda member: _split_name(member[0])[0]):
                 where, name = f"{archive}, {key}", name_in(self._folder, archive)
-                parts = {_split_name(name)[1]: value for name, value in found}
+                parts: dict[str, Any] = {}
+                for kind, value in ((_split_name(member)[1], value) for member, value in found):
+                    if kind in parts:
+                        raise DataError(f"{where}: has two files {kind!r}, one of which would be lost; give samples other names")
+                    parts[kind] = value
                 if f"{name}/{key}" in self._left_out:
                     continue
                 place = key if len(self._archives) == 1 else f"{name}, {key}"
@@ -108,6 +113,10 @@ class TarFiles:
                         yield member.name, _text(text.read(), is_json=kind == "json", where=f"{archive}, {member.name}")
                     else:
                         yield member.name, EmbeddedAddress(EMBEDDED + json.dumps((number, member.offset_data, member.size)))
+                file.seek(end := opened.offset)  # type: ignore[attr-defined]  # where tarfile found no member, for whatever reason
+                if not (rest := file.read(2 * tarfile.RECORDSIZE)) or any(rest):
+                    found = "has other bytes, or another archive," if rest else "ends without the mark of its end"
+                    raise DataError(f"{archive}: {found} behind byte {end:,}; copy the archive again, or write it anew")
         except (tarfile.TarError, OSError) as problem:
             raise DataError(f"{archive}: cannot be read ({problem}); copy the archive again") from problem
 
@@ -116,7 +125,11 @@ class TarFiles:
         found = {name: _field(parts, path, where=where) for name, path in fields.items() if name != "__key__"}
         answer = found.get("caption", found.get("answers"))
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        return _asked({"image": [found["image"]]}, str(found.get("context", "")), str(answer))
+        question = found.get("context", "")
+        for text in (question, answer):
+            if not isinstance(text, str):
+                raise DataError(f"{where}: {shown(text)} stands where field_map has a text; correct it, or exclude the sample")
+        return _asked({"image": [found["image"]]}, question, answer)
 
 
 def find_tar_files(path: DataPath) -> TarFiles | None:
@@ -129,6 +142,9 @@ def find_tar_files(path: DataPath) -> TarFiles | None:
         if (folder / ".nv-meta" / "split.yaml").is_file() and (split is None or not path.exists()):
             return _energon(folder, split)
     archives: list[DataPath] = sorted([*path.glob("*.tar")], key=str)
+    packed = [each for ending in _PACKED if archives for each in path.glob(f"*{ending}")]
+    if packed:
+        raise DataError(f"{packed[0]}: would be left out, as it is compressed; unpack it, or move it to another folder")
     return TarFiles(path, archives) if archives else None
 
 
@@ -150,6 +166,8 @@ def _energon(folder: DataPath, split: str | None) -> TarFiles:
         raise DataError(f"{meta / 'split.yaml'}: names {missing}, which is not in {folder}; copy the whole data set")
     samples = _mapping(meta / "dataset.yaml") if (meta / "dataset.yaml").is_file() else {}
     fields = samples.get("field_map")
+    if program := samples.get("sample_loader") or (samples.get("part_filter") if fields is None else None):
+        raise DataError(f"{meta / 'dataset.yaml'}: {shown(program)} is a program, and nothing in data is run; use a field_map")
     if fields is None:
         return TarFiles(folder, archives, left_out=left_out)
     kind = samples.get("sample_type", {})
@@ -178,7 +196,7 @@ def _mapping(path: DataPath) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: cannot be read ({problem}); prepare the data set again") from problem
+        raise DataError(f"{path}: cannot be read ({' '.join(str(problem).split())}); prepare the data set again") from problem
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected keys and values, found {shown(found)}; prepare the data set again")
     return found
@@ -193,7 +211,7 @@ def _split_name(name: str) -> tuple[str, str]:
 
 def _text(raw: bytes, *, is_json: bool, where: str) -> Any:
     try:
-        return json.loads(raw) if is_json else raw.decode()
+        return json.loads(raw) if is_json else raw.decode("utf-8-sig")
     except (ValueError, RecursionError) as problem:
         raise DataError(f"{where}: cannot be read ({problem}); correct it, or remove the sample") from problem
 

@@ -65,6 +65,8 @@ def human(text: str) -> dict[str, str]:
             {"texts": [{"user": "what?", "assistant": "cats"}] * 2, "images": ["a.png", "b.png"], "relevance_ratings": [5, 4]},
             ["a.png", "b.png", ASKED, SAID, ASKED, SAID],
         ),
+        ({"instruction": "", "input": "what?", "output": "cats"}, [ASKED, SAID]),
+        ({"texts": [{"user": "<image>what?", "assistant": "cats"}], "images": "a.png"}, ["a.png", ASKED, SAID]),
         ({"text": "once", "url": "u"}, [("document", "once")]),
         (
             {"texts": ["once", None, "upon"], "images": [None, {"path": "a.png", "bytes": None}, None], "general_metadata": "{}"},
@@ -242,9 +244,11 @@ def test_data_sets_of_hugging_face(data_set: Path, data: DataFolder) -> None:
 def test_a_text_in_a_row_is_no_address_of_another_row(data: DataFolder) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'braid[hf]')")
     parquet, path = pytest.importorskip("pyarrow.parquet"), data.path / "data.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([asked("<image>what?", images=['\0[0, "images", 0]'])]), path)
-    with pytest.raises(DataError, match=r"data.parquet, row 0: no file can be called"):
-        data.open(path)
+    rows = {"no file can be called": asked("<image>what?", images=['\0[0, "images", 0]'])}
+    for message, row in (rows | {"has bytes where a text belongs": {"text": b"once"}}).items():
+        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        with pytest.raises(DataError, match=f"data.parquet, row 0: {message}"):
+            data.open(path)
 
 
 def test_damaged_data_sets_are_named(data_set: Path, data: DataFolder) -> None:
@@ -336,6 +340,9 @@ def test_a_split_of_energon_by_its_field_map(tmp_path: Path, pictures: list[byte
         open_sample_files(folder)
     with pytest.raises(DataError, match="of the splits train, val"):
         open_sample_files(folder / "trian")
+    (folder / ".nv-meta" / "dataset.yaml").write_text("sample_loader: sample_loader.py:load")
+    with pytest.raises(DataError, match="'sample_loader.py:load' is a program, and nothing in data is run"):
+        open_sample_files(folder / "val")
 
 
 @pytest.mark.parametrize(
@@ -344,6 +351,8 @@ def test_a_split_of_energon_by_its_field_map(tmp_path: Path, pictures: list[byte
         ("OCRSample", {"image": "png"}, "OCRSample with the field_map .* is not read"),
         ("CaptioningSample", {"image": "png"}, "CaptioningSample with image, caption"),
         ("CaptioningSample", {"image": "jpg", "caption": "json[said]"}, "00.tar, x: no 'jpg', which field_map names"),
+        ("CaptioningSample", {"image": "png", "caption": "json[asked]"}, "{'en': 'what 0.'} stands where field_map has a text"),
+        ("CaptioningSample", {"image": "png", "caption": "png"}, "train, x: has bytes where a text belongs"),
         ("CaptioningSample", {"image": "png", "caption": "json[told]"}, "no 'json.told.', .* names: there is no 'told'"),
     ],
 )
@@ -357,6 +366,7 @@ def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], 
     ("files", "message"),
     [
         ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound, video or text"),
+        ({"a.png": b"x", "a.PNG": b"y", "a.txt": "t"}, "data.tar, a: has two files 'png', one of which would be lost"),
         ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images, sound or a video beside"),
         ({"a.png": b"x", "a.json": b"{"}, "data.tar, a.json: cannot be read"),
         ({"a.png": b"x", "a.json": {"messages": []}}, "data.tar, a: 'messages' is empty"),
@@ -370,9 +380,23 @@ def test_a_wrong_sample_is_named(tmp_path: Path, files: dict[str, Any], message:
 
 def test_a_damaged_archive_and_a_link(tmp_path: Path):
     path = write_tar(tmp_path / "data.tar", {"a.png": b"x" * 2000, "a.txt": "t"})
-    path.write_bytes(path.read_bytes()[:1500])
-    with pytest.raises(DataError, match="ends inside a.png; copy the archive again"):
-        read(path)
+    whole = path.read_bytes()
+    for content, message in (
+        (whole[:1500], "ends inside a.png; copy the archive again"),
+        (whole[:3584], "ends without the mark of its end behind byte 3,584"),
+        (whole[:3584] + b"x" * 512, "has other bytes, or another archive, behind byte 3,584"),
+        (whole + whole, "has other bytes, or another archive, behind byte 3,584"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            read(path)
+    (tmp_path / "more.tar.gz").touch()
+    with pytest.raises(DataError, match="more.tar.gz: would be left out, as it is compressed"):
+        open_sample_files(tmp_path)
+    (tmp_path / "more.tar.gz").unlink()
+    (tmp_path / "gone.tar").symlink_to("nowhere")
+    with pytest.raises(DataError, match="cannot be read .*gone.tar.*; copy the data again"):
+        open_sample_files(tmp_path).digest  # noqa: B018
     with tarfile.open(path, "w") as archive:
         link = tarfile.TarInfo("a.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
