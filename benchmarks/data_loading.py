@@ -169,8 +169,8 @@ def _processor_seconds() -> float:
     )
 
 
-def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:
-    """Open an index of so many samples without tokens, and draw a global batch of its training samples."""
+def write_rows(folder: Path, num_rows: int) -> None:
+    """Write an index of so many samples without tokens: files with holes in them."""
     from multimodal.data.index.sample_index import _ARRAYS, _header
 
     of_samples = ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
@@ -180,6 +180,11 @@ def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:
         with (folder / f"{name}.npy").open("wb") as file:
             file.write(_header(name, num_rows=rows))
             file.truncate(file.tell() + rows * np.dtype(kind).itemsize)
+
+
+def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:
+    """Open an index of so many samples without tokens, and draw a global batch of its training samples."""
+    write_rows(folder, num_rows)
     before, start = _resident_mb(), time.perf_counter()
     index = read_index(folder)
     assert index is not None

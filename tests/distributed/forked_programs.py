@@ -63,17 +63,6 @@ DIES_BEFORE = "BRAID_TEST_DIES_BEFORE"
 """Environment variable: the step before which a run's ranks kill themselves."""
 
 
-def die_before(step: int) -> None:
-    train_step = Trainer.train_step
-
-    def dying(*args: Any, number: int, **how: Any) -> Any:
-        if number == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(*args, number=number, **how)
-
-    Trainer.train_step = dying  # type: ignore[method-assign]
-
-
 def answer_in_a_fork() -> None:
     """Have the model in training (--sample-prompts) asked in a process that is forked now; what users run starts Python anew."""
     ours, theirs = multiprocessing.Pipe()
@@ -121,7 +110,10 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
     if ADDS_ROWS in environment:
         add_rows()
     if DIES_BEFORE in environment:
-        die_before(int(environment[DIES_BEFORE]))
+        train, last = Trainer.train_step, int(environment[DIES_BEFORE])
+        Trainer.train_step = lambda *args, number, **how: (  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGKILL) if number == last else train(*args, number=number, **how)
+        )
     if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
         answer_in_a_fork()
     sys.exit(PROGRAMS[program]([*argv]))

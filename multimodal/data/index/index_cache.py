@@ -23,10 +23,8 @@ class IndexCache:
 
     text: str
     """Describes everything that tokens depend on: digests of tokenizer and chat template, and versions of the packages."""
-    fallback: Path | None = None
-    """The folder for indices of data in a read-only folder; None: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
     chosen: Path | None = None
-    """The folder for all indices; None: beside the data, else the fallback."""
+    """The folder for all indices; None: beside the data, or, if that cannot be written, the user's."""
     report: Callable[[Path | None], None] = lambda place: None
     """Told where a new index was written; None: nowhere."""
 
@@ -50,7 +48,7 @@ class IndexCache:
 
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
         beside = [folder / FOLDER_NAME] if isinstance(folder, Path) else []
-        folders = [self.chosen] if self.chosen else [*beside, self.fallback or user_cache("index")]
+        folders = [self.chosen] if self.chosen else [*beside, user_cache("index")]
         places = [place / key.hexdigest() for place in folders]
         for place in places:
             if (found := read_index(place)) is not None:

@@ -232,17 +232,13 @@ def _unfinished(folder: Path) -> Iterator[Path]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which forked processes do not keep
         except OSError:
             hidden = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=folder.parent))
-        is_kept = False
         try:
             yield hidden
-        except OSError:  # such as of a full disk
+        except BaseException as problem:
+            if isinstance(problem, OSError) or hidden != shared or not (hidden / _PROGRESS).exists():
+                shutil.rmtree(hidden, ignore_errors=True)  # also what fills a disk
             raise
-        except BaseException:
-            is_kept = hidden == shared and (hidden / _PROGRESS).exists()
-            raise
-        finally:
-            if not is_kept:
-                shutil.rmtree(hidden, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _read_progress(hidden: Path) -> "_Joined":

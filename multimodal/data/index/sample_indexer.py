@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,7 +39,7 @@ from multimodal.data.image_files import (
 from multimodal.data.image_processing import image_grid, num_tiles, video_grid
 from multimodal.data.index.item_reader import VIDEO_BLOCK, open_item
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
-from multimodal.data.remote import BLOCK
+from multimodal.data.remote import BLOCK, Value
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
@@ -77,7 +77,6 @@ _LEAST_FRAMES = 4
 BLOCK_SIZE = 4096
 """Samples whose index is made at a time."""
 MOST_PROCESSES = 32
-Value = TypeVar("Value")
 
 BAD = "that cannot be read: "
 """How the reason begins for which such a sample is left out."""

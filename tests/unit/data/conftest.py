@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,16 @@ class DataFolder:
         own = {key: options.pop(key) for key in options.keys() & {field.name for field in fields(IndexOptions)}}
         index_options = IndexOptions(seq_length, **own)
         return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "options": index_options, **options})
+
+
+def assert_same(found: ManifestSource, expected: ManifestSource) -> None:
+    assert (len(found), found.skipped, found.num_cut) == (len(expected), expected.skipped, expected.num_cut)
+    for index in range(len(expected)):
+        assert found.lengths(index) == expected.lengths(index)
+        for one, other in zip(astuple(found.text(index)), astuple(expected.text(index)), strict=True):
+            np.testing.assert_array_equal(one, other)
+        for item in range(len(found.lengths(index).items)):
+            np.testing.assert_array_equal(found.item(index, item).patches, expected.item(index, item).patches)
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from multimodal.data import remote
 from multimodal.data.byte_cache import ByteCache
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.manifest import ManifestSource
 from multimodal.data.remote import RemoteOptions, RemotePath, data_path
 from multimodal.values.errors import BraidError, ConfigError, DataError, RemoteError
-from tests.unit.data.conftest import DataFolder
+from tests.unit.data.conftest import DataFolder, assert_same
 from tests.unit.data.forms.test_sample_files import energon, write_tar
 from tests.unit.data.remote_servers import FolderServer, serve_folder, serve_s3, upload
 from tests.unit.data.test_image_files import write_video
@@ -87,15 +86,6 @@ def of_energon(data: DataFolder) -> str:
 
 
 FORMS = [of_manifest, of_chats, of_videos, of_parquet, of_tars, of_energon]
-
-
-def assert_same(found: ManifestSource, expected: ManifestSource) -> None:
-    assert len(found) == len(expected) > 0
-    for index in range(len(found)):
-        assert found.lengths(index) == expected.lengths(index)
-        np.testing.assert_array_equal(found.text(index).token_ids, expected.text(index).token_ids)
-        for item in range(len(found.lengths(index).items)):
-            np.testing.assert_array_equal(found.item(index, item).patches, expected.item(index, item).patches)
 
 
 @pytest.mark.parametrize("form", FORMS)

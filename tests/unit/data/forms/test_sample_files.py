@@ -6,7 +6,6 @@ import pickle
 import re
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from multimodal.data.forms.segments import AudioSegment, ImageSegment, VideoSegm
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
-from tests.unit.data.conftest import DataFolder
+from tests.unit.data.conftest import DataFolder, assert_same
 
 ASK, SAY = {"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cats"}
 USER, ASSISTANT = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "cats"}
@@ -171,13 +170,9 @@ def test_one_corpus_in_every_form_is_one(data: DataFolder) -> None:
     """Tokens, targets and pixels, and so the losses, are the same; without a chat template: turns of Braid's own."""
     names = [data.image("a.png", (24, 16)), data.image("b.png", (16, 32))]
     first, *others = (data.open(write_form(data.path, form, names)) for form in FORMS)
+    assert len(first) == 2
     for source in others:
-        for index in range(len(first)):
-            assert source.lengths(index) == first.lengths(index)
-            for one, other in zip(astuple(source.text(index)), astuple(first.text(index)), strict=True):
-                np.testing.assert_array_equal(one, other)
-            np.testing.assert_array_equal(source.item(index, 0).patches, first.item(index, 0).patches)
-        assert len(source) == len(first) == 2
+        assert_same(source, first)
 
 
 def test_folders_of_another_form_say_what_is_in_them(tmp_path: Path) -> None:

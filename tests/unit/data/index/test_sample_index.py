@@ -15,17 +15,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from benchmarks.data_loading import write_rows
 from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.index import sample_indexer
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache, watch_indexing
-from multimodal.data.index.sample_index import _ARRAYS, SampleIndex, _header, build_index, read_index, write_index
+from multimodal.data.index.sample_index import SampleIndex, build_index, read_index, write_index
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, gather
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.data.conftest import DataFolder
+from tests.unit.data.conftest import DataFolder, assert_same
 
 TEXT = {"type": "text", "role": "assistant", "text": "cats\ud800é"}
 IMAGE = {"type": "image", "path": "a.png"}
@@ -64,13 +65,7 @@ def test_an_index_is_found_again_and_says_the_same(open_cached: Any, tmp_path: P
     (written,) = (tmp_path / FOLDER_NAME).iterdir()
     found, num_texts = open_cached()
     assert num_texts == 0
-    assert (found.skipped, found.num_cut, len(found)) == (fresh.skipped, fresh.num_cut, len(fresh))
-    for index in range(len(fresh)):
-        assert found.lengths(index) == fresh.lengths(index)
-        assert found.text(index).item_starts == fresh.text(index).item_starts
-        for name in ("token_ids", "labels", "is_target"):
-            np.testing.assert_array_equal(getattr(found.text(index), name), getattr(fresh.text(index), name))
-    np.testing.assert_array_equal(found.item(0, 1).patches, fresh.item(0, 1).patches)
+    assert_same(found, fresh)
     with pytest.raises(IndexError, match="item 2 of sample 0, which has 2"):
         found.item(0, 2)
     assert written.stat().st_mode & 0o777 == 0o755
@@ -118,8 +113,8 @@ def test_a_folder_of_others_leaves_the_index_in_the_users_cache(
     assert open_cached()[1] == 2 and open_cached()[1] == 0
     assert len(list((tmp_path / "cache" / "braid" / "index").iterdir())) == 1
     (tmp_path / "elsewhere").write_text("here neither")
-    nowhere = IndexCache("bytes", fallback=tmp_path / "elsewhere")
-    assert open_cached(nowhere)[1] == 2 and open_cached(nowhere)[1] == 2
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    assert open_cached()[1] == 2 and open_cached()[1] == 2
 
 
 def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, tmp_path: Path) -> None:
@@ -179,12 +174,8 @@ def test_blocks_of_several_processes_are_one_index(
     monkeypatch.setattr(sample_indexer.os, "sched_getaffinity", lambda process: {0, 1, 2})
     for options in ({}, {"cache": CACHE}):
         found = data.open(samples, graph=two_encoder_graph, **options)
-        assert (len(found), found.skipped) == (len(whole), whole.skipped) and len(whole) == 8
-        for index in range(len(whole)):
-            assert found.lengths(index) == whole.lengths(index)
-            assert found.text(index).token_ids.tolist() == whole.text(index).token_ids.tolist()
-            for item in range(len(whole.lengths(index).items)):
-                assert found.wanted(index, item) == whole.wanted(index, item)
+        assert len(whole) == 8
+        assert_same(found, whole)
     assert len([*(tmp_path / FOLDER_NAME).iterdir()]) == 1
     with pytest.raises(DataError, match="line 8 .*gone.png does not exist"):
         data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
@@ -230,30 +221,19 @@ def test_an_index_that_was_killed_goes_on(
     change(tmp_path)
     tokenizer = CountingTokenizer()
     found = data.open(manifest, cache=CACHE, indexing=InBlocks(), tokenizer=tokenizer)
-    whole = data.open(manifest)
-    assert (tokenizer.num_texts, found.skipped, len(found)) == (num_texts, whole.skipped, 6)
-    for index in range(len(whole)):
-        assert found.lengths(index) == whole.lengths(index)
-        assert found.text(index).token_ids.tolist() == whole.text(index).token_ids.tolist()
-        assert [found.wanted(index, item) for item in range(2 * (index == 0))] == [
-            whole.wanted(index, item) for item in range(2 * (index == 0))
-        ]
+    assert (tokenizer.num_texts, len(found)) == (num_texts, 6)
+    assert_same(found, whole := data.open(manifest))
+    assert [found.wanted(0, 1), found.wanted(3, 0)] == [whole.wanted(0, 1), whole.wanted(3, 0)]
 
 
 BLOCKS = [build_index(["why"] * number) for number in (2, 1, 3)]
 
 
 def test_a_hundred_million_samples_are_opened_in_little_memory(tmp_path: Path) -> None:
-    """Files with holes in them stand for samples without tokens."""
-    count, of_samples = 10**8, ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
-    for name, kind in _ARRAYS.items():
-        num_rows = count * (name in of_samples) + name.endswith("_starts")
-        with (tmp_path / f"{name}.npy").open("wb") as file:
-            file.write(_header(name, num_rows=num_rows))
-            file.truncate(file.tell() + num_rows * np.dtype(kind).itemsize)
-    (tmp_path / "index.json").write_text(json.dumps(build_index(()).summary))
+    count = 10**8
+    write_rows(tmp_path / "index", count)
     tracemalloc.start()
-    index = read_index(tmp_path)
+    index = read_index(tmp_path / "index")
     assert index is not None and len(index) == count and index.num_cut == 0
     train = split_indices(count, split="969,30,1", seed=1).train
     drawn = [train[sample.source_index] for sample in GlobalBatches((DataPart(len(train)),), 64, seed=1).batch(10**6)]
