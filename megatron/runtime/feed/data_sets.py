@@ -26,7 +26,7 @@ from multimodal.data.index.index_cache import IndexCache, watch_indexing
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, open_reader
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.remote import RemoteOptions
+from multimodal.data.remote import RemoteOptions, data_path
 from multimodal.data.sample_source import SampleRequest, SampleSource, open_program, program_digest
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -167,6 +167,7 @@ def open_manifest(
         config.data.seq_length,
         needs_items_first=config.model.attention_mask == "prefix",
         allows_outside_paths=config.data.allow_outside_paths,
+        media_dir=str(data_path(config.data.media_dir).absolute()) if config.data.media_dir else None,
         max_image_pixels=config.data.max_image_pixels,
         overlong=config.data.overlong,
         skips_bad=config.data.bad_sample == "skip",

@@ -368,6 +368,8 @@ class DataConfig:
     """Times that a read of remote data is tried again, ever later, before the run ends."""
     latent_cache: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
     """Folder with the latents of what generators make, as tools/cache_latents.py writes it; by default ranks encode images."""
+    media_dir: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
+    """Folder, or address, that paths of images, sound and videos in the data begin at; by default that of the data."""
     allow_outside_paths: bool = False
     """Let a manifest name files outside its own folder, by addresses, absolute paths, .. or links; for manifests that you
     trust."""

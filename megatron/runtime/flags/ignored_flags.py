@@ -132,7 +132,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         {
             "chat_template": "a program's samples (digits, FILE.py) come in turns of Braid's own",
             "split": "a program (digits, FILE.py) holds out samples of its own",
-            "allow_outside_paths producers max_image_pixels num_frames video_fps video_max_pixels video_sound": (
+            "allow_outside_paths media_dir producers max_image_pixels num_frames video_fps video_max_pixels video_sound": (
                 "a program (digits, FILE.py) reads no files; use a manifest"
             ),
             "overlong": "a program (digits, FILE.py) makes samples that fit, or cuts them; use a manifest",
@@ -142,7 +142,10 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     *_where(
         "data_path",
-        lambda c: not c.data.allow_outside_paths and "://" not in " ".join((*c.data.data_path, *c.evaluation.valid_data_path)),
+        lambda c: (
+            not c.data.allow_outside_paths
+            and "://" not in " ".join((*c.data.data_path, *c.evaluation.valid_data_path, c.data.media_dir or ""))
+        ),
         {"data_cache_mib data_retries": "no data lie elsewhere; give an address, such as s3://BUCKET/DATA"},
     ),
     *_where(

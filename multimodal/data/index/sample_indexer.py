@@ -39,7 +39,7 @@ from multimodal.data.image_files import (
 from multimodal.data.image_processing import image_grid, num_tiles, video_grid
 from multimodal.data.index.item_reader import VIDEO_BLOCK, open_item
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
-from multimodal.data.remote import BLOCK, Value
+from multimodal.data.remote import BLOCK, Value, data_path
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
@@ -56,6 +56,8 @@ class IndexOptions:
     """Images must come before the text of their sample, as --attention-mask prefix requires."""
     allows_outside_paths: bool = False
     """Image files may lie outside the manifest's folder (`ManifestPaths`)."""
+    media_dir: str | None = None
+    """The folder, or address, in which they are in place of the manifest's."""
     max_image_pixels: int = DEFAULT_MAX_PIXELS
     """The largest image (width x height of its file) that is decoded."""
     overlong: Overlong = "truncate"
@@ -109,7 +111,8 @@ class SampleIndexer:
     ) -> None:
         """files: the data set, for images that are part of it; chat: writes conversations by a model's template."""
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
-        self._paths = ManifestPaths(files.folder, allows_outside=options.allows_outside_paths)
+        folder = data_path(options.media_dir) if options.media_dir else files.folder
+        self._paths = ManifestPaths(folder, allows_outside=options.allows_outside_paths)
 
     def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None) -> Iterator[SampleIndex]:
         """Index block after block: the first in this process, others on all of its cores."""

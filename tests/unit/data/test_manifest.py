@@ -236,6 +236,10 @@ def test_any_path_that_stays_inside_is_allowed(data: DataFolder, tmp_path: Path)
     (tmp_path / "deep" / "link.png").symlink_to(tmp_path / data.image("a.png", (8, 8)))
     paths = ["a.png", str(tmp_path / "a.png"), "deep/../a.png", "deep/link.png"]
     assert len(data.open([[{"type": "image", "path": path}, ANSWER] for path in paths])) == 4
+    (manifest := data.path / "manifest.jsonl").rename(moved := tmp_path.with_name(f"{tmp_path.name}.jsonl"))
+    assert len(data.open(moved, media_dir=str(tmp_path))) == 4 and not manifest.exists()
+    with pytest.raises(DataError, match="deep/a.png does not exist"):
+        data.open(moved, media_dir=str(tmp_path / "deep"))
 
 
 def test_a_manifest_behind_a_link_has_the_folder_it_is_opened_in(data: DataFolder, tmp_path: Path, graph: ModelGraph) -> None:
