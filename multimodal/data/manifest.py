@@ -11,7 +11,7 @@ from multimodal.data.conversation import build_sample_lengths, build_sample_text
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.image_files import FRAME_MARK
 from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.index.item_reader import ItemDecoder, WantedItem, open_reader
+from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem
 from multimodal.data.index.sample_index import SampleIndex, join_indices
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
 from multimodal.data.remote import DataPath, RemoteOptions
@@ -69,7 +69,7 @@ class ManifestSource:
                 raise ModelError(
                     f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
                 )
-        self._decoder = decoder or open_reader(graph, self._files)
+        self._decoder = decoder or ItemReader(graph, self._files)
         self._tokenizer = tokenizer
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch

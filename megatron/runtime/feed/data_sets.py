@@ -23,7 +23,7 @@ from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, SplitPart, join_samples, shuffled, split_indices
 from multimodal.data.index.index_cache import IndexCache, watch_indexing
-from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, open_reader
+from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.remote import RemoteOptions, data_path
@@ -221,7 +221,7 @@ def _with_latents(path: str, config: RunConfig, graph: ModelGraph, *, decoder: I
         images,
         {name: autoencoder_digest(image) for name, image in images.items()},
         data_path=path,
-        decoder=decoder or open_reader(graph, open_sample_files(path, config.data.remote)),
+        decoder=decoder or ItemReader(graph, open_sample_files(path, config.data.remote)),
     )
 
 
@@ -243,7 +243,7 @@ def _find_producers(
         [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path, flag="--producer-token"),
         data_set=describe_data_set(graph, path, texts=texts, options=options),
-        local=open_reader(graph, open_sample_files(path, config.data.remote)),
+        local=ItemReader(graph, open_sample_files(path, config.data.remote)),
     )
     found.check()
     return found

@@ -111,9 +111,7 @@ _DESCRIBING = """
 """
 METADATA = frozenset(_DESCRIBING.split())
 """Keys that describe a sample, a message or a file, and are no part of what a model is taught; so are those that end in _id."""
-_REMEDIES: Mapping[str, str] = {
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos"), "name one file, at one place"),
-}
+_OF_FILES = ("image", "images", "audio", "audios", "video", "videos")
 
 
 def check_keys(entry: Mapping[str, Any], known: Collection[str], *, where: str) -> None:
@@ -125,5 +123,6 @@ def check_keys(entry: Mapping[str, Any], known: Collection[str], *, where: str) 
         is_own = key in known or key in METADATA or key.startswith("_") or key.endswith("_id")
         if is_own or value is None or value in ([], {}, ""):
             continue
-        remedy = _REMEDIES.get(key, "remove it, or put it under 'metadata' if it only describes the sample")
+        remedy = "remove it, or put it under 'metadata' if it only describes the sample"
+        remedy = "name one file, at one place" if key in _OF_FILES else remedy
         raise DataError(f"{where}: unknown key {shown(key)}, which training would lose without a word; {remedy}")

@@ -125,11 +125,10 @@ class TarFiles:
         found = {name: _field(parts, path, where=where) for name, path in fields.items() if name != "__key__"}
         answer = found.get("caption", found.get("answers"))
         answer = answer[0] if isinstance(answer, list) and answer else answer
-        question = found.get("context", "")
-        for text in (question, answer):
-            if not isinstance(text, str):
-                raise DataError(f"{where}: {shown(text)} stands where field_map has a text; correct it, or exclude the sample")
-        return _asked({"image": [found["image"]]}, question, answer)
+        texts = found.get("context", ""), answer
+        if others := [text for text in texts if not isinstance(text, str)]:
+            raise DataError(f"{where}: {shown(others[0])} stands where field_map has a text; correct it, or exclude the sample")
+        return _asked({"image": [found["image"]]}, *map(str, texts))
 
 
 def find_tar_files(path: DataPath) -> TarFiles | None:

@@ -16,7 +16,7 @@ from multimodal.data.image_files import SOUND, parse_frame_address, read_frames,
 from multimodal.data.image_processing import cut_patches, step_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.index.sample_index import IndexedItem
-from multimodal.data.remote import AT_ONCE, is_address
+from multimodal.data.remote import AT_ONCE
 from multimodal.data.remote import data_path as path_of_data
 from multimodal.data.sample_source import ItemPixels, SampleSource
 from multimodal.values.errors import DataError
@@ -56,23 +56,14 @@ def open_item(opened: Callable[..., BinaryIO | None], path: str, *, block: int, 
 class ItemReader:
     """Decodes items in this process, on request."""
 
-    def __init__(
-        self,
-        inputs: Mapping[str, ItemInput],
-        *,
-        opened: Callable[..., BinaryIO | None],
-        is_remote: Callable[[str], bool] = is_address,
-    ) -> None:
-        """inputs: unit -> description of its items.
-
-        opened, is_remote: open items by their paths, and say which of them a server has (`SampleFiles.open_item`, `is_remote`).
-        """
-        self._inputs, self._opened, self._is_remote = inputs, opened, is_remote
+    def __init__(self, graph: ModelGraph, files: SampleFiles) -> None:
+        """graph: its units take or make the items; files: the data set."""
+        self._inputs, self._files = item_inputs(graph), files
         self._expect(())
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
         """Begin to read the remote ones, several at a time, in their order; others are decoded when they are read."""
-        self._expect(each for each in wanted if self._is_remote(each.item.path))
+        self._expect(each for each in wanted if self._files.is_remote(each.item.path))
         self._read_ahead()
 
     def read(self, wanted: WantedItem) -> ItemPixels:
@@ -97,7 +88,7 @@ class ItemReader:
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
-        content = open_item(self._opened, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
+        content = open_item(self._files.open_item, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
         kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
         name = f"its {kind}" if path.startswith(EMBEDDED) else path
         if isinstance(found, AudioInput) and path != item.path:
@@ -132,11 +123,6 @@ def _threads(process: int) -> ThreadPoolExecutor:
 def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:
     """Return unit -> description of its items, for units that have items."""
     return {unit.name: unit.item_input for unit in graph.units if unit.item_input is not None}
-
-
-def open_reader(graph: ModelGraph, files: SampleFiles) -> ItemReader:
-    """Return what decodes the items of a data set, in this process."""
-    return ItemReader(item_inputs(graph), opened=files.open_item, is_remote=files.is_remote)
 
 
 @runtime_checkable

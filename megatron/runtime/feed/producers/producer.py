@@ -41,7 +41,7 @@ from megatron.runtime.feed.producers.wire import (
 )
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.index.item_reader import ItemReader, WantedItem, open_reader
+from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.index.sample_index import SampleIndex
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, end_with_parent
 from multimodal.data.sample_source import ItemPixels
@@ -302,7 +302,7 @@ def _check_data_set(data_set: str) -> Mapping[str, str]:
 def _open_data_set(data_set: str) -> ItemReader:
     """Open a data set; data_set: a result of `describe_data_set`."""
     said = json.loads(data_set)
-    return open_reader(ModelGraph.from_dict(said["model"]), open_sample_files(said["data_path"]))
+    return ItemReader(ModelGraph.from_dict(said["model"]), open_sample_files(said["data_path"]))
 
 
 @lru_cache(maxsize=MOST_DATA_SETS)

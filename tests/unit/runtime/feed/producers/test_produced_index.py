@@ -13,8 +13,9 @@ from megatron.runtime.feed.producers import produced_items, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample, VideoSegment
-from multimodal.data.index.item_reader import ItemReader, item_inputs
+from multimodal.data.index.item_reader import ItemReader
 from multimodal.data.index.sample_index import build_index
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
@@ -57,7 +58,7 @@ def open_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
         indexing = None
         if producers:
-            local = ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
+            local = ItemReader(GRAPH, open_sample_files(path))
             data_set = describe_data_set(GRAPH, path, texts=texts, options=OPTIONS)
             indexing = ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=local)
             indexing.check()
@@ -121,7 +122,7 @@ def test_the_first_fault_is_told_whoever_finds_it(
 def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving], tmp_path: Path) -> None:
     (tmp_path / "manifest.jsonl").touch()
     data_set = json.loads(describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS))
-    local = ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
+    local = ItemReader(GRAPH, open_sample_files(tmp_path))
     found = ProducedItems([serve().address], token=TOKEN, data_set=json.dumps({**data_set, "identity": "other"}), local=local)
     with pytest.raises(ConfigError, match="--producers .*other tokens there: the run's .* are other, the producer's are None"):
         found.check()

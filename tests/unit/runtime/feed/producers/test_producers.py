@@ -15,7 +15,8 @@ from PIL import Image
 
 from megatron.runtime.feed.producers import connection, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
-from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.index.sample_index import IndexedItem
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.sample_source import ItemPixels
@@ -52,7 +53,7 @@ def wanted(tmp_path: Path) -> list[WantedItem]:
 
 
 def _local() -> ItemReader:
-    return ItemReader(item_inputs(GRAPH), opened=lambda path, block: None)
+    return ItemReader(GRAPH, open_sample_files(__file__))  # of files, whatever data name them
 
 
 _OPENED: list[ProducedItems] = []
