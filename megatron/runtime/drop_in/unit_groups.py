@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ class UnitGroups:
     def _initialize(self, unit: UnitPlan) -> dict[str, Any]:
         """Return the globals of a fresh parallel_state on the unit's ranks."""
         state, stages = _fresh_parallel_state(), unit.replicas[0].stages
-        state.torch = _UnitTorch(_UnitDistributed(megatron_order(unit), self._made))  # type: ignore[attr-defined]
+        distributed = _UnitDistributed(megatron_order(unit), self._made)
+        state.torch = SimpleNamespace(**{**vars(torch), "distributed": distributed})  # type: ignore[attr-defined]
         num_chunks = len(stages[0].layer_ranges)
         state.initialize_model_parallel(
             tensor_model_parallel_size=unit.tensor_size(stages[0]),
@@ -116,16 +117,6 @@ class _UnitDistributed:
         if isinstance(group, dist.ProcessGroup):
             self._made.append(group)
         return group
-
-
-class _UnitTorch:
-    """torch with this torch.distributed."""
-
-    def __init__(self, distributed: _UnitDistributed) -> None:
-        self.distributed = distributed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _fresh_parallel_state() -> ModuleType:

@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron.runtime.flags.configuration import AUTO, RunConfig
-from megatron.runtime.flags.field_flags import all_flags, value_of
+from megatron.runtime.flags.field_flags import BOUNDS, all_flags, value_of
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, LEFT_TO_THE_PLAN, ignored_flags
 from megatron.runtime.flags.schedule_checks import problems_of_schedule
@@ -64,11 +63,10 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
 def check_bounds(config: RunConfig) -> None:
     """Check the bounds of every flag; raises ConfigError."""
     for flag in all_flags():
-        if flag.bounds() and (wrong := [value for value in flag.values(config) if not flag.allows(value)]):
-            value = wrong[0]
-            is_too_large = flag.maximum is not None and value > flag.maximum
-            wanted = f"at most {flag.maximum:.15g}" if is_too_large else replace(flag, maximum=None).bounds()
-            raise ConfigError(f"{flag.flag} must be {wanted}, found {value}")
+        for value in flag.values(config) if flag.bounds else ():
+            if broken := {name for name, bound in flag.bounds.items() if not BOUNDS[name][1](value, bound)}:
+                named = [name for name in flag.bounds if (name == "maximum") == ("maximum" in broken)]
+                raise ConfigError(f"{flag.flag} must be {flag.range_in_words(*named)}, found {value}")
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:

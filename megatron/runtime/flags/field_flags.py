@@ -5,9 +5,10 @@ import ast
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
+from operator import ge, gt, le, lt
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,6 +18,13 @@ from multimodal.values.typed_reader import shown
 
 _MOST_BITS = 100
 """Bounds of whole numbers, so that they can be shown and compared with floats; each field's own bounds follow."""
+BOUNDS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("at least", ge),
+    "above": ("above", gt),
+    "below": ("below", lt),
+    "maximum": ("at most", le),
+}
+"""Key of a field's metadata -> how it is said, and how a number is compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +51,8 @@ class FieldFlag:
     help: str = ""
     shorthand: tuple[str, Any, Any] | None = None
     """A boolean flag that sets this field to one value, and its opposite to another: (name, value, opposite value)."""
-    minimum: float | None = None
-    above: float | None = None
-    below: float | None = None
-    maximum: float | None = None
+    bounds: Mapping[str, float] = field(default_factory=dict)
+    """Names of `BOUNDS` -> their numbers."""
     is_input_path: bool = False
 
     def value(self, config: RunConfig) -> Any:
@@ -58,19 +64,9 @@ class FieldFlag:
         value = self.value(config)
         return value if self.is_list else () if value is None else (value,)
 
-    def bounds(self) -> str:
-        """Describe the allowed range in words; empty if every number is allowed."""
-        parts = [("at least", self.minimum), ("above", self.above), ("below", self.below), ("at most", self.maximum)]
-        return " and ".join(f"{word} {bound:.15g}" for word, bound in parts if bound is not None)
-
-    def allows(self, number: float) -> bool:
-        """True if a number lies in the allowed range."""
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.below is None or number < self.below)
-            and (self.maximum is None or number <= self.maximum)
-        )
+    def range_in_words(self, *names: str) -> str:
+        """Describe these bounds."""
+        return " and ".join(f"{BOUNDS[name][0]} {self.bounds[name]:.15g}" for name in names)
 
 
 def all_flags() -> Iterator[FieldFlag]:
@@ -170,7 +166,7 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> Fie
         "default": None if field.default is MISSING else field.default,
         "shorthand": metadata.get("shorthand"),
         "is_input_path": bool(metadata.get("input_path")),
-        **{bound: metadata.get(bound) for bound in ("minimum", "above", "below", "maximum")},
+        "bounds": {name: metadata[name] for name in BOUNDS if name in metadata},
     }
     if hint is bool:
         spellings = flag_of(field.name), flag_of(f"no_{field.name}")

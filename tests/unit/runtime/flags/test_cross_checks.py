@@ -61,8 +61,9 @@ def test_costs_of_units_are_declared(parse_on_base: Parse) -> None:
 def test_numbers_outside_their_bounds_are_refused(parse_on_base: Parse) -> None:
     others = [flag for flag in all_flags() if flag.name != "num_epochs"]  # stands in place of one of the base
     for flag in others:
-        outside = {flag.above, flag.below, None if flag.minimum is None else flag.minimum - 1, flag.maximum and 10 * flag.maximum}
-        for number in outside - {None}:
+        outside = {"above": lambda bound: bound, "below": lambda bound: bound, "minimum": lambda bound: bound - 1}
+        outside["maximum"] = lambda bound: 10 * bound
+        for number in [outside[name](bound) for name, bound in flag.bounds.items()]:
             text = f"{number:.0f}" if flag.parse is whole_number else str(number)
             with pytest.raises(ConfigError, match=rf"^{flag.flag} must be .*, found "):
                 parse_on_base(f"{flag.flag} {text}")
@@ -81,7 +82,9 @@ HARMLESS_WHEN_LARGE = {
 
 def test_every_count_has_an_upper_bound() -> None:
     """No number that is a typing error takes memory or time."""
-    assert {flag.name for flag in all_flags() if flag.parse is whole_number and flag.maximum is None} == HARMLESS_WHEN_LARGE
+    assert {
+        flag.name for flag in all_flags() if flag.parse is whole_number and "maximum" not in flag.bounds
+    } == HARMLESS_WHEN_LARGE
 
 
 def test_adapters_are_added_to_what_the_patterns_match(parse_on_base: Parse) -> None:
