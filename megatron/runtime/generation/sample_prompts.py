@@ -56,35 +56,26 @@ def answer_prompts(
         return [SampleAnswer(asked, answer, expected, base64.b64decode(image)) for asked, answer, expected, image in found]
 
 
-def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_scale: float, output: Path) -> None:
-    with open_model(checkpoint, is_hugging_face=False) as (session, model):
-        answering = open_answering(session, model, prompts)
-        answers = []
-        for index in range(len(answering)):
-            asked = answering.asked(index).strip()
-            if makes_image(answering, index):
-                image, file = draw_sample(answering, index, guidance_scale=guidance_scale), io.BytesIO()
-                image.save(file, "PNG")
-                size = f"an image of {image.width}x{image.height} pixels"
-                answers.append((asked, size, "", base64.b64encode(file.getvalue()).decode()))
-            else:
-                answers.append((asked, answering.answer(index, max_new_tokens=max_new_tokens), answering.expected(index), ""))
-    output.write_text(json.dumps(answers))
-
-
 def main(argv: Sequence[str]) -> None:
     """Write the answers to a file; the exit of a failure says why. argv: what `answer_prompts` gives the process."""
     checkpoint, prompts, max_new_tokens, guidance_scale, output = argv
+    answers = []
     try:
-        _answer(
-            Path(checkpoint),
-            Path(prompts),
-            max_new_tokens=int(max_new_tokens),
-            guidance_scale=float(guidance_scale),
-            output=Path(output),
-        )
+        with open_model(checkpoint, is_hugging_face=False) as (session, model):
+            answering = open_answering(session, model, Path(prompts))
+            for index in range(len(answering)):
+                asked = answering.asked(index).strip()
+                if makes_image(answering, index):
+                    image, file = draw_sample(answering, index, guidance_scale=float(guidance_scale)), io.BytesIO()
+                    image.save(file, "PNG")
+                    size = f"an image of {image.width}x{image.height} pixels"
+                    answers.append((asked, size, "", base64.b64encode(file.getvalue()).decode()))
+                else:
+                    answer = answering.answer(index, max_new_tokens=int(max_new_tokens))
+                    answers.append((asked, answer, answering.expected(index), ""))
     except BraidError as problem:
         sys.exit(str(problem))
+    Path(output).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

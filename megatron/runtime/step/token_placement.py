@@ -80,7 +80,8 @@ class TokenPlacement:
     def num_tokens(self, place: MicrobatchPlace, *, rank: int) -> tuple[int, ...]:
         """Return the number of tokens of each sample subset of a microbatch that a context parallel rank holds."""
         whole = self._step.num_tokens_of_subsets(place)
-        shares = [self.own_share(place, part=part, rank=rank) for part in self._parts(place)]
+        parts = range(len(whole)) if place in self._step.cuts.num_subsets else (WHOLE,)
+        shares = [self.own_share(place, part=part, rank=rank) for part in parts]
         return tuple(count if share is None else share.num_tokens for count, share in zip(whole, shares, strict=True))
 
     def row_shares(self, route: Route) -> RowShares | None:
@@ -138,10 +139,6 @@ class TokenPlacement:
                     f"sample {sample_id}: its lengths have its items begin at tokens {list(expected)}, its text at {list(found)};"
                     " with context parallelism a data set must give `item_starts` in its lengths"
                 )
-
-    def _parts(self, place: MicrobatchPlace) -> Sequence[int]:
-        """Return the indices of the sample subsets that a microbatch runs in; only WHOLE if it is not cut."""
-        return range(len(self._step.subsets(place))) if place in self._step.cuts.num_subsets else (WHOLE,)
 
     def _part_of(self, route: Route) -> int:
         return self._step.part_of(route) if route.source in self._step.cuts.num_subsets else WHOLE
