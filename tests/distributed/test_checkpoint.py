@@ -88,14 +88,6 @@ def test_whole_tensors_can_be_put_together_without_braid(ranks: RankPool, tmp_pa
     assert_equal(found, join_parameters(case.plan, [report.parameters_at_checkpoint for report in saved]))
 
 
-def test_optimizer_state_matters_for_the_comparison(ranks: RankPool, tmp_path: Path) -> None:
-    case = case_of(GRAPH, COLOCATED, dtype=torch.float64)
-    before: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 2, 2)
-    after: list[RankReport] = run(ranks, resume, case, tmp_path, 2, False)
-    assert after[0].losses[0] == before[0].losses[0]
-    assert abs(after[0].losses[1] / before[0].losses[1] - 1) > 1e-5
-
-
 def test_weights_alone_load_into_another_precision(ranks: RankPool, tmp_path: Path) -> None:
     first, second = case_of(GRAPH, COLOCATED), case_of(GRAPH, ONE_RANK, dtype=torch.bfloat16)
     before: list[RankReport] = run(ranks, train_and_save, first, tmp_path, 1, 1)

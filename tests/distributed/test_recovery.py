@@ -2,9 +2,10 @@
 
 import pickle
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,29 @@ def test_bfloat16_goes_on_from_the_very_same_state(tmp_path: Path, inputs: Path)
     assert max(differences[:6]) < 1e-6 and max(differences) < 1e-2
 
 
+GREETING = (0x3C85F7CE).to_bytes(4, "little")
+"""Of torch's store."""
+NOISE = (
+    *(
+        b"",
+        b"GET / HTTP/1.1\r\nHost: store\r\n\r\n",
+        b"\0" * 4096,
+        b"\xff" * 4096,
+        GREETING[:3],
+        GREETING + bytes(range(256)) * 4,
+    ),
+    GREETING + b"\0" + (2**40).to_bytes(8, "little") + b"a key that is never sent whole",
+)
+
+
 def test_strangers_end_nothing_and_a_frozen_store_ends_all_with_a_message(tmp_path: Path, inputs: Path) -> None:
-    """A stranger reaches the store, and says that the run is over, and what no program can read."""
+    """Strangers reach the store, stay there, and say noise, that the run is over, and what no program can read."""
     with running(tmp_path, inputs, Nodes(3), num_steps=10**5, flags=("--elastic-timeout", 5), is_new_program=True) as run:
         run.wait_for_step(1)
+        peers = [socket.create_connection(("127.0.0.1", run.port), timeout=20) for _ in range(50 * len(NOISE))]
+        for peer, noise in zip(peers, 50 * NOISE, strict=True):
+            with suppress(OSError):
+                peer.sendall(noise)
         store = connect("127.0.0.1", run.port)
         Ledger(store, b"a stranger's guess").tell("finished", exit_code=0)
         store.set(f"recovery/event/{store.add('recovery/events', 1) - 1}", b"\xff{no JSON")
@@ -160,3 +180,5 @@ def test_strangers_end_nothing_and_a_frozen_store_ends_all_with_a_message(tmp_pa
         run.wait_until(lambda: run.output.count(message) == 2, "end of both ranks", seconds=120)
         run.freeze_store(signal.SIGCONT)
         assert run.wait() == 128 + signal.SIGKILL, "that of the node that was killed"
+        for peer in peers:
+            peer.close()

@@ -91,8 +91,6 @@ def judge(mutation: Mutation, inputs: Inputs, launched: Launched) -> Outcome:
         problems = ["it was accepted, but must be refused"] if mutation.must_be_refused else _compare(inputs)
     elif 0 in codes:
         problems = [f"some ranks ended well and some did not: {codes}"]
-    elif mutation.must_train:
-        problems = ["a stranger ended it"]
     else:
         problems = _problems_of_refusal(mutation, messages)
     if "Traceback" in output or "frame #" in output:

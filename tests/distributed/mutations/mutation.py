@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -67,10 +66,6 @@ class Inputs:
     """Flags that one rank has in another form; None: a switch."""
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
     num_ranks: int = NUM_RANKS
-    stranger: Callable[[int], object] | None = None
-    """Acts at the port of the store, of a run that is elastic for that."""
-    stack: ExitStack = field(default_factory=ExitStack)
-    """What ends with the run."""
 
     def write_cluster(self, cluster: Any) -> Path:
         """Have the run balance by the durations of a machine."""
@@ -118,12 +113,10 @@ class Mutation(NamedTuple):
     """What a refusal's message must contain: the flag, or the file and the key."""
     must_be_refused: bool = False
     given: Given | None = None
-    must_train: bool = False
-    """Strangers end no run."""
 
     @property
     def area(self) -> str:
-        """The first word of the name: flag, model, plan, cluster, manifest, checkpoint, folder, producer, elastic, ..."""
+        """The first word of the name: flag, model, plan, cluster, manifest, checkpoint, folder, producer, ..."""
         return self.name.split(":")[0]
 
 

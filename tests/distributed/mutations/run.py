@@ -3,17 +3,13 @@
 import json
 import random
 import shutil
-import subprocess
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.recovery.ledger import connect
 from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.processors import PROCESSOR_NAME, write_image_processor
-from tests.distributed.elastic_run import ElasticRun, Nodes
-from tests.distributed.launch import HANG_SECONDS, Launched, train
+from tests.distributed.launch import HANG_SECONDS, train
 from tests.distributed.mutations.data import write_chats
 from tests.distributed.mutations.judge import Outcome, base_flags, judge, launch_inputs
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
@@ -73,33 +69,10 @@ def run_mutation(mutation: Mutation, *, folder: Path, given: Path, seed: int = 0
         for each in needed:
             shutil.copytree(given / each, folder / each)
         inputs.flags = _flags_of(mutation.given, folder)
-    with inputs.stack:
-        mutation.apply(inputs)
-        if inputs.stranger is not None:
-            return _run_elastic(mutation, inputs)
-        launched = launch_inputs(inputs)
-        if isinstance(launched, str):
-            return Outcome(mutation, (), (launched,), "", HANG_SECONDS, "")
-        return judge(mutation, inputs, launched)
-
-
-def _run_elastic(mutation: Mutation, inputs: Inputs) -> Outcome:
-    """Run on two nodes while a stranger talks to their store; nothing may come of it, and one process is what to compare with."""
-    assert inputs.stranger is not None
-    del inputs.flags["--exit-interval"]
-    inputs.flags |= {"--global-batch-size": 8, "--train-iters": 4}
-    start = time.monotonic()
-    run = ElasticRun(inputs.folder, Nodes(2), num_steps=4, is_new_program=False)
-    try:
-        connect("127.0.0.1", run.port)  # waits for the store
-        kept = inputs.stranger(run.port)
-        code = run.wait()
-        launched = Launched((code,), (run.output,), time.monotonic() - start)
-        del kept  # connections that were held open
-    except subprocess.TimeoutExpired:
-        return Outcome(mutation, (), ("it hangs",), "", HANG_SECONDS, run.output)
-    finally:
-        run.close()
+    mutation.apply(inputs)
+    launched = launch_inputs(inputs)
+    if isinstance(launched, str):
+        return Outcome(mutation, (), (launched,), "", HANG_SECONDS, "")
     return judge(mutation, inputs, launched)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from tests.distributed.mutations.checkpoints import checkpoint_mutations
 from tests.distributed.mutations.connections import connection_mutations
 from tests.distributed.mutations.data import chat_mutations, image_mutations, manifest_mutations, sound_mutations
-from tests.distributed.mutations.elastic_store import elastic_mutations
 from tests.distributed.mutations.files import document_mutations, graph_mutations, place_mutations, text_mutations, write_model
 from tests.distributed.mutations.flags import flag_mutations
 from tests.distributed.mutations.folders import folder_mutations
@@ -41,7 +40,6 @@ def list_mutations() -> tuple[Mutation, ...]:
         *checkpoint_mutations(),
         *folder_mutations(),
         *connection_mutations(),
-        *elastic_mutations(),
         *rank_mutations(),
     )
     assert len({mutation.name for mutation in found}) == len(found)
