@@ -131,20 +131,14 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "rank_00000.bin has {half} bytes instead of {size}",
     ),
     "a file removed": (lambda checkpoint: (checkpoint / "rank_00001.bin").unlink(), "rank_00001.bin is missing"),
-    "a manifest cut": (edit("braid.json", lambda content: content[:100]), "braid.json cannot be used"),
     "a bit flipped": (edit("rank_00001.bin", flip_a_bit), ANOTHERS),
     "a shard of another step": (take_from_another_step("rank_00001.bin"), ANOTHERS),
-    "the index of another step": (take_from_another_step("tensors.json"), "tensors.json "),
-    "the manifest of another step": (
-        take_from_another_step("braid.json"),
-        "braid.json is of step 1, which the folder's name does not say",
-    ),
     "no random state": (change_random_state(), NO_STATE),
     "numbers that are no random state": (change_random_state(python=[3, [1], None]), NO_STATE),
     "a text that is no random state": (change_random_state(python="import os"), NO_STATE),
     "bytes that are no random state": (change_random_state(torch="AAAA"), NO_STATE),
 }
-"""What happens to a checkpoint, and what is said of it."""
+"""What happens to a checkpoint, and what is said of it; tests/unit/runtime/checkpoint has more of its manifest and index."""
 
 
 def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPool, tmp_path: Path) -> None:
@@ -202,11 +196,6 @@ def _as_torch_saves(value: Any) -> bytes:
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
-
-
-def test_an_older_checkpoint_loads_by_its_own_folder(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1, 2])
-    assert run(ranks, load, CASE, tmp_path / "step_00000001") == [(1, {1.0})] * 2
 
 
 ANOTHER_MODEL = "pass the model file that it was trained with, or another folder to --load"
@@ -286,25 +275,6 @@ def copy_error(case: TrainingCase, folder: Path) -> str:
 def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path, case: TrainingCase) -> None:
     run(ranks, save_steps, case, tmp_path, [10, 20, 30, 40], 2)
     assert names(tmp_path) == ["step_00000030", "step_00000040"]
-
-
-def test_later_steps_of_another_run_are_not_removed(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [90])
-    run(ranks, save_steps, CASE, tmp_path, [10, 20], 1)
-    assert names(tmp_path) == ["step_00000020", "step_00000090"]
-
-
-def test_a_step_saved_again_replaces_itself(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [5])
-    run(ranks, save_step_with, CASE, tmp_path, 5, 7.0)
-    assert names(tmp_path) == ["step_00000005"]
-    assert run(ranks, load, CASE, tmp_path) == [(5, {7.0})] * 2
-
-
-def save_step_with(case: TrainingCase, folder: Path, step: int, value: float) -> None:
-    training = Training(case)
-    training.fill(value)
-    training.save(folder, step=step)
 
 
 def test_what_dead_saves_left_is_removed_and_what_others_write_is_not(ranks: RankPool, tmp_path: Path) -> None:
