@@ -95,7 +95,7 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    with nothing_compiled():
+    with _nothing_compiled():
         found = [(replacement, *_resolve(replacement.target)) for replacement in REPLACEMENTS]
     for replacement, owner, name in found:
         setattr(owner, name, replacement.wrap(getattr(owner, name)))
@@ -103,7 +103,7 @@ def install() -> None:
 
 
 @contextmanager
-def nothing_compiled() -> Iterator[None]:
+def _nothing_compiled() -> Iterator[None]:
     """Leave functions that megatron-core has compiled while it is imported as they are: on the CPU Braid calls none of them.
 
     For the sake of the first of them the compiler is imported, which is a third of the time that all imports of a rank take.
