@@ -12,8 +12,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime import platform
+from megatron.runtime.drop_in.balanced_data import Length, count_numbers
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
 from megatron.runtime.drop_in.unit_groups import UnitGroups
+from multimodal.balance import UNBALANCED
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -27,7 +29,12 @@ _groups: UnitGroups | None = None
 
 
 def apply(
-    *, schedule: str = "1f1b", model: ModelGraph | str | Path | None = None, plan: Plan | str | Path | None = None
+    *,
+    schedule: str = "1f1b",
+    model: ModelGraph | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    balance: str = UNBALANCED,
+    length: Length | None = None,
 ) -> dict[str, ProcessGroupCollection]:
     """Make megatron-core's `get_forward_backward_func` return Braid's executor, for loops written for Megatron.
 
@@ -38,6 +45,9 @@ def apply(
     model, plan: values or their files. With them, Megatron's `parallel_state` is set up for the plan (collective over the
         world), in place of `initialize_model_parallel`: it answers with the groups of the backbone on its ranks, elsewhere with
         those of the first unit that the rank is in, and with those of any of its units within `unit`.
+    balance: `whole-sample` deals each step's microbatches anew over data parallel replicas, whole, so that their lengths add up
+        to as much on each; every replica keeps its number of them. `none`: they stay where the loop's iterators give them.
+    length: returns how long a microbatch is, from what the loop's data iterator gives; by default the numbers in its tensors.
     Returns a ProcessGroupCollection for each unit of the plan that this rank is in. Raises ConfigError if there is no such
     schedule, if Megatron's groups cannot say what the plan does, or if a plan was applied before and not undone, and PlanError if
     the plan does not fit model and ranks. What the loop's model and config do not allow is refused in the first step.
@@ -47,12 +57,18 @@ def apply(
         BUILDERS[schedule]
     except ScheduleError as problem:
         raise ConfigError(f"patches.apply(schedule=...): {problem}") from None
+    if balance not in (UNBALANCED, "whole-sample"):
+        raise ConfigError(
+            f"patches.apply(balance={balance!r}): a loop's microbatches move whole, from one replica to another; give "
+            "'whole-sample' or 'none', or train with pretrain_mllm.py --balance"
+        )
     if (model is None) != (plan is None):
         raise ConfigError("patches.apply needs model and plan together: a plan says where the units of a model are; give both")
     if plan is not None and _groups is not None:
         raise ConfigError("patches.apply(plan=...): a plan is applied already, and plans do not nest; call patches.undo() first")
     platform.install()
-    function = ForwardBackward(schedule=schedule).forward_backward
+    measure = None if balance == UNBALANCED else length or count_numbers
+    function = ForwardBackward(schedule=schedule, length=measure).forward_backward
 
     signature = inspect.signature(_ORIGINAL)
 

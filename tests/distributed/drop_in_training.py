@@ -59,14 +59,14 @@ class LoopResult:
     """Reduced gradients of the last step."""
     num_synchronizations: int
     """Calls of grad_sync_func and param_sync_func."""
-    checkpoints: list[bool | None]
-    """Which forwards of the lane, in order, Megatron told to recompute all their layers."""
+    forwards: list[tuple[bool | None, int]]
+    """Forwards of the lane in order: whether Megatron told them to recompute all their layers, and their tokens."""
     num_deferred: int
     """Weight gradients that backwards left for later."""
 
 
 def train_on_schedule(
-    case: LoopCase, schedule: str | None, model: ModelGraph | None = None, plan: Plan | None = None
+    case: LoopCase, schedule: str | None, model: ModelGraph | None = None, plan: Plan | None = None, balance: str = "none"
 ) -> LoopResult:
     """Train on a Braid schedule through the drop-in, or, with None, on Megatron's own function.
 
@@ -75,7 +75,7 @@ def train_on_schedule(
     """
     parallel_state.destroy_model_parallel()
     if schedule is not None:
-        patches.apply(schedule=schedule, model=model, plan=plan)
+        patches.apply(schedule=schedule, model=model, plan=plan, balance=balance)
     try:
         put = WeightGradientQueue.put
         with (
@@ -100,14 +100,14 @@ def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
     try:
         chunks = _build_chunks(case)
         num_synchronizations = _connect(chunks, case)
-        losses, checkpoints = [], []
+        losses, forwards = [], []
         for step in range(NUM_STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            losses.append(_run_step(chunks, case, step, partial(_forward_step, checkpoints)))
+            losses.append(_run_step(chunks, case, step, partial(_forward_step, forwards)))
             if not case.forward_only:
                 _update(chunks)
-        return LoopResult(losses, _gradients(chunks), num_synchronizations[0], checkpoints, 0)
+        return LoopResult(losses, _gradients(chunks), num_synchronizations[0], forwards, 0)
     finally:
         if not under_plan:
             parallel_state.destroy_model_parallel()
@@ -211,7 +211,9 @@ def _gradients(chunks: list[DistributedDataParallel]) -> dict[str, np.ndarray]:
 def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for index in range(case.num_microbatches):
         random = np.random.default_rng((step, index, parallel_state.get_data_parallel_rank()))
-        length = SEQUENCE_LENGTH - (index + step) % 4 * case.options.get("variable_seq_lengths", False)
+        length = SEQUENCE_LENGTH - (index + step + parallel_state.get_data_parallel_rank()) % 4 * case.options.get(
+            "variable_seq_lengths", False
+        )
         tokens = torch.from_numpy(random.integers(VOCAB_SIZE, size=(2, MICRO_BATCH_SIZE, length)))
         is_target = torch.from_numpy(random.random((MICRO_BATCH_SIZE, length)) < 0.6)
         is_target[0, 0] = True
@@ -219,10 +221,10 @@ def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, T
 
 
 def _forward_step(
-    checkpoints: list[bool | None], batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoint: bool | None = None
+    forwards: list[Any], batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoint: bool | None = None
 ) -> Any:
-    checkpoints.append(checkpoint)
     token_ids, labels, is_target = next(batches)
+    forwards.append((checkpoint, token_ids.numel()))
     positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     is_hidden = torch.ones(1, 1, *positions.shape[1:] * 2, dtype=torch.bool).triu(1)
     return model(token_ids, positions, is_hidden, labels=labels), partial(_loss, is_target, model.config.calculate_per_token_loss)

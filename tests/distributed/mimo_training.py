@@ -68,10 +68,12 @@ class MimoLayout(NamedTuple):
         return self.num_encoders * self.vision_dp + self.llm_pp * self.llm_dp * self.llm_tp
 
 
-def mimo_losses(case: ComparedCase, weights: Weights, layout: MimoLayout, schedule: str | None = None) -> list[float]:
+def mimo_losses(
+    case: ComparedCase, weights: Weights, layout: MimoLayout, schedule: str | None = None, balance: str = "none"
+) -> list[float]:
     """Train 20 steps on this rank, on Megatron's own schedule or Braid's; returns the losses that it has summed up."""
     if schedule is not None:
-        patches.apply(schedule=schedule)
+        patches.apply(schedule=schedule, balance=balance, length=lambda batch: int((batch.token_ids < 0).sum()))
     try:
         with mimo_without_cuda():
             trained = MimoTraining(case, weights, layout)

@@ -106,8 +106,8 @@ class _Stream:
         pass
 
 
-def pretrain_text(flags: dict[str, Any], schedule: str | None) -> PretrainResult:
-    """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions."""
+def pretrain_text(flags: dict[str, Any], schedule: str | None, **more: Any) -> PretrainResult:
+    """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions; more: of `patches.apply`."""
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
@@ -118,7 +118,7 @@ def pretrain_text(flags: dict[str, Any], schedule: str | None) -> PretrainResult
     for name, value in {**FLAGS, **flags}.items():
         argv += [f"--{name}", *str(value).split()] if value is not True else [f"--{name}"]
     if schedule is not None:
-        patches.apply(schedule=schedule)
+        patches.apply(schedule=schedule, **more)
     try:
         with patch.object(sys, "argv", argv), _on_cpu(), _recorded(logged):
             arguments.parse_and_validate_args()
@@ -193,6 +193,11 @@ _open_data.is_distributed = True  # type: ignore[attr-defined]
 def _read(kind: int, rank: int, first: int) -> Iterator[Tensor]:
     for index in count(first):
         yield torch.from_numpy(np.random.default_rng((kind, rank, index)).integers(VOCABULARY, size=(2, 1, SEQUENCE_LENGTH)))
+
+
+def first_token(tokens_and_labels: Tensor) -> int:
+    """Return a length of a microbatch."""
+    return int(tokens_and_labels[0, 0, 0])
 
 
 def _forward_step(batches: Iterator[Tensor], model: Any) -> Any:

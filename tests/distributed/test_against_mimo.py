@@ -32,20 +32,23 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
 
 
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
+    ("layout", "schedule", "balance"),
     [
-        (MimoLayout(2, 2, 1), "1f1b"),
-        (MimoLayout(1, 1, 2), "zb-h1"),
-        (MimoLayout(1, 1, 1, llm_tp=2), "eager-1f1b"),
-        (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b"),
+        (MimoLayout(2, 2, 1), "1f1b", "none"),
+        (MimoLayout(1, 1, 2), "zb-h1", "none"),
+        (MimoLayout(1, 1, 1, llm_tp=2), "eager-1f1b", "none"),
+        (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b", "none"),
+        (MimoLayout(2, 1, 2), "1f1b", "whole-sample"),
     ],
 )
-def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(ranks: RankPool, layout: MimoLayout, schedule: str) -> None:
+def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
+    ranks: RankPool, layout: MimoLayout, schedule: str, balance: str
+) -> None:
     """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike."""
     case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
     (weights,) = ranks.run(initial_weights, case, world_size=1)
-    found = ranks.run(mimo_losses, case, weights, layout, schedule, world_size=layout.num_ranks)
-    if layout.vision_dp <= layout.llm_dp:
+    found = ranks.run(mimo_losses, case, weights, layout, schedule, balance, world_size=layout.num_ranks)
+    if layout.vision_dp <= layout.llm_dp and balance == "none":
         expected = ranks.run(mimo_losses, case, weights, layout, world_size=layout.num_ranks)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=0, abs=1e-9)

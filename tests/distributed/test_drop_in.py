@@ -26,7 +26,7 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
             np.testing.assert_allclose(mine.gradients[name], gradient, rtol=0, atol=1e-9, err_msg=name)
             assert case.forward_only or np.abs(gradient).max() > 1e-6, f"{name} has no gradient to compare"
         assert mine.num_synchronizations == theirs.num_synchronizations
-        assert mine.checkpoints == theirs.checkpoints
+        assert mine.forwards == theirs.forwards
         assert (mine.num_deferred > 0) == (schedule in ("zb-h1", "interleaved-zb")) and not theirs.num_deferred
     assert np.array(found[-1].losses).shape == (NUM_STEPS, case.num_microbatches)
     return found
@@ -63,6 +63,20 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
     ]
     plan = Plan({"llm": UnitPlan(tuple(replicas), tensor_parallel_size=size)})
     assert_same_training(case, ranks, schedule="1f1b", under=(model, plan))
+
+
+def test_balanced_microbatches_train_the_same(ranks: RankPool) -> None:
+    """Gradients and the sum of losses stay; replicas of unlike numbers of tokens get alike ones."""
+    case = LoopCase(2, options=VARIABLE)
+    expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=4)
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, "1f1b", None, None, "whole-sample", world_size=4)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name, gradient in theirs.gradients.items():
+            np.testing.assert_allclose(mine.gradients[name], gradient, rtol=0, atol=1e-9, err_msg=name)
+    losses = [sum(sum(map(sum, rank.losses)) for rank in each) for each in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+    tokens = [[sum(count for _, count in rank.forwards) for rank in each] for each in (found, expected)]
+    assert len({*tokens[0]}) == 1 < len({*tokens[1]})
 
 
 @pytest.mark.parametrize("case", [LoopCase(4, forward_only=True), LoopCase(2, 2, forward_only=True, options=INTERLEAVED)])

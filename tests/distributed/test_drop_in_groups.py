@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import Linear
 
 from megatron.runtime import patches, platform
+from megatron.runtime.drop_in.balanced_data import count_numbers, find_problem
 from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options, read_modules
 from megatron.runtime.drop_in.pipeline_schedule import (
     RUNNABLE,
@@ -204,6 +205,26 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
     with pytest.raises(ConfigError, match="apply.schedule=....: there is no schedule '2f2b'; choose one of gpipe, "):
         patches.apply(schedule="2f2b")
     assert schedules.get_forward_backward_func is ORIGINAL
+
+
+def test_a_balance_that_takes_samples_apart_is_refused(loop: ModuleType) -> None:
+    with pytest.raises(ConfigError, match="balance='orchmllm'.*microbatches move whole.*give 'whole-sample'"):
+        patches.apply(balance="orchmllm")
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([([0, 1], [3, 4]), ([0, 1], [5, 6]), ([2, 3], None), ([2, 3], None)], None),
+        ([([0, 1], [3]), ([0, 1], None)], "only some read data"),
+        ([([0, 1], [3]), ([0, 1], [4]), ([2], [7])], "groups of unlike sizes"),
+        ([([0], [3]), ([1], [4])], r"rank 1 reads microbatches of lengths \[4\], but another rank of its replica \[3\]"),
+        ([([0], [count_numbers({"ids": [1, 2]})])], "no tensors to count"),
+    ],
+)
+def test_microbatches_that_replicas_cannot_exchange_are_refused(told: Any, message: str | None) -> None:
+    problem = find_problem(told)
+    assert problem is None if message is None else problem is not None and re.search(message, problem)
 
 
 def test_a_loop_can_run_every_kind_that_backwards_need() -> None:

@@ -107,12 +107,14 @@ def refusal(case: str) -> str:
         "modules": {"vision" if is_first else "audio": DrawnItems(lengths=lengths)},
         "rows": {"vision": DrawnItems(lengths=lengths, rows={"features": [1] if is_first else [1, 1]})},
         "names": {"vision": DrawnItems(lengths=lengths, rows={"a" if is_first else "b": [1, 1]})},
+        "counts": {"vision": DrawnItems(lengths=[4, 2][: 1 if is_first else 2])},
         "negative": {"vision": DrawnItems(lengths=[4, -2])},
         "consumer": {"vision": DrawnItems(lengths=lengths, consumer="llm", consumed_by=[0, 0])},
         "index": {"vision": DrawnItems(lengths=lengths, consumer="llm", consumed_by=[0, 2]), "llm": DrawnItems(lengths=lengths)},
     }
     try:
-        plan = plan_exchange(wrong.get(case, {"vision": DrawnItems(lengths=lengths)}), group=dist.group.WORLD)["vision"]
+        drawn = wrong.get(case, {"vision": DrawnItems(lengths=lengths)})
+        plan = plan_exchange(drawn, group=dist.group.WORLD, keeps_counts=case == "counts")["vision"]
         plan.send_inputs(torch.zeros(5, 1), "features" if case == "unknown" else "lengths")
     except AssignmentError as problem:
         return str(problem)
@@ -128,6 +130,7 @@ def refusal(case: str) -> str:
         ),
         ("rows", "module 'vision' has rows of unlike numbers of items"),
         ("names", "rank 1 of the group: module 'vision' has another consumer, cost or names of rows"),
+        ("counts", "keeps_counts=True, but rank 1 of the group drew {'vision': 2} items, and rank 0 {'vision': 1}"),
         ("negative", "has an item with a negative number of rows"),
         ("consumer", "the consumer 'llm' of module 'vision' is not listed; list it"),
         ("index", "give each item the index of one of the 2 items of 'llm' on this rank"),

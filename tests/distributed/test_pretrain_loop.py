@@ -1,11 +1,14 @@
 """Megatron's own `pretrain()` on Braid schedules: it logs, evaluates, saves and resumes as on its own functions."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from tests.distributed.rank_pool import RankPool
 
 pytest.importorskip(
@@ -14,7 +17,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from tests.distributed.pretrain_loop import PretrainResult, pretrain_text
+from tests.distributed.pretrain_loop import PretrainResult, first_token, pretrain_text
 
 CHUNKS = {"num-virtual-stages-per-pipeline-rank": 2}
 
@@ -43,6 +46,25 @@ def assert_same_run(found: list[PretrainResult], expected: list[PretrainResult],
 def test_pretrain_runs_as_on_megatrons_functions(ranks: RankPool, flags: dict[str, Any], schedule: str) -> None:
     expected = ranks.run(pretrain_text, flags, None, world_size=4)
     assert_same_run(ranks.run(pretrain_text, flags, schedule, world_size=4), expected)
+
+
+def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
+    """Pipelines of neighbouring ranks, where Megatron's own are two apart, and weight gradients in bubbles."""
+    llm = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    model = ModelGraph.from_dict({"units": {"llm": llm}})
+    cuts = split_layers(model.backbone.layers, num_stages=2)
+    replicas = tuple(Replica(tuple(Stage((first + s,), (cuts[s],)) for s in range(2))) for first in (0, 2))
+    plan = Plan({"llm": UnitPlan(replicas)})
+    expected = ranks.run(pretrain_text, {}, None, world_size=4)
+    found = ranks.run(partial(pretrain_text, model=model, plan=plan), {}, "zb-h1", world_size=4)
+    assert_same_run([found[rank] for rank in (0, 2, 1, 3)], expected)
+
+
+def test_pretrain_runs_with_balanced_microbatches(ranks: RankPool) -> None:
+    """Which replica computes a microbatch changes no step; what an evaluation logs is its mean over all, too."""
+    expected = ranks.run(pretrain_text, {}, None, world_size=4)
+    found = ranks.run(partial(pretrain_text, balance="whole-sample", length=first_token), {}, "1f1b", world_size=4)
+    assert_same_run(found, expected)
 
 
 def test_pretrain_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ Prediction
     + {PRETRAIN}::test_steps_decided_by_measured_layers_log_the_same_losses
 Megatron drop-in
   runs training loops written for Megatron = distributed/test_drop_in.py::test_training_equals_that_on_megatrons_own_function
+  microbatches balanced over replicas = distributed/test_drop_in.py::test_balanced_microbatches_train_the_same
   process groups set up = distributed/test_drop_in_groups.py::test_every_unit_gets_the_groups_of_its_grid
   what it cannot honour it refuses = distributed/test_drop_in_groups.py::test_options_that_would_be_ignored_are_refused
 Balancers

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.drop_in.balanced_data import Length, deal_microbatches
 from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
 from multimodal.plan.communicators import Partners, Track, message_partners
@@ -37,8 +38,9 @@ class ForwardBackward:
     than one stage.
     """
 
-    def __init__(self, *, schedule: str) -> None:
-        self._schedule = schedule
+    def __init__(self, *, schedule: str, length: Length | None = None) -> None:
+        """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn."""
+        self._schedule, self._length = schedule, length
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
@@ -106,6 +108,10 @@ class ForwardBackward:
             tp_group=groups.tp,
             cp_group=groups.cp,
         )
+        if self._length is not None:
+            group = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
+            dealt = deal_microbatches(iterators, count=num_microbatches, length=self._length, group=group)
+            inputs = replace(inputs, data_iterators=dealt)
         channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if shape.has_messages else None
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
         is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and step.module is shape.llm

@@ -27,7 +27,9 @@ def partition_longest_first(costs: Sequence[float], *, num_bins: int) -> list[li
     return partition_longest_first_reference(costs, num_bins=num_bins)
 
 
-def partition_longest_first_reference(costs: Sequence[float], *, num_bins: int) -> list[list[int]]:
+def partition_longest_first_reference(
+    costs: Sequence[float], *, num_bins: int, max_items_per_bin: int | None = None
+) -> list[list[int]]:
     """Compute the kernel's result in Python; integers may be of any size."""
     exact = costs if all(isinstance(cost, int) for cost in costs) else [float(cost) for cost in costs]
     loads: list[tuple[float, int]] = [(0, index) for index in range(num_bins)]
@@ -36,7 +38,10 @@ def partition_longest_first_reference(costs: Sequence[float], *, num_bins: int) 
     for item in sorted(range(len(exact)), key=exact.__getitem__, reverse=True):
         load, index = loads[0]
         bins[index].append(item)
-        heapreplace(loads, (load + exact[item], index))
+        if len(bins[index]) == max_items_per_bin:
+            heappop(loads)
+        else:
+            heapreplace(loads, (load + exact[item], index))
     return bins
 
 
@@ -45,7 +50,12 @@ REFINEMENT_STEPS = 2**18
 
 
 def post_balance(
-    lengths: ArrayLike, *, num_bins: int, cost: LengthCost = LINEAR_COST, refinement_steps: int = REFINEMENT_STEPS
+    lengths: ArrayLike,
+    *,
+    num_bins: int,
+    cost: LengthCost = LINEAR_COST,
+    refinement_steps: int = REFINEMENT_STEPS,
+    max_items_per_bin: int | None = None,
 ) -> NDArray[np.int32]:
     """Return the bin (a replica, or a microbatch) of each item, [num_items].
 
@@ -63,29 +73,33 @@ def post_balance(
     index.
 
     lengths: [num_items] whole numbers of tokens, not negative, at least one; with fewer items than bins some stay empty.
-    refinement_steps: budget of the local search in examined items, 0 for none; a count, so that all ranks end alike. Runs as a
+    refinement_steps: budget of the local search in examined items, 0 for none; a count, so that all ranks end alike.
+    max_items_per_bin: None: no limit; without the kernels, longest first serves for padded costs under a limit, too. Runs as a
     C++ kernel; without the kernels, the greedy step is all. Raises AssignmentError as `integer_costs` does. O(n log num_bins +
     refinement_steps), and for few items O(n num_bins log num_bins).
     """
     costs = integer_costs(lengths, cost=cost)
     if kernels is None:
-        return _place_greedily(costs.lengths, costs.additive, costs.padded, num_bins=num_bins)
+        return _place_greedily(costs.lengths, costs.additive, costs.padded, num_bins=num_bins, most=max_items_per_bin)
     return kernels.post_balance(
         costs.lengths,
         costs.additive,
         costs.padded,
         num_bins=num_bins,
-        max_items_per_bin=len(costs.lengths),
+        max_items_per_bin=max_items_per_bin or len(costs.lengths),
         refinement_steps=refinement_steps,
     )
 
 
-def _place_greedily(lengths: Integers, additive: Integers | None, padded: Integers | None, *, num_bins: int) -> NDArray[np.int32]:
+def _place_greedily(
+    lengths: Integers, additive: Integers | None, padded: Integers | None, *, num_bins: int, most: int | None
+) -> NDArray[np.int32]:
     """Return the bins as the kernel does without refinement; for padded attention by the least bound's cut alone."""
     order = np.argsort(-lengths, kind="stable")
     added = [0] * len(order) if additive is None else additive[order].tolist()
-    if padded is None:
-        bins = partition_longest_first_reference(added, num_bins=num_bins)
+    if padded is None or most is not None:
+        costs = added if padded is None else padded[order].tolist()
+        bins = partition_longest_first_reference(costs, num_bins=num_bins, max_items_per_bin=most)
     else:
         bins = partition_padded(added, padded[order].tolist(), num_bins=num_bins)
     bin_of_item = np.empty(len(order), dtype=np.int32)

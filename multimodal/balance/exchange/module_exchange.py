@@ -171,22 +171,31 @@ def _row_order(counts: Integers, order: Integers, device: torch.device) -> Tenso
 
 
 def plan_exchange(
-    drawn: Mapping[str, DrawnItems], *, group: dist.ProcessGroup, ranks_per_node: int = 1, balanced: Collection[str] | None = None
+    drawn: Mapping[str, DrawnItems],
+    *,
+    group: dist.ProcessGroup,
+    ranks_per_node: int = 1,
+    balanced: Collection[str] | None = None,
+    keeps_counts: bool = False,
 ) -> dict[str, ModuleExchange]:
     """Deal the items of every module over the group's ranks; collective, of a few bytes per item.
 
     drawn: modules by name, the same on all ranks; those of a chain or graph name their consumers. group: the modules' data
     parallel ranks; tensor and context parallel ranks each exchange within their own. ranks_per_node: bins go to ranks such that
     little crosses nodes of this size (OrchMLLM, Alg. 3). balanced: modules that are dealt anew; items of others are computed
-    where they were drawn. None: all. Raises AssignmentError on all ranks alike.
+    where they were drawn. None: all. keeps_counts: every rank computes as many items of a module as any other, which must be as
+    many as it drew. Raises AssignmentError on all ranks alike.
     """
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, {name: _as_told(items) for name, items in drawn.items()}, group=group)
     for rank, found in enumerate(told):
         if problem := _find_problem(found, told[0]):
             raise AssignmentError(f"rank {rank} of the group: {problem}")
+        counts, first = ({name: len(each["rows"]["items"]) for name, each in of.items()} for of in (found, told[0]))
+        if keeps_counts and counts != first:
+            raise AssignmentError(f"keeps_counts=True, but rank {rank} of the group drew {counts} items, and rank 0 {first}")
     layouts = {
-        name: _deal([each[name] for each in told], ranks_per_node, is_balanced=balanced is None or name in balanced)
+        name: _deal([each[name] for each in told], ranks_per_node, balanced is None or name in balanced, keeps_counts)
         for name in drawn
     }
     exchanges = {}
@@ -241,7 +250,7 @@ def _find_problem(found: dict[str, Any], first: dict[str, Any]) -> str | None:
     return None
 
 
-def _deal(shares: list[dict[str, Any]], ranks_per_node: int, *, is_balanced: bool) -> tuple[_Layout, _Layout]:
+def _deal(shares: list[dict[str, Any]], ranks_per_node: int, is_balanced: bool, keeps_counts: bool) -> tuple[_Layout, _Layout]:
     """Return where one module's items are drawn, and where they are computed."""
     size = len(shares)
     at = _Layout.of(np.repeat(np.arange(size), [len(share["rows"]["items"]) for share in shares]), size)
@@ -250,6 +259,7 @@ def _deal(shares: list[dict[str, Any]], ranks_per_node: int, *, is_balanced: boo
         return at, at
     from scipy.sparse import csr_matrix  # loaded when first used
 
-    bins = post_balance(lengths, num_bins=size, cost=shares[0]["cost"]).astype(np.int64)
+    most = len(lengths) // size if keeps_counts else None
+    bins = post_balance(lengths, num_bins=size, cost=shares[0]["cost"], max_items_per_bin=most).astype(np.int64)
     held = csr_matrix((lengths, (at.ranks, bins)), shape=(size, size))
     return at, _Layout.of(np.argsort(rearrange_nodes(held, ranks_per_node=ranks_per_node).permutation)[bins], size)

@@ -92,6 +92,15 @@ def test_bins_the_kernel_equals_its_reference(costs, num_bins):
     assert sorted(index for members in bins for index in members) == list(range(len(costs)))
 
 
+@given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=12), num_bins=st.integers(1, 4), is_padded=st.booleans())
+def test_no_bin_has_more_items_than_allowed(lengths, num_bins, is_padded):
+    most = -(-len(lengths) // num_bins)
+    cost = LengthCost(CostForm.PADDED if is_padded else CostForm.LINEAR)
+    for place in (post_balance, without_kernels(post_balance)):
+        bins = place(lengths, num_bins=num_bins, cost=cost, max_items_per_bin=most)
+        assert max(np.bincount(bins)) <= most and len(bins) == len(lengths)
+
+
 COSTS = [
     LengthCost(),
     LengthCost(CostForm.LINEAR_QUADRATIC, 0.05),
