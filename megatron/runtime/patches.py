@@ -15,7 +15,7 @@ from megatron.runtime import platform
 from megatron.runtime.drop_in.balanced_data import Length, count_numbers
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
 from megatron.runtime.drop_in.unit_groups import UnitGroups
-from multimodal.balance import UNBALANCED
+from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -57,10 +57,10 @@ def apply(
         BUILDERS[schedule]
     except ScheduleError as problem:
         raise ConfigError(f"patches.apply(schedule=...): {problem}") from None
-    if balance not in (UNBALANCED, "whole-sample"):
+    if balance not in (possible := [UNBALANCED, *(name for name, row in BALANCERS.items() if row.serves_loops)]):
         raise ConfigError(
-            f"patches.apply(balance={balance!r}): a loop's microbatches move whole, from one replica to another; give "
-            "'whole-sample' or 'none', or train with pretrain_mllm.py --balance"
+            f"patches.apply(balance={balance!r}): a loop's microbatches move whole, from one replica to another; give one of "
+            f"{', '.join(possible)}, or train with pretrain_mllm.py --balance"
         )
     if (model is None) != (plan is None):
         raise ConfigError("patches.apply needs model and plan together: a plan says where the units of a model are; give both")

@@ -50,6 +50,8 @@ class BalancerRow:
     source: str = ""
     keeps_samples_whole: bool = False
     """True if a microbatch of an encoder holds the items of one LLM microbatch; chains of layers over all lanes need that."""
+    serves_loops: bool = False
+    """True if loops of others can have it by `plan_exchange(keeps_counts=True)`: one length per sample, whole samples."""
     places_items: bool = False
     """True if it may encode the items of a sample in different places."""
     weighs_units: bool = False
@@ -139,6 +141,7 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=balance_whole_samples,
         meaning="the work of all units together balanced over replicas, then over microbatches",
         keeps_samples_whole=True,
+        serves_loops=True,
         tried_first_on=frozenset({Placement.CHAIN, Placement.SHARED_RANKS, Placement.SHARED_PIPELINE}),
         is_for_these_alone=True,
     ),

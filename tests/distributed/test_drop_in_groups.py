@@ -208,7 +208,7 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
 
 
 def test_a_balance_that_takes_samples_apart_is_refused(loop: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="balance='orchmllm'.*microbatches move whole.*give 'whole-sample'"):
+    with pytest.raises(ConfigError, match="balance='orchmllm'.*microbatches move whole.*give one of none, whole-sample"):
         patches.apply(balance="orchmllm")
 
 
