@@ -128,11 +128,10 @@ def build_bitfield_mask(
     modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
     mode: see MaskMode; window: see BitfieldMask.
 
-    Raises ModelError when there are too many modalities, DataError when a segment or the mode is wrong.
+    Raises ModelError when there are too many modalities, DataError when a segment is wrong.
     O(number of tokens).
     """
-    mode = _read_mode(mode)
-    bit_of_modality = _assign_bits(modalities)
+    mode, bit_of_modality = MaskMode(mode), _assign_bits(modalities)
     text_bits = CAUSAL_BIT | sum(bit_of_modality.values())
     item_control = ACROSS_ITEMS_BIT if mode is MaskMode.MODALITY else 0
     bits, sample_ids, item_ids, num_tokens = [], [], [], []
@@ -159,13 +158,6 @@ def _join_prefix(segments: Sequence[MaskSegment], modality: str) -> Sequence[Mas
         return segments
     num_tokens = sum(segment.num_tokens for segment in segments[: ends[-1]])
     return [MaskSegment(num_tokens, modality, 0), *segments[ends[-1] :]]
-
-
-def _read_mode(mode: MaskMode | str) -> MaskMode:
-    try:
-        return MaskMode(mode)
-    except ValueError:
-        raise DataError(f"'{mode}' is no mask mode; expected one of {', '.join(MaskMode)}") from None
 
 
 def _assign_bits(modalities: Sequence[str]) -> dict[str, int]:

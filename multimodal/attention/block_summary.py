@@ -8,6 +8,7 @@ from scipy.sparse import csr_matrix
 
 from multimodal.attention.bitfield import MODALITY_BITS, TEXT_BIT, BitfieldMask
 from multimodal.kernels import kernels
+from multimodal.values.arrays.rows import row_starts, take_rows
 from multimodal.values.errors import DataError
 
 _Runs = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], int]
@@ -30,11 +31,9 @@ class BlockLists:
         entries = slice(self.row_starts[index], self.row_starts[index + 1])
         return self.blocks[entries], self.is_full[entries]
 
-    def select(self, rows: NDArray[np.integer]) -> "BlockLists":
+    def select(self, rows: NDArray[np.int64]) -> "BlockLists":
         """Return some rows, in the given order, such as those that a context parallel rank computes."""
-        counts = np.diff(self.row_starts)[rows]
-        starts = np.concatenate(([0], np.cumsum(counts)))
-        entries = np.arange(starts[-1]) + np.repeat(self.row_starts[:-1][rows] - starts[:-1], counts)
+        starts, entries = take_rows(self.row_starts, np.arange(len(self.blocks)), rows)
         return BlockLists(starts, self.blocks[entries], self.is_full[entries])
 
     def transposed(self, *, num_columns: int) -> "BlockLists":
@@ -79,8 +78,8 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128) -> Block
     if kernels is None:
         lists, visible_pairs = _evaluate(mask, block_size)
         return BlockWorkloads(np.diff(lists.row_starts), visible_pairs)
-    row_starts, visible_pairs = kernels.count_mask_blocks(*runs, block_size, block_size)
-    return BlockWorkloads(np.diff(row_starts), visible_pairs)
+    starts, visible_pairs = kernels.count_mask_blocks(*runs, block_size, block_size)
+    return BlockWorkloads(np.diff(starts), visible_pairs)
 
 
 def _evaluate(mask: BitfieldMask, block_size: int) -> tuple[BlockLists, NDArray[np.int64]]:
@@ -104,8 +103,7 @@ def _evaluate(mask: BitfieldMask, block_size: int) -> tuple[BlockLists, NDArray[
         is_full.append(seen[listed] == len(queries) * num_keys[listed])
         counts.append(len(listed))
         visible_pairs.append(int(seen.sum()))
-    row_starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-    lists = BlockLists(row_starts, np.concatenate(blocks).astype(np.int32), np.concatenate(is_full))
+    lists = BlockLists(row_starts(counts), np.concatenate(blocks).astype(np.int32), np.concatenate(is_full))
     return lists, np.array(visible_pairs, dtype=np.int64)
 
 

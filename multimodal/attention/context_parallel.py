@@ -36,8 +36,8 @@ class ContextGroup:
     shares: BlockShares
     gathered_rows: Tensor
     """[num_tokens]: see `BlockShares.gathered_rows`; on the device."""
-    groups_at_once: int | None = None
-    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. None: as in the costs."""
+    groups_at_once: int = 0
+    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. 0: as in the costs."""
 
     @property
     def rank(self) -> int:
@@ -64,7 +64,7 @@ def attend_across_ranks(
     such groups.
     """
     num_groups, at_once = key.shape[1], context.groups_at_once
-    if at_once is None:
+    if not at_once:
         num_rows = context.shares.num_rows * context.shares.num_ranks
         at_once = count_groups_at_once(num_groups, bytes_per_group=num_rows * 2 * key.shape[2] * key.element_size())
     if num_groups % at_once:
@@ -147,12 +147,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
     """Cut the query heads by the key heads of each step."""
-    return tensor.split(tensor.shape[1] // key.shape[1] * _at_once(context), dim=1)
-
-
-def _at_once(context: ContextGroup) -> int:
-    assert context.groups_at_once is not None
-    return context.groups_at_once
+    return tensor.split(tensor.shape[1] // key.shape[1] * context.groups_at_once, dim=1)
 
 
 def _gather_groups(
@@ -162,7 +157,7 @@ def _gather_groups(
 
     rooms: functions that return the memory for each step; by default new memory.
     """
-    size = _at_once(context)
+    size = context.groups_at_once
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     coming = [_start_gather(*steps[0], context)]
     for step, following in enumerate((*steps[1:], None)):
@@ -178,7 +173,7 @@ def _gather_groups(
 
 def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
     shares = context.shares
-    local = key.new_zeros(shares.num_rows, 2 * _at_once(context), key.shape[2])
+    local = key.new_zeros(shares.num_rows, 2 * context.groups_at_once, key.shape[2])
     torch.cat((key, value), dim=1, out=local[: key.shape[0]])
     gathered = key.new_empty(shares.num_ranks * shares.num_rows, *local.shape[1:])
     return all_gather_single(gathered, local, group=context.group, async_op=True), gathered

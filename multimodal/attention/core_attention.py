@@ -199,7 +199,10 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
     needs_mask = rule.is_causal and (rule.mode is not MaskMode.CAUSAL or (rule.window or rule.softcap) is not None)
     if name == AUTO:
         if needs_mask or is_shared or (shape.is_cuda and not can_flash(shape)):  # no loop over sequences launches kernels there
-            return _of_blocks(shape, rule)
+            if not shape.is_cuda or shape.dtype == torch.float64:
+                return "blocks"
+            has_kernels = find_spec("triton") is not None and shape.channels <= MAX_CHANNELS and rule.softcap is None
+            return "triton" if has_kernels else "flex"  # which can bound scores
         return FLASH if can_flash(shape) else SEQUENCES
     if name in BY_SEQUENCE and is_shared:
         raise ConfigError(
@@ -222,11 +225,3 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
             f"{shape.channels} channels; choose --attention-backend sequences"
         )
     return name
-
-
-def _of_blocks(shape: AttentionShape, rule: MaskRule) -> str:
-    """Return the fastest backend that evaluates masks: Triton's on CUDA, else torch's FlexAttention, which can bound scores."""
-    if not shape.is_cuda or shape.dtype == torch.float64:
-        return "blocks"
-    has_kernels = find_spec("triton") is not None and shape.channels <= MAX_CHANNELS and rule.softcap is None
-    return "triton" if has_kernels else "flex"

@@ -6,7 +6,6 @@ alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -107,7 +106,7 @@ class Parcels(Mapping[Hashable, Parcel]):
         contents = {}
         for (key, value), each, start in zip(values.items(), slots, starts, strict=False):
             places = {name: slot for name, (_, slot) in each.items()}
-            contents[key] = map_tensors(value, partial(_place_of, places))
+            contents[key] = map_tensors(value, lambda tensor, places=places: places[id(tensor)])  # type: ignore[misc]
             for tensor, slot in each.values():
                 _view(buffer[start:], slot).copy_(tensor)
         return cls(contents, starts, buffer)
@@ -138,10 +137,6 @@ def _slots(value: Any) -> Iterator[tuple[int, tuple[Tensor, Slot]]]:
             slot = Slot(start, tensor.shape, tensor.dtype)
             start = _end(slot)
             yield id(tensor), (tensor, slot)
-
-
-def _place_of(places: Mapping[int, Slot], tensor: Tensor) -> Slot:
-    return places[id(tensor)]
 
 
 def _end(slot: Slot) -> int:

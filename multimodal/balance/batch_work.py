@@ -113,7 +113,7 @@ class BatchWork:
 
     def numbers(self, unit: str, placed: PlacedAtoms) -> Integers:
         """Return the numbers of placed atoms among the unit's."""
-        return atom_numbers(self.graph.unit(unit), self.arrays, placed)
+        return atom_numbers(self.graph.unit(unit), self.arrays, placed.sample_ids, placed.item_indices)
 
     def microbatch_work(self, unit: str, placed: PlacedAtoms) -> Floats:
         """[num_microbatches] the work of each: its declared cost in tokens, else FLOPs of forward and backward."""

@@ -10,11 +10,13 @@ import numpy as np
 from multimodal.cost.memoize import memoized
 from multimodal.cost.token_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
+from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
-from multimodal.values.assignment import Assignment, Atom, Microbatch, Routes
+from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms, Routes
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths, index_by_sample
 from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,11 @@ class AssignedLoads:
     @memoized
     def of_microbatches(self, unit: str) -> UnitLoad:
         """The loads of all microbatches of a unit, replica after replica: one load whose numbers are arrays."""
-        placed = self.assignment.placed[unit]
-        return self._sums(unit, placed.atom_starts, atom_numbers(self.shape.graph.unit(unit), self._lengths, placed))
+        return self._sums(unit, self.assignment.placed[unit])
 
     def of_routes(self, unit: str) -> UnitLoad:
         """The loads of a unit's outputs, route by route, in the order of `UnitRoutes`."""
-        routes = self.routes_from(unit)
-        return self._sums(unit, routes.atom_starts, atom_numbers(self.shape.graph.unit(unit), self._lengths, routes))
+        return self._sums(unit, self.routes_from(unit))
 
     def of_subsets(self, unit: str) -> UnitLoad:
         """The loads of the sample subsets of all microbatches, in the order of `StepShape.consumers`."""
@@ -55,6 +55,45 @@ class AssignedLoads:
         images = np.bincount(lengths.sample_of_item[lengths.items_of(generator)], minlength=len(lengths))
         num_images = row_sums(routes.atom_starts, images[np.searchsorted(lengths.sample_ids, routes.sample_ids)])
         return num_images * self.shape.graph.unit(generator).num_conditions
+
+    def num_elements(self, work: StepWork, producers: Integers, consumers: Integers) -> Integers:
+        """Return the elements of the activations that travel between pieces; their gradients have as many."""
+        is_forward = work.kinds[producers] == KIND_NUMBERS[ActionKind.FORWARD]
+        sources, targets = np.where(is_forward, (producers, consumers), (consumers, producers))
+        found, units = np.zeros(len(producers), np.int64), tuple(work.pieces.units)
+        ends = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (sources, targets))
+        edges = np.ravel_multi_index(tuple(ends), (len(units), len(units)))
+        for edge in np.flatnonzero(np.bincount(edges)).tolist():
+            (source, target), chosen = divmod(edge, len(units)), np.flatnonzero(edges == edge)
+            if source == target:
+                found[chosen] = self._inside(work, units[source], sources[chosen])
+            else:
+                numbers = (work.pieces.numbers_in_unit[each[chosen]] for each in (sources, targets))
+                found[chosen] = self._between(units[source], units[target], *numbers)
+        return found
+
+    def _inside(self, work: StepWork, unit: str, sources: Integers) -> Integers:
+        replicas, graph = self.shape.plan.units[unit].replicas, self.shape.graph
+        stages = work.computed_stages[sources]
+        ends, numbers = np.unique(stages, return_inverse=True)
+        places = zip(work.pieces.replica_of_stage[ends].tolist(), work.pieces.index_of_stage[ends].tolist(), strict=True)
+        layers = (replicas[replica].virtual_stages[index].layers for replica, index in places)
+        hidden: Integers = np.array([graph.width_behind(unit, each.stop - 1) for each in layers], np.int64)[numbers]
+        rows, parts, kept = work.pieces.numbers_in_unit[sources], work.pieces.parts[sources], self.kept(unit)
+        num_tokens = np.asarray(kept.whole.num_tokens + kept.cut.num_tokens)[rows]
+        is_subset = (parts >= 0) & ~work.pieces.is_range[sources]
+        if is_subset.any():
+            subsets = self.routes_from(unit).subset_starts[rows] + parts
+            of_subsets = np.append(self.of_subsets(unit).num_tokens, 0)
+            num_tokens = np.where(is_subset, of_subsets[np.where(is_subset, subsets, -1)], num_tokens)
+        return num_tokens * hidden
+
+    def _between(self, source: str, target: str, sources: Integers, targets: Integers) -> Integers:
+        graph, routes = self.shape.graph, self.routes_from(source).find(sources, targets, unit=target)
+        if graph.unit(source).role is Role.ENCODER:
+            num_rows = np.asarray(self.of_routes(source).num_outputs)
+            return num_rows[routes] * graph.width_behind(source, len(graph.unit(source).layers) - 1)
+        return self.num_conditions(source, target)[routes] * graph.unit(source).transformer.hidden_size
 
     def computed(self, unit: str, *, of_subsets: bool = False) -> Sequence[ComputedLoad]:
         """The loads that determine the seconds of microbatches, or of sample subsets."""
@@ -134,10 +173,11 @@ class AssignedLoads:
         starts = self.assignment.placed[unit].microbatch_starts
         return slice(int(starts[replica]), int(starts[replica + 1]))
 
-    def _sums(self, unit: str, starts: Integers, atoms: Integers) -> UnitLoad:
+    def _sums(self, unit: str, rows: "PlacedAtoms | UnitRoutes") -> UnitLoad:
         """Add up the loads of atoms row by row."""
-        columns: list[Any] = []
-        for column in atom_loads(self.shape.graph.unit(unit), self._lengths)[1:]:
+        described, starts, columns = self.shape.graph.unit(unit), rows.atom_starts, list[Any]()
+        atoms = atom_numbers(described, self._lengths, rows.sample_ids, rows.item_indices)
+        for column in atom_loads(described, self._lengths)[1:]:
             before = np.add.accumulate(np.append(0, column[atoms]))
             columns.append(before[starts[1:]] - before[starts[:-1]])
         return UnitLoad(*columns)

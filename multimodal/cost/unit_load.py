@@ -1,7 +1,7 @@
 """Loads: the numbers of samples and items that the cost of a unit depends on."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -90,26 +90,14 @@ def _of_sequences(samples: Integers, tokens: Integers, outputs: Integers) -> Ato
     return AtomLoads(samples, tokens, np.square(tokens.astype(np.float64)), outputs, (tokens > 0).astype(np.int64))
 
 
-class AtomColumns(Protocol):
-    """Any value with atoms as columns: `PlacedAtoms`, routes."""
-
-    @property
-    def sample_ids(self) -> Integers:
-        """[num_atoms] the sample of each atom."""
-
-    @property
-    def item_indices(self) -> Integers:
-        """[num_atoms] the item of each atom, as in `Atom`."""
-
-
-def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Integers:
-    """Return the numbers of placed atoms among all atoms of the unit. lengths: in the order of the ids. O(atoms log)."""
-    samples = np.searchsorted(lengths.sample_ids, placed.sample_ids)
+def atom_numbers(unit: Unit, lengths: LengthArrays, sample_ids: Integers, item_indices: Integers) -> Integers:
+    """Return the numbers of atoms among all atoms of the unit. lengths: in the order of the ids. O(atoms log)."""
+    samples = np.searchsorted(lengths.sample_ids, sample_ids)
     if unit.role is not Role.ENCODER:
         return samples
     items, stride = lengths.items_of(unit.name), lengths.index_of_item.max(initial=0) + 1
     keys = lengths.sample_of_item[items] * stride + lengths.index_of_item[items]
-    return np.searchsorted(keys, samples * stride + placed.item_indices)
+    return np.searchsorted(keys, samples * stride + item_indices)
 
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:

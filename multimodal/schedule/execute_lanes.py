@@ -13,9 +13,9 @@ import numpy as np
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
-from multimodal.schedule.simulate_events import EventArrays, EventTimes, NodeKind, simulate_events
+from multimodal.schedule.simulate_events import NodeKind, run_without_messages
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SegmentRange
-from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Floats, Integers, row_starts, take_rows
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
@@ -168,7 +168,7 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
         lane_nodes = np.where(np.isin(lane_nodes, node_of_piece[is_missing]), never, lane_nodes)
     kinds = np.full(never + 1, NodeKind.COMPUTE, np.uint8)
     kinds[:num_pieces] = _KIND_OF_RESOURCE[work.resources[:num_pieces]]
-    times = _run(lane_starts, lane_nodes, kinds, np.append(need_starts, ends), needs, durations)
+    times = run_without_messages(lane_starts, lane_nodes, kinds, np.append(need_starts, ends), needs, durations)
     stopped_at = np.append(slots, len(schedule.pieces))[lane_starts[:-1] + times.positions]
     nodes = node_of_piece[schedule.pieces]
     ran = np.flatnonzero((times.end_seconds > times.start_seconds)[nodes] & (schedule.pieces < work.num_computed))
@@ -211,7 +211,7 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
     computes = work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]
     kept, others = (is_own & computes)[schedule.pieces], np.flatnonzero(~is_own & computes)
     num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
-    times = _run(
+    times = run_without_messages(
         row_starts(np.append(num_in_line, np.ones_like(others))),  # each of the others has a lane of its own
         np.append(schedule.pieces[kept], others),
         np.full(work.num_computed, NodeKind.COMPUTE, np.uint8),
@@ -221,26 +221,3 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
     )
     runs = is_own & ~np.isnan(times.end_seconds)
     return np.where(runs, times.start_seconds, 0.0), np.where(runs, times.end_seconds, 0.0)
-
-
-def _run(
-    lane_starts: Integers, lane_nodes: Integers, kinds: Bytes, need_starts: Integers, needs: Integers, seconds: Floats
-) -> EventTimes:
-    """Run nodes whose messages take no time and share nothing."""
-    num_nodes = len(kinds)
-    return simulate_events(
-        EventArrays(
-            lane_starts=lane_starts,
-            lane_nodes=lane_nodes,
-            lane_fillers=np.zeros(len(lane_nodes), np.uint8),
-            kinds=kinds,
-            need_starts=need_starts,
-            needs=needs,
-            receiver_starts=np.zeros(num_nodes + 1, np.int64),
-            receivers=np.zeros(0, np.int64),
-            seconds=seconds,
-            latency_seconds=np.zeros(num_nodes),
-            links=np.full(num_nodes, -1),
-            num_links=0,
-        )
-    )

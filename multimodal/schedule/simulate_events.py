@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from multimodal.kernels import kernels
 from multimodal.references.simulate_events import NodeKind
 from multimodal.references.simulate_events import simulate_events as reference
@@ -79,3 +81,26 @@ def simulate_events(arrays: EventArrays) -> EventTimes:
     """
     run = reference if kernels is None else kernels.simulate_events
     return EventTimes(*run(**vars(arrays)))
+
+
+def run_without_messages(
+    lane_starts: Integers, lane_nodes: Integers, kinds: Bytes, need_starts: Integers, needs: Integers, seconds: Floats
+) -> EventTimes:
+    """Run nodes (`EventArrays`) whose messages, if any, take no time and share nothing, in lanes without fillers."""
+    num_nodes = len(kinds)
+    return simulate_events(
+        EventArrays(
+            lane_starts=lane_starts,
+            lane_nodes=lane_nodes,
+            lane_fillers=np.zeros(len(lane_nodes), np.uint8),
+            kinds=kinds,
+            need_starts=need_starts,
+            needs=needs,
+            receiver_starts=np.zeros(num_nodes + 1, np.int64),
+            receivers=np.zeros(0, np.int64),
+            seconds=seconds,
+            latency_seconds=np.zeros(num_nodes),
+            links=np.full(num_nodes, -1),
+            num_links=0,
+        )
+    )

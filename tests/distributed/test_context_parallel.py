@@ -42,7 +42,7 @@ HEADS, GROUPS = 8, 4
 class Case:
     mask: str
     method: str = "lpt"
-    groups_at_once: int | None = 1
+    groups_at_once: int = 1
     backend: str = "blocks"
     recompute: bool = False
 
@@ -78,7 +78,7 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
         Case("packed, empty modalities", groups_at_once=2),
         Case("prefix", groups_at_once=4, backend="dense"),
         Case("embedded", groups_at_once=2, recompute=True),
-        Case("one token", groups_at_once=None),
+        Case("one token", groups_at_once=0),
     ],
     ids=lambda case: f"{case.mask}-{case.method}-{case.recompute}",
 )

@@ -16,6 +16,7 @@ from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, d
 from multimodal.plan.planners.search.run_variants import (
     Form,
     Placed,
+    climb,
     first_balances,
     fitting_schedules,
     formed,
@@ -323,24 +324,16 @@ class PlanSearch:
 
     def settle(self, best: PredictedRun) -> PredictedRun:
         """Change one flag of the best run at a time until no neighbour that ranks well is judged better, whatever the budget."""
-        tried = set[str]()
-        while True:
+
+        def judge(run: PlannedRun, best: PredictedRun) -> PredictedRun | None:
             ranked = self.trials.try_run(best.run, RANKING)
             enough = CHANCE * ranked.prediction.iteration_seconds if ranked else math.inf
-            for run in neighbours(best.run, self.request):
-                if run.key in tried:
-                    continue
-                tried.add(run.key)
-                near = self.trials.try_run(run, RANKING)
-                if near is None or near.prediction.iteration_seconds > enough:
-                    continue
-                judged = self.trials.try_run(run, FINAL)
-                if judged is not None and judged.key < best.key:
-                    best = judged
-                    break
-            else:
-                self.num_neighbours = len(tried)
-                return best
+            near = self.trials.try_run(run, RANKING)
+            is_near = near is not None and near.prediction.iteration_seconds <= enough
+            return self.trials.try_run(run, FINAL) if is_near else None
+
+        settled, self.num_neighbours = climb(best, near=partial(neighbours, request=self.request), judge=judge)
+        return settled
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the simulated runs that fit and can train, the shortest step first."""

@@ -1,7 +1,7 @@
 """Optimus: encoders on the LLM's ranks, with their own parallelism, compute in the bubbles of its pipeline (Optimus 4.1)."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -21,7 +21,7 @@ from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.run_variants import other_partitions, with_first_balance
+from multimodal.plan.planners.search.run_variants import climb, other_partitions, with_first_balance
 from multimodal.plan.planners.search.trials import simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -62,7 +62,7 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
     An encoder's tp and pp divide the LLM's. The plans of the LLM with the shortest steps by a closed form are examined in turn;
     for each, all encoder plans that fit into the memory are estimated (4.5), and the best ones are simulated with the schedule
     that fills the bubbles. In the best plan, microbatches move between the encoder pipelines while that shortens the step
-    (`best_partition`). Generators have the LLM's sizes and ranks. Raises PlanError if nothing fits, or if fixed sizes do not
+    (`other_partitions`). Generators have the LLM's sizes and ranks. Raises PlanError if nothing fits, or if fixed sizes do not
     divide the LLM's.
     """
     search = _Search(request)
@@ -73,7 +73,8 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
     found += search.simulate(search.other_ranges(best[1]))
     best_even, _ = min(found, key=lambda each: each[0].key)
     num_even = search.num_simulated
-    run, prediction = best_partition(best_even, request, predict=search.predict)
+    near = partial(other_partitions, request=request)
+    (run, prediction), _ = climb(best_even, near=near, judge=lambda run, _: search.predict(run), most=MOST_TRIED)
     notes = (
         f"{search.num_looked_at} plans of the LLM looked at, {len(found)} with plans of the encoders simulated; "
         f"{search.num_simulated - num_even} other partitions of the best one's microbatches",
@@ -250,25 +251,6 @@ class _Search:
         schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
         run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
         return with_first_balance(run, request)
-
-
-def best_partition(
-    best: PredictedRun, request: PlanningRequest, *, predict: Callable[[PlannedRun], PredictedRun | None]
-) -> PredictedRun:
-    """Return a run whose partition is improved by `other_partitions` while steps get shorter; predict: None if impossible."""
-    tried: set[str] = set()
-    is_better = True
-    while is_better:
-        is_better = False
-        for run in other_partitions(best.run, request):
-            if run.key in tried or len(tried) == MOST_TRIED:
-                continue
-            tried.add(run.key)
-            found = predict(run)
-            if found is not None and found.key < best.key:
-                best, is_better = found, True
-                break
-    return best
 
 
 def _check_sizes(request: PlanningRequest) -> None:

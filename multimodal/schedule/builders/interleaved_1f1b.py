@@ -72,7 +72,11 @@ def build_interleaved_1f1b(shape: StepShape) -> Schedule:
     groups: dict[StageKey, StageKey] = {}
     orders = []
     for unit in (unit for unit in interleaved if interleaved[unit]):
-        _limit_stages(unit, shape, spans, limits, groups)
+        # A stage's chunks share a limit: the warm-up, one more, and the microbatches that downstream units need in each.
+        for stages, each, stage_index in stages_that_share(unit, shape, has_order=is_dealt):
+            num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), shape.num_microbatches(*stages[0][:2]))
+            limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
+            groups.update(dict.fromkeys(stages, stages[0]))
         orders_of = partial(_orders_of_stage, is_exact=not shape.forward_only and not graph.downstream(unit))
         orders += ordered_pieces(unit, step_work(shape), has_order=is_dealt, orders_of=orders_of)
     policy = Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits), group_of=groups, orders=orders)
@@ -160,17 +164,6 @@ def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
     order = interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
     changes = np.where(order.kinds == _FORWARD, 1, -1)[order.chunks == 0]
     return int(changes.cumsum().max(initial=1))
-
-
-def _limit_stages(
-    name: str, shape: StepShape, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
-) -> None:
-    """Let a stage's chunks share a limit: the warm-up, one more, and the microbatches that downstream units need in each."""
-    for stages, each, stage_index in stages_that_share(name, shape, has_order=is_dealt):
-        num_microbatches = shape.num_microbatches(*stages[0][:2])
-        num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
-        limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
-        groups.update(dict.fromkeys(stages, stages[0]))
 
 
 @lru_cache(maxsize=256)

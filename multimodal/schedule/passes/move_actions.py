@@ -269,12 +269,9 @@ def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
 
 def _num_warm_up(actions: tuple[Action, ...]) -> int:
     """Return the number of forwards before the first backward."""
-    count = 0
-    for action in actions:
-        if action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
-            return count
-        count += action.kind is ActionKind.FORWARD
-    return 0
+    kinds = [action.kind for action in actions]
+    first = next((at for at, kind in enumerate(kinds) if kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)), 0)
+    return kinds[:first].count(ActionKind.FORWARD)
 
 
 def _delay(schedule: Schedule, lanes: tuple[int, ...], num_forwards: int) -> Schedule:
@@ -304,7 +301,7 @@ def _delay_lane(actions: tuple[Action, ...], num_forwards: int) -> tuple[Action,
                 delayed.append(waiting.pop(0)[0])
             num_backwards += 1
         delayed.append(action)
-    for position in range(len(delayed), -1, -1):
-        if position == 0 or delayed[position - 1].kind is not ActionKind.REDUCE_GRADIENTS:
-            return (*delayed[:position], *(action for action, _ in waiting), *delayed[position:])
-    return tuple(delayed)
+    end = len(delayed)
+    while end and delayed[end - 1].kind is ActionKind.REDUCE_GRADIENTS:
+        end -= 1
+    return (*delayed[:end], *(action for action, _ in waiting), *delayed[end:])

@@ -87,7 +87,6 @@ def test_all_61_encoders_have_their_bit():
         ([TEXT1, MaskSegment(-1)], {}, "segment 1: has -1 tokens"),
         ([item(1, -1)], {}, "an item of 'vision' has index -1; number items from 0"),
         ([item(1, 0), item(1, 0, "audio")], {}, "item 0 is of 'audio' here and of 'vision' before"),
-        ([TEXT1], {"mode": "sliding"}, "'sliding' is no mask mode; expected one of causal, prefix, embedded, modality"),
     ],
 )
 def test_wrong_segments_are_named(segments, options, message):

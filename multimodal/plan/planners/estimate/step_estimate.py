@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -21,9 +20,9 @@ from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
-from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events
+from multimodal.schedule.simulate_events import NodeKind, run_without_messages
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import row_starts
+from multimodal.values.arrays.rows import Bytes, Integers, row_starts
 from multimodal.values.work.step_work import KIND_NUMBERS
 
 SHORT, LONG = 2, 3
@@ -78,17 +77,17 @@ def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches
 
 def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, works: NDArray[np.float64] | float = 1.0) -> float:
     """Return the seconds of the ranges in that order; works: of each microbatch, relative to an average one."""
-    arrays = _arrays(num_lanes, len(ranges) // num_lanes, num_microbatches)
+    steps = _arrays(num_lanes, len(ranges) // num_lanes, num_microbatches)
     forward, backward, gathering, reducing = np.array(ranges).T
     of_each = np.broadcast_to(works, num_microbatches)
     computing = (np.outer(seconds, of_each).ravel() for seconds in (forward, backward))
     seconds = np.concatenate((*computing, gathering, reducing))
-    return float(simulate_events(replace(arrays, seconds=seconds)).end_seconds.max())
+    return float(run_without_messages(*steps, seconds).end_seconds.max())
 
 
 @lru_cache(maxsize=64)
-def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
-    """Number the forwards of all ranges, their backwards, then the gathers and the reductions; without their seconds."""
+def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> tuple[Integers, Integers, Bytes, Integers, Integers]:
+    """Number the forwards of all ranges, their backwards, then the gathers and the reductions, for `run_without_messages`."""
     num_ranges = num_lanes * chunks
     count = num_ranges * num_microbatches
     forwards, ranges = np.arange(count), np.arange(num_ranges)
@@ -108,24 +107,10 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
         gatherings = 2 * count + np.arange(chunks) * num_lanes + lane
         reductions = 2 * count + num_ranges + held[last]
         lanes.append(np.concatenate((gatherings, np.insert(nodes, last + 1, reductions))))
-    num_nodes, is_needed = len(needs), needs >= 0
-    entries = np.concatenate(lanes)
-    none, kinds = np.zeros(num_nodes), np.full(num_nodes, NodeKind.COMPUTE, np.uint8)
+    is_needed, kinds = needs >= 0, np.full(len(needs), NodeKind.COMPUTE, np.uint8)
     kinds[2 * count :] = NodeKind.COLLECTIVE
-    return EventArrays(
-        lane_starts=row_starts(list(map(len, lanes))),
-        lane_nodes=entries,
-        lane_fillers=np.zeros(len(entries), np.uint8),
-        kinds=kinds,
-        need_starts=row_starts(is_needed.sum(axis=1)),
-        needs=needs[is_needed],
-        receiver_starts=np.zeros(num_nodes + 1, np.int64),
-        receivers=np.zeros(0, np.int64),
-        seconds=none,
-        latency_seconds=none,
-        links=np.full(num_nodes, -1),
-        num_links=0,
-    )
+    lane_starts, need_starts = row_starts(list(map(len, lanes))), row_starts(is_needed.sum(axis=1))
+    return lane_starts, np.concatenate(lanes), kinds, need_starts, needs[is_needed]
 
 
 BACKWARD_SHARE = 2 / 3

@@ -1,7 +1,7 @@
 """The parallelisms (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and limits from memory."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -63,15 +63,6 @@ def list_options(request: PlanningRequest, unit: str, *, max_gpus: int) -> UnitO
     return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))
 
 
-class _Stage(NamedTuple):
-    """A unit's first or last stage: its outermost layers, and the number of others, all assumed to be of the heaviest kind."""
-
-    layers: tuple[str, ...]
-    num_body: Integers
-    in_flight: Integers
-    """Microbatches in flight of the unit itself under 1F1B."""
-
-
 def _of_stage_size(request: PlanningRequest, unit: str, size: StageSize, data: Integers, pipeline: Integers) -> UnitOptions:
     """Return the options of one tp and cp; data, pipeline: all combinations of the other sizes, flat."""
     seconds = layer_times(request, unit, size).total
@@ -81,12 +72,9 @@ def _of_stage_size(request: PlanningRequest, unit: str, size: StageSize, data: I
     first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
     slowest = np.where(pipeline == 1, sum(seconds), np.maximum(first, last))
     kinds = request.graph.unit(unit).layers
-    allowed = np.full(len(slowest), _UNLIMITED)
-    one = np.ones_like(pipeline)
-    for stage in (_Stage((kinds[0],), most, pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(request, unit, size, data, stage))
-    alone = _in_flight_downstream(request, unit, size, data, _Stage((kinds[0], kinds[-1]), most, one))
-    allowed = np.where(pipeline == 1, alone, allowed)
+    one, allows = np.ones_like(pipeline), partial(_in_flight_downstream, request, unit, size, data)
+    of_ends = np.minimum(allows((kinds[0],), most, pipeline), allows((kinds[-1],), least, one))
+    allowed = np.where(pipeline == 1, allows((kinds[0], kinds[-1]), most, one), of_ends)
     return UnitOptions(
         size.tensor * one,
         size.context * one,
@@ -99,27 +87,37 @@ def _of_stage_size(request: PlanningRequest, unit: str, size: StageSize, data: I
     )
 
 
-def _in_flight_downstream(request: PlanningRequest, unit: str, size: StageSize, data: Integers, stage: _Stage) -> Floats:
+def _in_flight_downstream(
+    request: PlanningRequest,
+    unit: str,
+    size: StageSize,
+    data: Integers,
+    outer_kinds: tuple[str, ...],
+    num_body: Integers,
+    in_flight: Integers,
+) -> Floats:
     """Return the microbatches that downstream units may keep in flight for a stage to fit; -1 if it does not fit at all.
 
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
+    outer_kinds, num_body: the unit's outermost layers that a first or last stage holds, and its number of others, all assumed to
+    be of the heaviest kind; in_flight: microbatches in flight of the unit itself under 1F1B.
     """
-    outer = [layer_memory(request, unit, kind) for kind in stage.layers]
+    outer = [layer_memory(request, unit, kind) for kind in outer_kinds]
     bodies = [layer_memory(request, unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).inner_layers)]
     copies, position = np.unique(data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:
         return np.array([layer.static_bytes(count) for count in copies.tolist()])[position]
 
-    static = stage.num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
+    static = num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
     per_body = max(layer.activation_bytes(*size) for layer in bodies)
-    per_sample = stage.num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
+    per_sample = num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
     room = (request.planned_memory_bytes - working_bytes(request, unit, size)) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
     capacity = np.where(per_sample > 0, samples_within(request, unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
     micro_batch_size = request.default_micro_batch_size
     in_step = request.num_microbatches / data
-    downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * data
+    downstream = (capacity / micro_batch_size - np.minimum(in_flight, in_step)) * data
     return np.where(room < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from scipy.stats import binom
 
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_sizes
 from multimodal.values.errors import PlanError
 
 NUM_SIZES = 4
@@ -74,19 +74,10 @@ def plan_for_goodput(
 
     The numbers are those of the highest goodput if all nodes computed alike, among them round ones, which cut better.
     """
-    sizes = _promising_nodes(_whole_nodes(request), failures)
-    found: list[PredictedRun] = []
-    for num_nodes in sizes:
-        num_gpus, budget = num_nodes * request.cluster.gpus_per_node, request.time_budget_seconds / len(sizes)
-        try:
-            found.append(plan(request.changed(num_gpus=num_gpus, time_budget_seconds=budget)))
-        except PlanError:
-            if num_nodes == sizes[-1] and not found:
-                raise
-    best = max(found, key=lambda each: goodput_of(each, request, failures).tokens_per_second)
-    seconds = sum(each.run.planning_seconds for each in found)
+    sizes = [nodes * request.cluster.gpus_per_node for nodes in _promising_nodes(_whole_nodes(request), failures)]
+    best = plan_sizes(plan, request, sizes, worth=lambda each: goodput_of(each, request, failures).tokens_per_second)
     notes = (goodput_of(best, request, failures).describe(), *best.run.notes)
-    return best._replace(run=replace(best.run, planning_seconds=seconds, notes=notes))
+    return best._replace(run=replace(best.run, notes=notes))
 
 
 def _whole_nodes(request: PlanningRequest) -> int:

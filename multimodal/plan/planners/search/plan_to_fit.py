@@ -1,7 +1,6 @@
 """Runs a planner until its plan's simulated memory peak fits, and compares the predictions of runs."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -130,19 +129,28 @@ NUM_STEPS = 8
 def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: PlanningRequest) -> PredictedRun:
     """Return the plan for 8/8, ..., 1/8 of the GPUs, the first with most tokens per second and GPU; raises PlanError."""
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
+    return plan_sizes(plan, request, sizes, worth=lambda each: float(f"{each.prediction.tokens_per_second_per_gpu:.9g}"))
+
+
+def plan_sizes(
+    plan: Callable[[PlanningRequest], PredictedRun],
+    request: PlanningRequest,
+    sizes: Sequence[int],
+    *,
+    worth: Callable[[PredictedRun], float],
+) -> PredictedRun:
+    """Return the plan that is worth most of those for several numbers of GPUs, which share the time budget; the first of equals.
+
+    Sizes for which nothing fits are left out. Raises the PlanError of the first size if nothing fits at any.
+    """
     budget = request.time_budget_seconds / len(sizes)
-    best: PredictedRun | None = None
-    seconds = 0.0
+    found, problems = list[PredictedRun](), list[PlanError]()
     for size in sizes:
         try:
-            found = plan(request.changed(num_gpus=size, time_budget_seconds=budget))
-        except PlanError:
-            if best is None:
-                raise
-            break
-        seconds += found.run.planning_seconds
-        least = best.prediction.tokens_per_second_per_gpu * (1 + 1e-9) if best else -math.inf
-        if found.prediction.tokens_per_second_per_gpu > least:
-            best = found
-    assert best is not None
-    return best._replace(run=replace(best.run, planning_seconds=seconds))
+            found.append(plan(request.changed(num_gpus=size, time_budget_seconds=budget)))
+        except PlanError as problem:
+            problems.append(problem)
+    if not found:
+        raise problems[0]
+    best = max(found, key=worth)
+    return best._replace(run=replace(best.run, planning_seconds=sum(each.run.planning_seconds for each in found)))

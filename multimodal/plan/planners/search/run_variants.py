@@ -1,6 +1,7 @@
 """Runs of one plan with other schedules, balancers, microbatch sizes or passes that suit it, by the facts in their rows."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.unit_layout import unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.plans_of_sizes import fold_stages
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES, Need
@@ -115,6 +117,33 @@ def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun
     yield from other_passes(run, request)
     open_passes = [name for name in run.passes if not (PASSES[name].is_planned or PASSES[name].splits_backwards)]
     yield from (replace(run, passes=tuple(other for other in run.passes if other != name)) for name in open_passes)
+
+
+def climb(
+    best: PredictedRun,
+    *,
+    near: Callable[[PlannedRun], Iterable[PlannedRun]],
+    judge: Callable[[PlannedRun, PredictedRun], PredictedRun | None],
+    most: float = math.inf,
+) -> tuple[PredictedRun, int]:
+    """Go on to the first better run near the best one until there is none; return it, and the number of runs that were judged.
+
+    judge: of a run and the best one; None if it cannot be better. most: runs that are judged at most; each is judged once.
+    """
+    tried = set[str]()
+
+    def better() -> PredictedRun | None:
+        for run in near(best.run):
+            if run.key not in tried and len(tried) < most:
+                tried.add(run.key)
+                judged = judge(run, best)
+                if judged is not None and judged.key < best.key:
+                    return judged
+        return None
+
+    while (found := better()) is not None:
+        best = found
+    return best, len(tried)
 
 
 MOST_MOVES = 6

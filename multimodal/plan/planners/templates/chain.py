@@ -14,7 +14,7 @@ from multimodal.plan.planners.estimate.grid import chain_pieces
 from multimodal.plan.planners.estimate.memory_estimate import heavy_count, layer_memory, working_bytes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.templates.template_set import Tolerance
-from multimodal.values.arrays.rows import Floats, Integers
+from multimodal.values.arrays.rows import Floats, Integers, row_starts
 from multimodal.values.errors import PlanError
 
 TICKS = 2**36
@@ -33,15 +33,6 @@ class StageTables(NamedTuple):
     """Number of GPUs of each size, ascending."""
 
 
-class ChainPiece(NamedTuple):
-    """The smallest range of a unit's layers: one transformer layer, with the unit's first or last layer if next to it."""
-
-    unit: str
-    layers: Range
-    first_layer: int
-    """Index of its first layer in the chain, which numbers the layers of all units consecutively."""
-
-
 @dataclass(frozen=True)
 class Chain:
     """The layers of all units, in the graph's order. A stage may hold the last layers of one unit and the first of the next."""
@@ -51,13 +42,9 @@ class Chain:
     tolerance: Tolerance = field(default_factory=lambda: Tolerance(0))
 
     @cached_property
-    def pieces(self) -> tuple[ChainPiece, ...]:
-        """All pieces."""
-        pieces, before = [], 0
-        for unit in self.request.graph.units:
-            pieces += [ChainPiece(unit.name, (first, end), before + first) for first, end in unit_pieces(unit)]
-            before += len(unit.layers)
-        return tuple(pieces)
+    def pieces(self) -> tuple[tuple[str, Range], ...]:
+        """The smallest ranges of layers: each has one transformer layer, with the unit's first or last layer if next to it."""
+        return tuple((unit.name, layers) for unit in self.request.graph.units for layers in unit_pieces(unit))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -65,13 +52,9 @@ class Chain:
         return tuple(sorted(set().union(*(tensor_parallel_sizes(self.request, name) for name in self.request.graph.unit_names))))
 
     @cached_property
-    def num_layers(self) -> int:
-        """Number of layers of all units, including embeddings, projectors and heads."""
-        return sum(len(unit.layers) for unit in self.request.graph.units)
-
-    def layers(self, first: int, end: int) -> Range:
-        """Return the range of chain layers in pieces [first, end): the first one, and the one after the last."""
-        return self.pieces[first].first_layer, self.pieces[end].first_layer if end < len(self.pieces) else self.num_layers
+    def bounds(self) -> Integers:
+        """[num_pieces + 1] the first layer of each piece, and the end; the layers of all units are numbered consecutively."""
+        return row_starts([end - first for _, (first, end) in self.pieces])
 
     @cached_property
     def seconds(self) -> Floats:
@@ -103,9 +86,9 @@ class Chain:
         """
         request, shape = self.request, (len(self.sizes), len(self.pieces))
         static, kept, working = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        units = np.array([piece.unit for piece in self.pieces])
+        units = np.array([unit for unit, _ in self.pieces])
         for row, size in enumerate(self.sizes):
-            for column, (unit, (first, end), _) in enumerate(self.pieces):
+            for column, (unit, (first, end)) in enumerate(self.pieces):
                 layers = [layer_memory(request, unit, kind) for kind in request.graph.unit(unit).layers[first:end]]
                 static[row, column] = sum(layer.static_bytes(self.tolerance.replicas_per_copy) for layer in layers) / size
                 kept[row, column] = sum(layer.activation_bytes(size, 1) for layer in layers) / size

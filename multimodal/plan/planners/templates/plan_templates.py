@@ -162,9 +162,8 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
     nodes_of_stages = place_stages(mapping.gpus, chain.request.cluster.gpus_per_node)
     for end, gpus, node in zip(mapping.ends, mapping.gpus, nodes_of_stages, strict=True):
         row = chain.sizes.index(gpus)
-        layers = chain.layers(first, end)
         forward, backward = chain.seconds[:, row, first:end].sum(axis=1).tolist()
-        stages.append(TemplateStage(layers[0], layers[1] - 1, gpus, node, forward, backward))
+        stages.append(TemplateStage(int(chain.bounds[first]), int(chain.bounds[end]) - 1, gpus, node, forward, backward))
         first = end
     template = PipelineTemplate(nodes, num_microbatches, 0.0, tuple(stages))
     return replace(template, iteration_seconds=template.times.seconds(num_microbatches))

@@ -1,6 +1,7 @@
 """Simulations that are counted and remembered, and what is known of a run without one."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,6 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.optimus import best_partition
 from multimodal.plan.planners.plan_file import plan_lines
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
@@ -16,7 +16,7 @@ from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.filling_report import with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.run_variants import other_partitions, other_passes, other_sizes
+from multimodal.plan.planners.search.run_variants import climb, other_partitions, other_passes, other_sizes
 from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
 from multimodal.plan.planners.search.trials import MISFIT, Trials
 from multimodal.values.plan import Plan
@@ -198,9 +198,9 @@ def test_the_search_ends_where_no_move_helps_and_tries_nothing_twice():
     asked, tried = uneven_request(), []
     even = PredictedRun(with_shares(PLANNERS["optimus"](asked)), predict_run(PLANNERS["optimus"](asked), asked))
 
-    def predict(run: PlannedRun) -> PredictedRun | None:
+    def judge(run: PlannedRun, _: PredictedRun) -> PredictedRun | None:
         tried.append(run.key)
         return None
 
-    assert best_partition(even, asked, predict=predict) == even
+    assert climb(even, near=partial(other_partitions, request=asked), judge=judge) == (even, len(tried))
     assert len(tried) == len(set(tried)) > 0
