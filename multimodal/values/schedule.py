@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from multimodal.values.action import Action
-from multimodal.values.arrays.rows import Bytes, Integers, row_starts
+from multimodal.values.arrays.rows import Bytes, Integers, integers, row_numbers, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
 from multimodal.values.shape import StepShape
@@ -52,24 +52,6 @@ class Schedule:
         return _unpickled, (self.shape, self.lane_starts, pieces, modes, waits, self.lowered, self._lanes)
 
     @classmethod
-    def of_numbers(
-        cls,
-        shape: StepShape,
-        lanes: Iterable[Integers],
-        modes: Iterable[Bytes] | None = None,
-        waits: Iterable[Integers] | None = None,
-        *,
-        lowered: bool = False,
-    ) -> "Schedule":
-        """Build a schedule of the pieces of each lane; modes, waits: of each slot; by default all are in line."""
-        rows = list(lanes)
-        starts = row_starts([len(row) for row in rows])
-        pieces = np.concatenate([np.zeros(0, np.int64), *rows])
-        flat = np.zeros(len(pieces), np.uint8) if modes is None else np.concatenate([np.zeros(0, np.uint8), *modes])
-        inside = np.full(len(pieces), NO_WAIT) if waits is None else np.concatenate([np.zeros(0, np.int64), *waits])
-        return cls(shape, starts, pieces, flat, inside, lowered)
-
-    @classmethod
     def in_line(cls, shape: StepShape, lane_starts: Integers, pieces: Integers) -> "Schedule":
         """Build a schedule in the compute dialect in which all work is in line."""
         return cls(shape, lane_starts, pieces, np.zeros(len(pieces), np.uint8), np.full(len(pieces), NO_WAIT))
@@ -88,12 +70,17 @@ class Schedule:
         check_coverages(rows, shape)
         shape = shape.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), shape.plan))
         numbers = step_work(shape).numbers(lowered=lowered)
-        pieces = [list(map(numbers.get, lane.actions)) for lane in rows]
-        if any(None in lane for lane in pieces) or not _belong(step_work(shape), pieces):
+        starts, slots = row_starts([len(lane.slots) for lane in rows]), [slot for lane in rows for slot in lane.slots]
+        numbered = [numbers.get(slot.action, -1) for slot in slots]
+        pieces, modes, waits = (
+            integers(numbered),
+            np.array([slot.mode for slot in slots], np.uint8),
+            [slot.wait for slot in slots],
+        )
+        schedule = cls(shape, starts, pieces, modes, integers(waits), lowered)
+        if -1 in numbered or not schedule._is_in_place():
             raise _misplaced(rows, shape, numbers, lowered=lowered)
-        modes = [np.array([slot.mode for slot in lane.slots], np.uint8) for lane in rows]
-        waits = [np.array([slot.wait for slot in lane.slots], np.int64) for lane in rows]
-        return cls.of_numbers(shape, [np.array(lane, np.int64) for lane in pieces], modes, waits, lowered=lowered)
+        return schedule
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -148,6 +135,15 @@ class Schedule:
         """[num_slots] the lane of each slot."""
         return np.repeat(np.arange(self.num_lanes), np.diff(self.lane_starts))
 
+    def _is_in_place(self) -> bool:
+        """Return True if every piece stands in lanes of its stage only, and at most once in each."""
+        starts, stage_lanes = self.work.lane_rows
+        allowed = row_numbers(starts) * self.num_lanes + stage_lanes
+        keys = np.sort(self.pieces * self.num_lanes + self.lane_of_slot)
+        stages = self.work.stage_numbers if self.pieces.max(initial=0) >= self.work.num_computed else self.work.computed_stages
+        is_allowed = np.isin(stages[self.pieces] * self.num_lanes + self.lane_of_slot, allowed).all()
+        return bool(is_allowed and (keys[1:] != keys[:-1]).all())
+
     @property
     def has_fillers(self) -> bool:
         """True if any slot is not in line."""
@@ -194,17 +190,6 @@ def _unpickled(
     )
     found._lanes.update(lanes)
     return found
-
-
-def _belong(work: StepWork, lanes: Sequence[Sequence[int | None]]) -> bool:
-    """Return True if every piece stands in lanes of its stage only, and at most once in each."""
-    pieces = np.array(list(chain.from_iterable(lanes)), np.int64)
-    lane_of_slot = np.repeat(np.arange(len(lanes)), list(map(len, lanes)))
-    starts, stage_lanes = work.lane_rows
-    allowed = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) * len(lanes) + stage_lanes
-    keys = np.sort(pieces * len(lanes) + lane_of_slot)
-    stages = work.stage_numbers if len(pieces) and pieces.max() >= work.num_computed else work.computed_stages
-    return bool(np.isin(stages[pieces] * len(lanes) + lane_of_slot, allowed).all() and (keys[1:] != keys[:-1]).all())
 
 
 def _misplaced(lanes: Sequence[Lane], shape: StepShape, numbers: Mapping[Action, int], *, lowered: bool) -> ScheduleError:

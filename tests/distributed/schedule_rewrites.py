@@ -98,8 +98,9 @@ class FillWithWeightGradients:
         lanes = []
         for lane in schedule.lanes:
             is_alone = all(len(schedule.shape.lanes_of(*action.place[:3])) == 1 for action in lane.actions)
-            fillers = {index for index in range(len(lane.actions) - 1) if is_alone and self._fills(lane.actions, index)}
-            lanes.append(lane_of(lane.ranks, lane.actions, fillers))
+            fills = (is_alone and self._fills(lane.actions, index) for index in range(len(lane.actions) - 1))
+            modes = (*(SlotMode.FILLS_WAIT if each else SlotMode.IN_LINE for each in fills), SlotMode.IN_LINE)
+            lanes.append(Lane(lane.ranks, tuple(map(Slot, lane.actions, modes))))
         return schedule.with_lanes(lanes)
 
     def _fills(self, actions: Sequence[Action], index: int) -> bool:

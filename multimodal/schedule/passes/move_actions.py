@@ -110,11 +110,11 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
 
 def _check_fillers(schedule: Schedule) -> None:
     for index, lane in enumerate(schedule.lanes):
-        for position in sorted({*lane.fillers, *lane.inside}):
-            filler = lane.actions[position]
-            if position in lane.inside or filler.kind is not ActionKind.WEIGHT_GRADIENT:
+        for action, mode, _ in lane.slots:
+            is_known = mode is SlotMode.FILLS_WAIT and action.kind is ActionKind.WEIGHT_GRADIENT
+            if mode is not SlotMode.IN_LINE and not is_known:
                 raise ScheduleError(
-                    f"lane {index}: {action_to_text(filler)} fills a wait, but passes that move actions know where to put weight "
+                    f"lane {index}: {action_to_text(action)} fills a wait, but passes that move actions know where to put weight "
                     "gradients between computations only; apply them before whatever let it fill one"
                 )
 

@@ -74,16 +74,9 @@ class Lane:
         return text + "}" * filled
 
 
-def lane_of(
-    ranks: tuple[int, ...], actions: Iterable[Action], fillers: Iterable[int] = (), *, inside: Mapping[int, int] | None = None
-) -> Lane:
-    """Build a lane of actions; fillers: the positions of those that fill a wait; inside: as `Lane.inside`."""
-    slots: dict[int, Slot] = {position: Slot(action) for position, action in enumerate(actions)}
-    for position in fillers:
-        slots[position] = Slot(slots[position].action, SlotMode.FILLS_WAIT)
-    for position, wait in (inside or {}).items():
-        slots[position] = Slot(slots[position].action, SlotMode.INSIDE, wait)
-    return Lane(ranks, tuple(slots.values()))
+def lane_of(ranks: tuple[int, ...], actions: Iterable[Action]) -> Lane:
+    """Build a lane of actions in line."""
+    return Lane(ranks, tuple(map(Slot, actions)))
 
 
 def slot_error(action: Action, problem: str, lanes: Sequence[Lane], marked: Mapping[int, int]) -> ScheduleError:

@@ -21,7 +21,7 @@ from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import SegmentCut
-from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 
@@ -151,8 +151,12 @@ def broken_schedules(draw: st.DrawFn) -> tuple[StepShape, tuple[Lane, ...], bool
                 actions.insert(second, actions[first])
             case "move":
                 lanes[draw(st.integers(0, len(lanes) - 1))].append(actions.pop(first))
-    kept = zip(schedule.lanes, lanes, strict=True)
-    return case, tuple(lane_of(lane.ranks, actions, lane.fillers) for lane, actions in kept), lowered
+    modes = (SlotMode.IN_LINE, SlotMode.FILLS_WAIT)
+    rows = (
+        Lane(lane.ranks, tuple(Slot(action, modes[at in lane.fillers]) for at, action in enumerate(actions)))
+        for lane, actions in zip(schedule.lanes, lanes, strict=True)
+    )
+    return case, tuple(rows), lowered
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.action import ActionKind, Resource
-from multimodal.values.arrays.rows import Bools, Integers
+from multimodal.values.arrays.rows import Bools, Integers, row_starts
 from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -77,8 +77,8 @@ def order_coarsely(schedule: Schedule) -> Schedule:
     kept = np.flatnonzero(kinds != KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
     lanes = schedule.lane_of_slot[kept]
     order = kept[np.lexsort((kept, phases[kept], lanes))]
-    rows = np.split(pieces[order], np.cumsum(np.bincount(lanes, minlength=schedule.num_lanes))[:-1])
-    return place_reductions(Schedule.of_numbers(schedule.shape, rows))
+    starts = row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
+    return place_reductions(Schedule.in_line(schedule.shape, starts, pieces[order]))
 
 
 def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> Bools:
