@@ -9,7 +9,7 @@ import numpy as np
 
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers, integers, row_starts
+from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
@@ -43,7 +43,9 @@ def build_breadth_first(shape: StepShape) -> Schedule:
 
 def _rank(work: StepWork, *, shape: StepShape) -> tuple[Integers, ...]:
     """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
-    rounds, (first, last) = pipeline_rounds(shape), _served_by_piece(work, shape)
+    rounds, served = pipeline_rounds(shape), served_microbatches(shape)
+    # The first and the last of the LLM's microbatches that each piece's microbatch is linked to.
+    first, last = (work.pieces.of_microbatches({unit: ends[end] for unit, ends in served.items()}) for end in (0, 1))
     unit = work.pieces.unit_of_stage[work.computed_stages]
     stage = work.pieces.index_of_stage[work.computed_stages]
     is_forward = work.kinds == KIND_NUMBERS[ActionKind.FORWARD]
@@ -124,16 +126,6 @@ def _rounds_of_stages(replica: Replica) -> tuple[int, ...]:
             rounds.append(rounds[-1] if rounds else 0)
         seen.add(stage.stage_index)
     return tuple(rounds)
-
-
-def _served_by_piece(work: StepWork, shape: StepShape) -> tuple[Integers, Integers]:
-    """Return the first and the last of the LLM's microbatches that each piece's microbatch is linked to, [num_computed]."""
-    served = served_microbatches(shape)
-    first = row_starts([len(served[unit][0]) for unit in shape.graph.unit_names])
-    numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
-    numbers[work.microbatches < 0] = 0
-    ends = [np.concatenate([served[unit][end] for unit in shape.graph.unit_names] + [integers((0,))]) for end in (0, 1)]
-    return ends[0][numbers], ends[1][numbers]
 
 
 Served = Mapping[str, tuple[Integers, Integers]]

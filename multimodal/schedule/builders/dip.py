@@ -9,7 +9,7 @@ from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchCounts
 from multimodal.values.arrays.routes import RouteEnds
-from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
@@ -73,11 +73,8 @@ def _phases(work: StepWork, *, routes: RouteEnds, num_rounds: int) -> Integers:
             np.maximum.at(after, given, backward[target][taken])
         forward[unit] = -_rising(-before[::-1], units[unit].counted, is_reversed=True)[::-1]
         backward[unit] = np.where(after < 0, last - 1, after) + 1
-    first = row_starts([units[unit].counted.num_microbatches for unit in graph.unit_names])
-    numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
-    numbers[work.microbatches < 0] = 0
-    phases_of = [np.concatenate([of_unit[unit] for unit in graph.unit_names] + [[0]]) for of_unit in (forward, backward)]
-    return np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
+    of_pieces = map(work.pieces.of_microbatches, (forward, backward))
+    return np.where(work.kinds == _FORWARD, *of_pieces).astype(np.int64)
 
 
 def _rising(phases: Integers, counted: MicrobatchCounts, *, is_reversed: bool = False) -> Integers:

@@ -1,6 +1,6 @@
 """The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeVar
@@ -269,6 +269,12 @@ class Pieces:
         before = [np.tile(unit.counted.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
         return np.concatenate(before)[self.stages] + self.microbatches
 
+    def of_microbatches(self, values: Mapping[str, Integers]) -> Integers:
+        """[num_pieces] the value of each piece's microbatch; values: unit -> [num_microbatches]; meaningless for collectives."""
+        first = row_starts([len(values[unit]) for unit in self.units])[:-1]
+        numbers = np.where(self.microbatches < 0, 0, self.numbers_in_unit + first[self.unit_of_stage[self.stages]])
+        return np.concatenate([*map(values.__getitem__, self.units), np.zeros(1, np.int64)])[numbers]
+
     def find(self, unit: str, *, kinds: Integers, replicas: Integers, stages: Integers, microbatches: Integers) -> Integers:
         """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
         grid = self.units[unit]
@@ -386,14 +392,13 @@ def _own(places: Iterable[AnyPlace], unit: str, counted: MicrobatchCounts) -> It
 
 
 def _splits(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -> Bools:
-    found = np.zeros((num_stages, counted.num_microbatches), bool)
     if isinstance(cuts.split, StageSplit):
-        replicas = counted.replica_of_microbatch
         stages = np.zeros((num_stages, counted.num_replicas), bool)
         for name, replica, stage in cuts.split.counts:
             if name == unit:
                 stages[stage, replica] = True
-        return stages[:, replicas]
+        return stages[:, counted.replica_of_microbatch]
+    found = np.zeros((num_stages, counted.num_microbatches), bool)
     for place, number in _own(cuts.split, unit, counted):
         found[place.stage, number] = True
     return found
