@@ -40,13 +40,13 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action, Resource
+from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import Timeline
 from multimodal.values.validate import read_plan
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
+from multimodal.values.work.step_work import COMPUTE, StepWork
 
 OWN_TIME = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; "
 
@@ -61,7 +61,7 @@ class MeasuredCosts(ModelCosts):
         """Return the seconds that computations took."""
         assert self.seconds is not None
         found = super().of_pieces(work, pieces)
-        for index in np.flatnonzero(work.resources[pieces] == RESOURCE_NUMBERS[Resource.COMPUTE]).tolist():
+        for index in np.flatnonzero(work.resources[pieces] == COMPUTE).tolist():
             found.seconds[index], found.tensor_parallel_seconds[index] = self.seconds[work.action(int(pieces[index]))], 0.0
         return found
 

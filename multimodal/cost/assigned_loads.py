@@ -10,13 +10,12 @@ import numpy as np
 from multimodal.cost.memoize import memoized
 from multimodal.cost.token_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms, Routes
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths, index_by_sample
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
+from multimodal.values.work.step_work import FORWARD, StepWork
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class AssignedLoads:
 
     def num_elements(self, work: StepWork, producers: Integers, consumers: Integers) -> Integers:
         """Return the elements of the activations that travel between pieces; their gradients have as many."""
-        is_forward = work.kinds[producers] == KIND_NUMBERS[ActionKind.FORWARD]
+        is_forward = work.kinds[producers] == FORWARD
         sources, targets = np.where(is_forward, (producers, consumers), (consumers, producers))
         found, units = np.zeros(len(producers), np.int64), tuple(work.pieces.units)
         ends = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (sources, targets))

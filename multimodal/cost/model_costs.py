@@ -17,14 +17,14 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
-from multimodal.values.action import Action, ActionKind, LayerRange, Resource
+from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
+from multimodal.values.work.step_work import COLLECTIVE, COMPUTE, SEND, StepWork
 
 _INSIDE, _BETWEEN, _EXCHANGED = range(3)
 _SEVERAL_NODES = -1
@@ -78,7 +78,6 @@ class StageLinks:
 
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
 """Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""
-_RESOURCES = Resource.COMPUTE, Resource.SEND, Resource.COLLECTIVE
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class ModelCosts:
     def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
         """Costs of pieces by their numbers."""
         found, resources = PieceCosts.nothing(len(pieces)), work.resources[pieces]
-        computed, sent, joined = (np.flatnonzero(resources == RESOURCE_NUMBERS[each]) for each in _RESOURCES)
+        computed, sent, joined = (np.flatnonzero(resources == each) for each in (COMPUTE, SEND, COLLECTIVE))
         found.seconds[computed], found.tensor_parallel_seconds[computed] = self.computations.of_pieces(work, pieces[computed])
         producers, consumers = (ends[(pieces[sent] - work.num_computed) // 2] for ends in work.message_ends)
         num_bytes = self.cluster.bytes_per_element * self.loads.num_elements(work, producers, consumers)

@@ -10,11 +10,10 @@ from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describ
 from multimodal.cost.memoize import memoized
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.parts.state_copies import sharers_of_stage
 from multimodal.values.plan import Plan
 
-StageKey = tuple[str, int, int]
-"""(unit, replica, virtual stage)."""
 LayerCounts = Mapping[tuple[str, BackwardNeed], int]
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from multimodal.cost.cluster import TransferCost
 from multimodal.cost.run_options import RunOptions
-from multimodal.values.action import Action, Place, Resource
+from multimodal.values.action import Action, Place
 from multimodal.values.arrays.rows import Floats, Integers, row_starts
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
+from multimodal.values.work.step_work import COMPUTE, SEND, StepWork
 
 
 class ComputeCost(NamedTuple):
@@ -99,9 +99,9 @@ class ActionCosts(StepCosts, Protocol):
         found = PieceCosts.nothing(len(pieces))
         actions = work.actions if len(pieces) and pieces.max() >= work.num_computed else work.computed
         for index, (piece, resource) in enumerate(zip(pieces.tolist(), work.resources[pieces].tolist(), strict=True)):
-            if resource == RESOURCE_NUMBERS[Resource.COMPUTE]:
+            if resource == COMPUTE:
                 found.seconds[index], found.tensor_parallel_seconds[index], _ = self.compute(actions[piece])
-            elif resource == RESOURCE_NUMBERS[Resource.SEND]:
+            elif resource == SEND:
                 found.latency_seconds[index], found.seconds[index], found.links[index] = self.transfer(actions[piece])
             else:
                 found.seconds[index] = self.collective_seconds(actions[piece])

@@ -11,13 +11,14 @@ from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompu
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.token_shares import RankLoad
 from multimodal.cost.unit_load import UnitLoad, add_loads
 from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
+from multimodal.values.parts.cuts import StageKey
 
 BYTES_PER_ELEMENT = 2
 """bf16 activations and weights."""

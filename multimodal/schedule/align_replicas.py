@@ -17,7 +17,7 @@ from multimodal.values.action import ACTION_TABLE, BACKWARDS, Action, ActionKind
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
+from multimodal.values.work.step_work import BACKWARD, FORWARD, INPUT_GRADIENT, StepWork
 
 
 class Join(NamedTuple):
@@ -183,8 +183,7 @@ class Alignment:
 _KINDS = (ActionKind.FORWARD, *BACKWARDS)
 
 
-_BACKWARD, _INPUT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
-_EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]
+_EXCHANGING = [FORWARD, BACKWARD, INPUT_GRADIENT]
 
 
 def check_expert_groups(schedule: Schedule) -> None:
@@ -229,7 +228,7 @@ def computed_together(work: StepWork) -> Integers | None:
         has_experts.append(any(name in LAYER_KINDS and LAYER_KINDS[name].exchanges_tokens for name in names))
     sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
     chosen = np.flatnonzero(np.array(has_experts)[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
-    kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
+    kinds = np.where(work.kinds == INPUT_GRADIENT, BACKWARD, work.kinds).astype(np.int64)
     groups = work.replicas // sizes
     first_stages = stages - work.replicas  # the numbers of a stage's replicas are consecutive
     columns = (first_stages, groups, kinds, work.microbatches, pieces.parts)

@@ -16,14 +16,13 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication, with_messages
 from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import Resource
 from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import RESOURCE_NUMBERS
+from multimodal.values.work.step_work import COMPUTE
 
 
 def build_schedule(
@@ -162,9 +161,6 @@ class ScheduleCache:
         return self.find(self.shape(assignment)).schedule
 
 
-_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
-
-
 def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     """Return a valid lowered schedule with every filler in line, at its place in a simulation with these costs.
 
@@ -214,5 +210,5 @@ def _in_line(schedule: Schedule, is_late: Bools, places: Integers, lane: int) ->
             yield from late
             late, has_run = [], False
         yield slot
-        has_run |= bool(late) and resources[slot] == _COMPUTE and schedule.modes[slot] == SlotMode.IN_LINE
+        has_run |= bool(late) and resources[slot] == COMPUTE and schedule.modes[slot] == SlotMode.IN_LINE
     yield from late

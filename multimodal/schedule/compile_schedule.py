@@ -11,14 +11,13 @@ from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, NodeKind
-from multimodal.values.action import Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import Action, action_to_text
 from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, linked_groups, row_starts, take_rows
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, StepWork
+from multimodal.values.work.step_work import COMPUTE, FORWARD, RECEIVE, StepWork
 
-_COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1
 
 
@@ -158,7 +157,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     entries = np.flatnonzero(_are_entries(schedule))
     lane_of_entry = schedule.lane_of_slot[entries]
     kinds = np.full(nodes.num_nodes, NodeKind.COLLECTIVE, np.uint8)
-    kinds[: len(nodes.alone)] = np.where(work.resources[nodes.alone] == _COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
+    kinds[: len(nodes.alone)] = np.where(work.resources[nodes.alone] == COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
     zeros = np.zeros(nodes.num_nodes)
     return CompiledSchedule(
         schedule=schedule,
@@ -210,7 +209,7 @@ class _Nodes(NamedTuple):
 
 def _are_entries(schedule: Schedule) -> Bools:
     """Return which slots take their turn in a lane: all but receives, which only post, and work inside others."""
-    return (schedule.work.resources[schedule.pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
+    return (schedule.work.resources[schedule.pieces] != RECEIVE) & (schedule.modes != SlotMode.INSIDE)
 
 
 def _number_nodes(schedule: Schedule, lane_order: Integers, inside: InsideSlots | None) -> _Nodes:
@@ -238,7 +237,7 @@ def _number_nodes(schedule: Schedule, lane_order: Integers, inside: InsideSlots 
     of_collective = np.full(len(collective_starts), _LACKING)
     of_collective[collectives] = len(alone) + np.arange(len(collectives))
     of_piece[members] = of_collective[collective_of[members]]
-    receives = pieces[work.resources[pieces] == _RECEIVE]
+    receives = pieces[work.resources[pieces] == RECEIVE]
     of_piece[receives] = of_piece[receives - 1]  # A piece that needs the receive waits for the send.
     return _Nodes(alone, collectives, members, together, of_piece)
 
@@ -248,7 +247,7 @@ def _receives(schedule: Schedule, nodes: _Nodes, lane_order: Integers) -> tuple[
 
     Also the slot of each node's first receive, -1 without one, and the receives whose sends the schedule lacks.
     """
-    slots = np.flatnonzero(schedule.work.resources[schedule.pieces] == _RECEIVE)
+    slots = np.flatnonzero(schedule.work.resources[schedule.pieces] == RECEIVE)
     sends = nodes.of_piece[schedule.pieces[slots]]
     unsent = schedule.pieces[slots[sends == _LACKING]]
     slots, sends = slots[sends != _LACKING], sends[sends != _LACKING]
@@ -332,13 +331,13 @@ def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> 
 
 def _computed_pieces(schedule: Schedule, nodes: _Nodes, inside: InsideSlots | None) -> ComputedPieces:
     work = schedule.work
-    pieces = np.append(nodes.alone[work.resources[nodes.alone] == _COMPUTE], nodes.together)
+    pieces = np.append(nodes.alone[work.resources[nodes.alone] == COMPUTE], nodes.together)
     if inside is not None:
         pieces = np.append(pieces, np.unique(inside.pieces))
     _, places = np.unique(work.places[pieces], return_inverse=True)
     places = places.ravel()
     first_forwards = np.full(int(places.max(initial=-1)) + 1, -1)
-    is_first = (work.kinds[pieces] == KIND_NUMBERS[ActionKind.FORWARD]) & (work.pieces.parts[pieces] <= 0)
+    is_first = (work.kinds[pieces] == FORWARD) & (work.pieces.parts[pieces] <= 0)
     first_forwards[places[is_first]] = np.flatnonzero(is_first)
     return ComputedPieces(pieces, nodes.of_piece[pieces], places, first_forwards)
 

@@ -16,14 +16,12 @@ from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.inside_slots import NO_CARRIER
 from multimodal.schedule.list_schedule import split_units
-from multimodal.values.action import ActionKind, Place
+from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Bools, Integers, row_starts
 from multimodal.values.parts.cuts import SegmentCut
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
-
-_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
+from multimodal.values.work.step_work import FORWARD, INPUT_GRADIENT, REDUCTION, WEIGHT_GRADIENT, StepWork, step_work
 
 
 class Parts(NamedTuple):
@@ -135,7 +133,7 @@ def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dic
     keys = keys[np.diff(keys, prepend=-1) > 0]
     pieces, starts = np.unique(keys // size, return_index=True)
     halves = [tuple(row.tolist()) for row in np.split(keys % size, starts[1:])] if len(pieces) else []
-    columns = work.computed_stages[pieces], work.microbatches[pieces], work.kinds[pieces] == _FORWARD
+    columns = work.computed_stages[pieces], work.microbatches[pieces], work.kinds[pieces] == FORWARD
     found: dict[Place, dict[bool, tuple[int, ...]]] = defaultdict(dict)
     for stage, microbatch, is_forward, at in zip(*(column.tolist() for column in columns), halves, strict=True):
         unit, replica, index = work.stages[stage]
@@ -173,7 +171,7 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
 def reduced_units(shape: StepShape, costs: StepCosts) -> frozenset[str]:
     """Return the units whose reductions take time, which other computations can hide."""
     work = step_work(shape)
-    reductions = np.flatnonzero(work.kinds == _REDUCTION)
+    reductions = np.flatnonzero(work.kinds == REDUCTION)
     takes_time = costs.of_pieces(work, reductions).seconds > 0
     return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
 
@@ -182,7 +180,7 @@ def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> Bools:
     """Return [num_computed] True for these units' computations, and for all weight gradients except those that wait in `last`."""
     work = schedule.work
     is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
-    found: Bools = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
+    found: Bools = is_unit[work.computed_stages] | (work.kinds == WEIGHT_GRADIENT)
     found[last.waiting] = False
     return found
 
@@ -196,7 +194,7 @@ def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_
     """
     shape, work = schedule.shape, schedule.work
     is_split = np.zeros(len(work.stages), bool)
-    is_split[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
+    is_split[work.computed_stages[work.kinds == WEIGHT_GRADIENT]] = True
     groups = [(is_split, {lane}) for lane in range(schedule.num_lanes)]
     if unit is not None:
         groups = []
@@ -226,8 +224,8 @@ class _LaneOrder(NamedTuple):
         pieces = schedule.lane_pieces(lane)
         pieces = pieces[is_wanted[schedule.work.computed_stages[pieces]]]
         kinds = schedule.work.kinds[pieces]
-        num_over = np.cumsum(kinds == _INPUT_GRADIENT)[kinds == _FORWARD]
-        return cls(pieces[kinds == _FORWARD], pieces[kinds == _INPUT_GRADIENT], num_over)
+        num_over = np.cumsum(kinds == INPUT_GRADIENT)[kinds == FORWARD]
+        return cls(pieces[kinds == FORWARD], pieces[kinds == INPUT_GRADIENT], num_over)
 
     @property
     def most_in_flight(self) -> int:
@@ -258,9 +256,3 @@ def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
                     weights = backwards[np.argsort(position[backwards])] + 1
                     found.append(np.stack((np.full(len(weights) - 1, weights[-1]), weights[:-1])))
     return Waits(*np.concatenate(found, axis=1))
-
-
-_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _REDUCTION = (
-    KIND_NUMBERS[kind]
-    for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
-)

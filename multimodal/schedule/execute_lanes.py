@@ -19,7 +19,7 @@ from multimodal.values.arrays.rows import Bools, Floats, Integers, row_starts, t
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, RESOURCE_NUMBERS, StepWork, step_work
+from multimodal.values.work.step_work import BACKWARD, COMPUTE, KINDS, RESOURCE_NUMBERS, StepWork, step_work
 
 
 def unit_cost(action: Action, shape: StepShape) -> int:
@@ -55,7 +55,7 @@ def unit_costs(shape: StepShape) -> Integers:
             if like not in known:
                 known[like] = unit_cost(Action(ActionKind.BACKWARD, unit, replica, stage, 0), shape)
             number = pieces.first_stage + stage * pieces.has_backward.shape[1] + replica
-            costs[number, KIND_NUMBERS[ActionKind.BACKWARD]] = known[like]
+            costs[number, BACKWARD] = known[like]
     of_pieces: Integers = costs[work.computed_stages, work.kinds]
     of_pieces[work.pieces.is_range] = 1
     return of_pieces
@@ -208,7 +208,7 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
     """
     work = schedule.work
     is_own = np.array([name == unit for name, _, _ in work.stages], bool)[work.computed_stages]
-    computes = work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]
+    computes = work.resources[: work.num_computed] == COMPUTE
     kept, others = (is_own & computes)[schedule.pieces], np.flatnonzero(~is_own & computes)
     num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
     times = run_without_messages(

@@ -15,11 +15,10 @@ from multimodal.schedule.encoder_ranges import Parts, PlacedParts, Waits, count_
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, PieceCollectives, shared_encoders
 from multimodal.schedule.list_schedule import place_reductions
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, step_work
+from multimodal.values.work.step_work import BACKWARD, FORWARD, REDUCTION, WEIGHT_GRADIENT, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percentages of an encoder's computation that may exceed a bubble; the one with the shortest step is taken."""
@@ -32,10 +31,6 @@ MOST_SEGMENTS = 60_000
 """Most segments of encoders that are placed one by one, over as many pipelines as possible; pipelines that are alike count
 once."""
 _NANOSECONDS = 1e9
-_FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _REDUCTION = (
-    KIND_NUMBERS[kind]
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
-)
 
 
 class Movable(NamedTuple):
@@ -152,7 +147,7 @@ class _Filling:
     def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
         """Take durations of computations, delays of messages and waits of work that keeps its order, in nanoseconds."""
         work = self.work
-        is_asked = work.kinds != _REDUCTION
+        is_asked = work.kinds != REDUCTION
         if lanes is not None:
             is_asked &= np.isin(work.first_lanes, list(lanes))[work.computed_stages]
         computed, messages = np.flatnonzero(is_asked), np.flatnonzero(is_asked[work.message_ends[1]])
@@ -228,7 +223,7 @@ class _Filling:
         whole = self.piece_of_part[pieces]
         carriers = np.where(lanes.carriers < 0, -1, whole[lanes.carriers])
         first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
-        boundaries = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
+        boundaries = np.where(self.work.kinds[pieces] == FORWARD, first, end)
         columns = PlacedParts(whole, pieces - self.parts.first[whole], boundaries, carriers, lanes.waits)
         lane_starts, slots = group_rows(of_piece, ordered, filled.num_lanes)
         rows = zip(*(np.split(column[slots], lane_starts[1:-1]) for column in columns), strict=True)
@@ -238,7 +233,7 @@ class _Filling:
     def pieces(self) -> Mapping[int, Integers]:
         """The first lane of each pipeline -> the computations of its lanes, ascending."""
         pipelines = connected_lanes(self.cut)
-        pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
+        pieces = np.flatnonzero(self.work.kinds != REDUCTION)
         owners = component_of_lane(self.cut)[self.work.first_lanes][self.work.computed_stages[pieces]]
         ends = np.cumsum(np.bincount(owners, minlength=len(pipelines)))
         rows = np.split(pieces[np.argsort(owners, kind="stable")], ends[:-1])
@@ -305,8 +300,8 @@ class _Filling:
         limits = self.limits[stages]
         is_limited = self.fills[whole] & (limits >= 0)[stage_of_piece]
         parts = pieces - self.parts.first[whole]
-        begins = is_limited & (kinds == _FORWARD) & (parts == 0)
-        is_last = (kinds == _WEIGHT_GRADIENT) | ((kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1))
+        begins = is_limited & (kinds == FORWARD) & (parts == 0)
+        is_last = (kinds == WEIGHT_GRADIENT) | ((kinds == BACKWARD) & (parts == self.parts.counts[whole] - 1))
         ends = is_limited & is_last
         return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
 

@@ -16,19 +16,18 @@ import numpy as np
 from multimodal.cost.pieces.tensor_parallel_waits import Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.values.action import Action, Resource, SegmentRange
+from multimodal.values.action import Action, SegmentRange
 from multimodal.values.arrays.rows import Bools, Floats, Integers, group_rows, row_numbers, row_starts
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
+from multimodal.values.work.step_work import COMPUTE, StepWork
 
-_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 NO_CARRIER = -1
 
 
 def carrier_slots(schedule: Schedule, slots: Integers) -> Integers:
     """Return the slot of the next computation in line after each slot, in its lane; `NO_CARRIER`: none."""
-    is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == _COMPUTE)
+    is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == COMPUTE)
     carriers = np.append(np.flatnonzero(is_carrier), len(schedule.pieces))
     found = carriers[np.searchsorted(carriers, slots)]
     lanes = np.append(schedule.lane_of_slot, -1)

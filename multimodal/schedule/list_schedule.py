@@ -13,16 +13,14 @@ from multimodal.references.list_schedule import HAS_GRADIENT, HAS_WEIGHT_GRADIEN
 from multimodal.references.list_schedule import list_schedule as reference
 from multimodal.schedule.execute_lanes import execute_lanes, unit_costs
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers
 from multimodal.values.parts.cuts import StageKey, StageSplit
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
+from multimodal.values.work.step_work import BACKWARD, FORWARD, INPUT_GRADIENT, REDUCTION, WEIGHT_GRADIENT, StepWork, step_work
 
-_FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
-_GRADIENTS = [KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.INPUT_GRADIENT]]
-_REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+_GRADIENTS = [BACKWARD, INPUT_GRADIENT]
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def list_schedule(shape: StepShape, policy: Policy) -> Schedule:
 
 def forwards_first(work: StepWork) -> Integers:
     """Return the phases of a schedule whose lanes run all forwards before any backward, [num_computed]."""
-    return (work.kinds != _FORWARD).astype(np.int64)
+    return (work.kinds != FORWARD).astype(np.int64)
 
 
 def split_units(shape: StepShape, units: Collection[str]) -> StepShape:
@@ -110,7 +108,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
 def _reductions(work: StepWork) -> tuple[Integers, Integers]:
     """Return the lane and the piece of every reduction, lane after lane, in the order that all lanes follow."""
-    pieces = np.flatnonzero(work.kinds == _REDUCTION)
+    pieces = np.flatnonzero(work.kinds == REDUCTION)
     stages = work.computed_stages[pieces]
     is_idle = np.array([unit.counted.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
     units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
@@ -136,7 +134,7 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
 def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:
     """Sort a step's computations by urgency and link them: their numbers, and the kernel's arguments (csrc/list_schedule.h)."""
     work = step_work(shape)
-    chosen = np.flatnonzero(work.kinds != _REDUCTION)
+    chosen = np.flatnonzero(work.kinds != REDUCTION)
     listed = chosen[_by_urgency(work, chosen, policy)]
     flags = _flags(work, listed)
     lane_starts, lanes = work.lanes_of(listed)
@@ -204,8 +202,8 @@ def link_actions(
 def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
     kinds = work.kinds[chosen]
     urgency = np.full(len(chosen), 2)
-    urgency[kinds == _FORWARD] = 1 if policy.forwards_go_first else 3
-    urgency[kinds == _WEIGHT_GRADIENT] = 4
+    urgency[kinds == FORWARD] = 1 if policy.forwards_go_first else 3
+    urgency[kinds == WEIGHT_GRADIENT] = 4
     if policy.urgent:
         first = [work.computed_numbers[action] for action in policy.urgent if action in work.computed_numbers]
         urgency[np.isin(chosen, first)] = 0
@@ -219,7 +217,7 @@ def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:
 
 def _flags(work: StepWork, listed: Integers) -> Bytes:
     kinds, places = work.kinds[listed], work.places[listed]
-    is_forward, is_gradient, is_weight = kinds == _FORWARD, np.isin(kinds, _GRADIENTS), kinds == _WEIGHT_GRADIENT
+    is_forward, is_gradient, is_weight = kinds == FORWARD, np.isin(kinds, _GRADIENTS), kinds == WEIGHT_GRADIENT
     has_gradient, has_weight = np.zeros((2, int(places.max(initial=0)) + 1), bool)
     has_gradient[places[is_gradient]] = has_weight[places[is_weight]] = True
     has_gradient, has_weight = has_gradient[places], has_weight[places]

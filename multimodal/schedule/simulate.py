@@ -14,12 +14,12 @@ from multimodal.schedule.compile_schedule import CompiledSchedule, compile_sched
 from multimodal.schedule.execute_lanes import UnitCosts
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, NodeKind, simulate_events
-from multimodal.values.action import ActionKind, Place
+from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Floats, Integers, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.timeline import Timeline, TimelineEvent
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
+from multimodal.values.work.step_work import REDUCTION, StepWork
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     pipeline_end = computed_at[compiled.component_of_lane[lanes[is_last]]]
     after = float(np.sum(iteration_seconds - pipeline_end))
     collectives = compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]
-    reduces = bool((compiled.schedule.work.kinds[collectives] == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]).any())
+    reduces = bool((compiled.schedule.work.kinds[collectives] == REDUCTION).any())
     num_idle_lanes = num_lanes - int(is_last.sum())
     seconds = {
         "dp_all_gather": float(gathering.sum()),

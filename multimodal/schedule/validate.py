@@ -8,13 +8,11 @@ from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.validate_inside import validate_inside
-from multimodal.values.action import Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import Action, ActionKind, action_to_text
 from multimodal.values.arrays.rows import Integers, linked_groups, order_by, row_starts, take_rows
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
-
-_COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
+from multimodal.values.work.step_work import COMPUTE, RECEIVE, SEND, StepWork
 
 
 def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, options: RunOptions | None = None) -> None:
@@ -103,7 +101,7 @@ class _SlotOrder:
     def check_needs(self) -> None:
         """Check that an action's needs never come after it in the same lane; a receive's may, since it only posts."""
         schedule = self.schedule
-        slots = np.flatnonzero(self.work.resources[schedule.pieces] != _RECEIVE)
+        slots = np.flatnonzero(self.work.resources[schedule.pieces] != RECEIVE)
         starts, needed = take_rows(*self.work.needs_in(lowered=schedule.lowered), schedule.pieces[slots])
         slots = np.repeat(slots, np.diff(starts))
         wrong = np.flatnonzero(self.slots_of(needed, schedule.lane_of_slot[slots]) > slots)
@@ -120,7 +118,7 @@ class _SlotOrder:
         need_starts, needs = self.work.needs_in(lowered=schedule.lowered)
         for slot in np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT).tolist():
             lane, piece = int(schedule.lane_of_slot[slot]), int(schedule.pieces[slot])
-            if self.work.resources[piece] != _COMPUTE:
+            if self.work.resources[piece] != COMPUTE:
                 raise self._error(piece, "not a filler: only computations fill; run it by itself", {lane: slot})
             later = self._up_to_carrier(slot, int(schedule.lane_starts[lane + 1]))
             if not later:
@@ -135,12 +133,12 @@ class _SlotOrder:
         """Return the pieces after a filler that may run before it, the carrier last; empty if there is no carrier."""
         pieces, resources, modes = self.schedule.pieces, self.work.resources, self.schedule.modes
         later = [each for each in range(slot + 1, end) if modes[each] != SlotMode.FILLS_WAIT]
-        carrier = next((each for each in later if not modes[each] and resources[pieces[each]] == _COMPUTE), -1)
+        carrier = next((each for each in later if not modes[each] and resources[pieces[each]] == COMPUTE), -1)
         return [int(pieces[each]) for each in later if each <= carrier]
 
     def check_messages(self) -> None:
         """Check that every lane posts its receives from every other lane in the order of that lane's sends."""
-        (sent_pairs, sends), (received_pairs, receives) = (self._by_pair(resource) for resource in (_SEND, _RECEIVE))
+        (sent_pairs, sends), (received_pairs, receives) = (self._by_pair(resource) for resource in (SEND, RECEIVE))
         messages = [(self.schedule.pieces[slots] - self.work.num_computed) // 2 for slots in (sends, receives)]
         wrong = np.flatnonzero((sent_pairs != received_pairs) | (messages[0] != messages[1]))
         if not len(wrong):
@@ -160,11 +158,11 @@ class _SlotOrder:
         schedule, work = self.schedule, self.work
         slots = np.flatnonzero(work.resources[schedule.pieces] == resource)
         producers, consumers = work.message_ends
-        others = consumers if resource == _SEND else producers
+        others = consumers if resource == SEND else producers
         starts, other_lanes = work.lanes_of(others[(schedule.pieces[slots] - work.num_computed) // 2])
         slots = np.repeat(slots, np.diff(starts))
         lanes = schedule.lane_of_slot[slots], other_lanes
-        source, target = lanes if resource == _SEND else lanes[::-1]
+        source, target = lanes if resource == SEND else lanes[::-1]
         pairs = source * schedule.num_lanes + target
         in_order = order_by(source, target)
         return pairs[in_order], slots[in_order]
@@ -195,7 +193,7 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
     lane = min(stuck)
     piece = int(schedule.lane_pieces(lane)[stuck[lane]])
     needed = needs[need_starts[piece] : need_starts[piece + 1]].tolist()
-    sources = [int(needs[need_starts[need]]) if work.resources[need] == _RECEIVE else need for need in needed]
+    sources = [int(needs[need_starts[need]]) if work.resources[need] == RECEIVE else need for need in needed]
     unmet = [work.actions[source] for source in sources if not execution.is_done[source]]
     awaited = ", ".join(map(action_to_text, unmet[:3])) or "the other lanes that do it together"
     problem = f"deadlock: lane {lane} waits in it for {awaited}; each of these lanes waits for another, so reorder one of them"
@@ -206,7 +204,7 @@ def _messages_wait_for_nothing(schedule: Schedule) -> bool:
     """Return True if every send comes right behind its producer, with only messages between them."""
     work, pieces = schedule.work, schedule.pieces
     last_computed = np.maximum.accumulate(np.where(pieces < work.num_computed, np.arange(len(pieces)), 0))
-    sends = np.flatnonzero(work.resources[pieces] == _SEND)
+    sends = np.flatnonzero(work.resources[pieces] == SEND)
     producers = work.message_ends[0][(pieces[sends] - work.num_computed) // 2]
     return np.array_equal(pieces[last_computed[sends]], producers)
 
@@ -251,7 +249,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
     is_circular = np.bincount(circles)[circles] > 1
     if not is_circular.any():
         return
-    is_message = work.resources[schedule.pieces] == _RECEIVE
+    is_message = work.resources[schedule.pieces] == RECEIVE
     first = int(np.flatnonzero(is_circular[together] & is_message)[0])
     inside = np.flatnonzero(circles[together] == circles[together[first]])
     stuck = {int(lanes[slot]): int(slot - schedule.lane_starts[lanes[slot]]) for slot in inside[::-1]}

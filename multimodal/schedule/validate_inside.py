@@ -10,12 +10,11 @@ from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, InsideSlots, PieceCollectives, own_waits
-from multimodal.values.action import Resource, action_to_text
+from multimodal.values.action import action_to_text
 from multimodal.values.arrays.rows import Bools, row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error
-from multimodal.values.work.step_work import KINDS, RESOURCE_NUMBERS
+from multimodal.values.work.step_work import COMPUTE, KINDS
 
-_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 _FEWEST_COLLECTIVES = replace(MOST_COLLECTIVES, recompute=None, sequence_parallel=False)
 
 
@@ -49,7 +48,7 @@ class _Checks:
         """Check that computations run in those of another unit whose place is not cut: ranges of segments report no waits."""
         inside, work = self.inside, self.work
         no_computation = "not a computation: only computations run inside others; run it by itself"
-        self._refuse(work.resources[inside.pieces] != _COMPUTE, lambda _: no_computation)
+        self._refuse(work.resources[inside.pieces] != COMPUTE, lambda _: no_computation)
         no_carrier = "no carrier: a computation must follow it in its lane"
         self._refuse(inside.carrier_slots == NO_CARRIER, lambda _: no_carrier)
         own, carriers = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (inside.pieces, inside.carriers))

@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from multimodal.kernels import kernels
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Floats, Integers
-from multimodal.values.work.step_work import KIND_NUMBERS
+from multimodal.values.work.step_work import FORWARD
 
 Seconds = Sequence[Sequence[float]]
 """[num_virtual_stages][num_microbatches + 1]: the duration of each microbatch; the last column is for unknown microbatches."""
@@ -41,7 +40,7 @@ def pipeline_steps(num_stages: int, num_chunks: int, num_microbatches: int) -> t
         queue = deque(_one_f_one_b(stage, num_stages, num_microbatches))
         if num_chunks > 1:
             order = interleaved_order(stage, num_stages=num_stages, chunks=num_chunks, num_microbatches=num_microbatches)
-            columns = (order.kinds == KIND_NUMBERS[ActionKind.FORWARD], order.chunks * num_stages + stage, order.microbatches)
+            columns = (order.kinds == FORWARD, order.chunks * num_stages + stage, order.microbatches)
             queue = deque(map(PipelineStep, *(column.tolist() for column in columns)))
         waiting.append(queue)
     done: dict[PipelineStep, None] = {}

@@ -10,11 +10,11 @@ import numpy as np
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.stage_costs import COMPUTATIONS, StageCosts
-from multimodal.cost.stage_layers import StageKey
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.unit_load import ComputedLoad, UnitLoad
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.work.step_work import KINDS, StepWork
 
 _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -1 for kind in KINDS])

@@ -13,12 +13,13 @@ from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, comput
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
-from multimodal.cost.stage_layers import StageKey, StageLayers
+from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
 from multimodal.cost.unit_load import ComputedLoad
 from multimodal.values.action import BACKWARDS, Action, ActionKind, LayerRange
 from multimodal.values.arrays.rows import Bools, Floats
 from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.parts.cuts import StageKey
 
 COMPUTATIONS = (ActionKind.FORWARD, *BACKWARDS)
 """Kinds of computations, in the order of `StageCosts.computations`."""

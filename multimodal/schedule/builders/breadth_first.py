@@ -8,13 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
+from multimodal.values.work.step_work import FORWARD, StepWork
 
 
 def build_gpipe(shape: StepShape) -> Schedule:
@@ -48,7 +47,7 @@ def _rank(work: StepWork, *, shape: StepShape) -> tuple[Integers, ...]:
     first, last = (work.pieces.of_microbatches({unit: ends[end] for unit, ends in served.items()}) for end in (0, 1))
     unit = work.pieces.unit_of_stage[work.computed_stages]
     stage = work.pieces.index_of_stage[work.computed_stages]
-    is_forward = work.kinds == KIND_NUMBERS[ActionKind.FORWARD]
+    is_forward = work.kinds == FORWARD
     is_upstream = unit < shape.graph.unit_names.index(shape.graph.backbone.name)
     after, before = (
         integers(of_stage.get(key, 0) for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)

@@ -6,15 +6,13 @@ import numpy as np
 
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchCounts
 from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
+from multimodal.values.work.step_work import FORWARD, StepWork
 
-_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 PHASES = 3
 """Phases of a round: encoder forwards; the LLM and the generators; encoder backwards."""
 
@@ -74,7 +72,7 @@ def _phases(work: StepWork, *, routes: RouteEnds, num_rounds: int) -> Integers:
         forward[unit] = -_rising(-before[::-1], units[unit].counted, is_reversed=True)[::-1]
         backward[unit] = np.where(after < 0, last - 1, after) + 1
     of_pieces = map(work.pieces.of_microbatches, (forward, backward))
-    return np.where(work.kinds == _FORWARD, *of_pieces).astype(np.int64)
+    return np.where(work.kinds == FORWARD, *of_pieces).astype(np.int64)
 
 
 def _rising(phases: Integers, counted: MicrobatchCounts, *, is_reversed: bool = False) -> Integers:

@@ -22,14 +22,14 @@ from multimodal.schedule.encoder_ranges import (
 )
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.list_schedule import Policy, list_schedule
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, StepWork, step_work
+from multimodal.values.work.step_work import BACKWARD, FORWARD, KINDS, StepWork, step_work
 
 
 class Order(NamedTuple):
@@ -46,9 +46,6 @@ def num_chunks(replica: Replica) -> int:
     """Return the layer ranges per stage if all stages have equally many; else 0."""
     counts = {len(stage.layer_ranges) for stage in replica.stages}
     return counts.pop() if len(counts) == 1 else 0
-
-
-_FORWARD, _BACKWARD = (KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
 
 
 def build_interleaved_1f1b(shape: StepShape) -> Schedule:
@@ -129,8 +126,8 @@ def interleaved_order(stage_index: int, *, num_stages: int, chunks: int, num_mic
     chunk, microbatch = np.divmod(np.arange(chunks * num_microbatches), max(1, num_microbatches))
     in_turn = np.argsort(groups[microbatch] * chunks + chunk, kind="stable")
     chunk, microbatch = chunk[in_turn], microbatch[in_turn]
-    forwards = np.stack((np.full_like(chunk, _FORWARD), chunk, microbatch))
-    backwards = np.stack((np.full_like(chunk, _BACKWARD), chunks - 1 - chunk, microbatch))
+    forwards = np.stack((np.full_like(chunk, FORWARD), chunk, microbatch))
+    backwards = np.stack((np.full_like(chunk, BACKWARD), chunks - 1 - chunk, microbatch))
     num_warmup = min(_num_warmup(stage_index, num_stages, chunks, num_microbatches), len(chunk))
     num_steady = len(chunk) - num_warmup
     steady = np.stack((forwards[:, num_warmup:], backwards[:, :num_steady]), axis=2).reshape(3, -1)
@@ -162,7 +159,7 @@ def _num_buffered(replica: Replica) -> int:
 def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
     """Return the most microbatches in flight in the first chunk of the first stage."""
     order = interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
-    changes = np.where(order.kinds == _FORWARD, 1, -1)[order.chunks == 0]
+    changes = np.where(order.kinds == FORWARD, 1, -1)[order.chunks == 0]
     return int(changes.cumsum().max(initial=1))
 
 
@@ -174,7 +171,7 @@ def _orders_of_stage(
     order = interleaved_order(stage_index, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
     if is_exact:
         return (order,)
-    return tuple(Order(*(column[order.kinds == kind] for column in order)) for kind in (_FORWARD, _BACKWARD))
+    return tuple(Order(*(column[order.kinds == kind] for column in order)) for kind in (FORWARD, BACKWARD))
 
 
 def _chain_orders(shape: StepShape) -> Iterator[Integers]:
@@ -198,7 +195,7 @@ def _chain_orders(shape: StepShape) -> Iterator[Integers]:
             actions = (
                 Action(KINDS[kind], unit, replica, stage, microbatch)
                 for kind, chunk, microbatch in zip(*(column.tolist() for column in order), strict=True)
-                for unit, stage in positions[chunk * num_lanes + lane][:: 1 if kind == _FORWARD else -1]
+                for unit, stage in positions[chunk * num_lanes + lane][:: 1 if kind == FORWARD else -1]
             )
             yield integers(numbers[action] for action in actions if action in numbers)
 

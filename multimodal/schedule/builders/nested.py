@@ -15,15 +15,13 @@ from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import component_of_lane
 from multimodal.schedule.execute_lanes import execute_unit
 from multimodal.schedule.list_schedule import place_reductions
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.pieces import UnitPieces
-from multimodal.values.work.step_work import KIND_NUMBERS, step_work
+from multimodal.values.work.pieces import REDUCTION, UnitPieces
+from multimodal.values.work.step_work import step_work
 
-_REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _SHORTEST_SECONDS = 1e-9
 """Seconds that a computation of the LLM counts at least, so that no two of one lane begin at the same moment."""
 _NEEDED_FORWARD, _BACKWARD, _GENERATOR_FORWARD, _GENERATOR_BACKWARD, _FORWARD = range(5)
@@ -50,7 +48,7 @@ def build_nested(shape: StepShape, costs: StepCosts) -> Schedule:
     `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them in memory.
     """
     work = step_work(shape)
-    computed = np.flatnonzero(work.kinds != _REDUCTION)
+    computed = np.flatnonzero(work.kinds != REDUCTION)
     ordered = computed[np.lexsort(_Pauses(shape, costs).keys[:, computed][::-1])]
     starts, lanes = work.lanes_of(ordered)
     by_lane = np.argsort(lanes, kind="stable")
@@ -73,7 +71,7 @@ class _Pauses:
         self.shape, self.work = shape, step_work(shape)
         self.units, self.llm = self.work.pieces.units, self.work.pieces.units[shape.graph.backbone.name]
         # When each computation of the LLM would start and end if nothing else took time; 0 for others.
-        llm, computed = shape.graph.backbone.name, np.flatnonzero(self.work.kinds != _REDUCTION)
+        llm, computed = shape.graph.backbone.name, np.flatnonzero(self.work.kinds != REDUCTION)
         in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
         seconds = np.full(self.work.num_computed, _SHORTEST_SECONDS)
         seconds[computed] = np.maximum(_SHORTEST_SECONDS, costs.of_pieces(self.work, computed).seconds)

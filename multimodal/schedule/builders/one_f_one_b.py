@@ -13,13 +13,12 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, linked_groups
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, step_work
+from multimodal.values.work.step_work import FORWARD, step_work
 
 
 def build_one_f_one_b(shape: StepShape, *, memory_factor: float = 1.0) -> Schedule:
@@ -167,7 +166,6 @@ def _spans(shape: StepShape, unit: str, depth: int) -> list[int]:
     return (num_started - num_done).max(axis=1, initial=0).tolist()
 
 
-_FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 MEMORY_SHARE = 0.9
 """Share of a rank's memory that may be used, which is also the planners' default."""
 FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
@@ -226,7 +224,7 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
 def kept_by_stage(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
     """Yield each stage that has microbatches, with the bytes per rank that each of them keeps there."""
     work = step_work(shape)
-    forwards = np.flatnonzero(work.kinds == _FORWARD)
+    forwards = np.flatnonzero(work.kinds == FORWARD)
     kept, stages = costs.kept_bytes(work, forwards), work.computed_stages[forwards]
     order = np.argsort(stages, kind="stable")
     numbers, starts = np.unique(stages[order], return_index=True)

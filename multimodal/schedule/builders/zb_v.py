@@ -7,13 +7,12 @@ import numpy as np
 from multimodal.schedule.builders.interleaved_1f1b import Order, num_chunks, ordered_pieces, stages_that_share
 from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_counts, stage_limits, storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
-from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, step_work
+from multimodal.values.work.step_work import FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, step_work
 
 
 def build_zb_v(shape: StepShape) -> Schedule:
@@ -78,8 +77,7 @@ def is_folded(replica: Replica) -> bool:
 @lru_cache(maxsize=256)
 def _orders_of_stage(stage_index: int, num_stages: int, _: int, num_microbatches: int) -> tuple[Order]:
     """Return the order of one stage as published with the paper; with fewer than 2 P - 1 microbatches the rest is left out."""
-    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-    forward, gradient, weight = map(KIND_NUMBERS.__getitem__, kinds)
+    forward, gradient, weight = FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
     num_full, num_left = max(2 * num_stages - 1, num_microbatches), num_stages - stage_index
     steady = [(gradient, 0), (weight, 0), (forward, 1), (gradient, 1), (weight, 1)]
     steps = [

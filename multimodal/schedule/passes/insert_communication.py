@@ -5,13 +5,10 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import check_expert_groups
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.action import Resource
 from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
-from multimodal.values.work.step_work import RESOURCE_NUMBERS
-
-_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
+from multimodal.values.work.step_work import COMPUTE
 
 
 def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> Schedule:
@@ -75,7 +72,7 @@ def with_messages(schedule: Schedule, messages: Integers, *, starts: Integers, a
 def _ticks(schedule: Schedule, costs: StepCosts) -> Floats:
     """[num_computed] durations in whole nanoseconds, which add up without rounding; collectives run beside their lanes."""
     work, ticks = schedule.work, np.ones(schedule.work.num_computed)
-    computed = np.flatnonzero(work.resources[: work.num_computed] == _COMPUTE)
+    computed = np.flatnonzero(work.resources[: work.num_computed] == COMPUTE)
     ticks[computed] += np.rint(costs.of_pieces(work, computed).seconds * 1e9)
     return ticks
 

@@ -10,9 +10,7 @@ from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Bools, Integers, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, step_work
-
-_BACKWARD, _REDUCTION = KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+from multimodal.values.work.step_work import BACKWARD, GATHER, REDUCTION, step_work
 
 
 def reduce_by_layer(schedule: Schedule) -> Schedule:
@@ -33,12 +31,12 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
 def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]] | None = None) -> Schedule:
     """Cut the whole reductions of these (unit, virtual stage), by default of all, if all of them can be cut."""
     shape, work, pieces, lanes = schedule.shape, schedule.work, schedule.pieces, schedule.lane_of_slot
-    slots = np.flatnonzero(work.kinds[pieces] == _REDUCTION)
+    slots = np.flatnonzero(work.kinds[pieces] == REDUCTION)
     first, reduced = slots - work.pieces.parts[pieces[slots]], work.computed_stages[pieces[slots]]
     num_microbatches, last = np.zeros(work.pieces.num_stages, np.int64), np.full(work.pieces.num_stages, -1)
     np.maximum.at(num_microbatches, work.computed_stages, 1 + work.microbatches)
     is_last = work.microbatches == num_microbatches[work.computed_stages] - 1
-    ends = np.flatnonzero(is_last & (work.kinds == _BACKWARD) & ~work.pieces.is_range)
+    ends = np.flatnonzero(is_last & (work.kinds == BACKWARD) & ~work.pieces.is_range)
     np.maximum.at(last, work.computed_stages[ends], ends)  # of sample subsets, the last one
     follows = (first > 0) & (lanes[first - 1] == lanes[slots]) & (pieces[first - 1] == last[reduced])
     is_alone = (first < 2) | (lanes[first - 2] != lanes[slots])  # a filler of the backward may be a need of the reduction
@@ -74,7 +72,7 @@ def _with_parts(schedule: Schedule, aimed: StepShape, slots: Integers, *, firsts
     """
     old, new = schedule.work, step_work(aimed)
     reduced = np.array([(unit, stage) in aimed.cuts.reduced_by_layer for unit, _, stage in old.stages], bool)
-    is_old, is_new = ((work.kinds == _REDUCTION) & reduced[work.computed_stages] for work in (old, new))
+    is_old, is_new = ((work.kinds == REDUCTION) & reduced[work.computed_stages] for work in (old, new))
     numbers, parts = np.full(old.num_computed, -1), np.flatnonzero(is_new)
     numbers[~is_old] = np.flatnonzero(~is_new)
     counts = np.bincount(new.computed_stages[parts], minlength=old.pieces.num_stages)
@@ -124,7 +122,7 @@ def gather_parameters(schedule: Schedule) -> Schedule:
         return schedule
     shape = schedule.shape.with_cuts(replace(schedule.shape.cuts, gathers_parameters=True))
     work = step_work(shape)
-    is_gather = work.kinds == KIND_NUMBERS[ActionKind.GATHER_PARAMETERS]
+    is_gather = work.kinds == GATHER
     gathers = np.flatnonzero(is_gather)
     if not len(gathers):
         return schedule

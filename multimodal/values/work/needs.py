@@ -5,15 +5,13 @@ from functools import cache
 
 import numpy as np
 
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, take_rows
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.work.pieces import KIND_NUMBERS, Pieces, UnitPieces
+from multimodal.values.work.pieces import Pieces, UnitPieces
 
 _Needs = tuple[Integers, Integers]
 """Pieces, and for each of them one piece that it needs."""
-_WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 
 
 def piece_needs(pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> tuple[Integers, Integers]:

@@ -17,8 +17,8 @@ from multimodal.values.shape import StepShape
 KINDS = tuple(ActionKind)
 """The kind of action for each kind number."""
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = (KIND_NUMBERS[ActionKind(letter)] for letter in "FBIW")
-_GATHER, _REDUCTION = KIND_NUMBERS[ActionKind.GATHER_PARAMETERS], KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = (KIND_NUMBERS[ActionKind(letter)] for letter in "FBIW")
+GATHER, REDUCTION = KIND_NUMBERS[ActionKind.GATHER_PARAMETERS], KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _WHOLE = -1
 AnyPlace = TypeVar("AnyPlace", Place, MicrobatchPlace)
 
@@ -210,7 +210,7 @@ class Pieces:
         self.replica_of_stage: Integers = np.concatenate([np.tile(np.arange(u.sizes.shape[1]), len(u.sizes)) for u in grids])
         self.index_of_stage: Integers = np.concatenate([np.repeat(np.arange(len(u.sizes)), u.sizes.shape[1]) for u in grids])
         """[num_stages] virtual stage."""
-        self.kinds: Bytes = np.full(first_piece, _WEIGHT_GRADIENT, np.uint8)
+        self.kinds: Bytes = np.full(first_piece, WEIGHT_GRADIENT, np.uint8)
         self.microbatches: Integers = np.full(first_piece, -1)
         self.parts: Integers = np.full(first_piece, _WHOLE)
         """[num_pieces] sample subsets of backwards, ranges of segments in the order in which they run, parts of reductions."""
@@ -220,31 +220,31 @@ class Pieces:
     def _fill(self, unit: UnitPieces) -> None:
         index = unit.counted.index_in_replica
         forward = unit.forward[unit.is_there]
-        self.kinds[forward] = _FORWARD
+        self.kinds[forward] = FORWARD
         self.microbatches[forward] = np.broadcast_to(index, unit.forward.shape)[unit.is_there]
         for stage, microbatch in np.argwhere((unit.num_forwards > 1) & unit.is_there).tolist() if unit.is_cut else ():
             ranges = slice(int(unit.forward[stage, microbatch]), int(unit.last_forward[stage, microbatch]) + 1)
-            self.kinds[ranges] = _FORWARD
+            self.kinds[ranges] = FORWARD
             self.microbatches[ranges] = index[microbatch]
             self.parts[ranges] = np.arange(ranges.stop - ranges.start)
         found = unit.gradients
         is_split = unit.is_split[found.stages, found.microbatches]
-        self.kinds[found.pieces] = np.where(is_split, _INPUT_GRADIENT, _BACKWARD)
+        self.kinds[found.pieces] = np.where(is_split, INPUT_GRADIENT, BACKWARD)
         for pieces in (found.pieces, found.last_pieces):
             self.microbatches[pieces] = index[found.microbatches]
             self.parts[pieces] = found.parts
         for stage in np.flatnonzero(unit.trains.any(axis=1)).tolist():
             first, counts = (grid[stage][unit.trains[stage]] for grid in (unit.collective, unit.num_reductions))
-            self.kinds[first] = _GATHER
+            self.kinds[first] = GATHER
             for part in range(int(counts.max())):
                 pieces = first[counts > part] + unit.num_gathers + part
-                self.kinds[pieces] = _REDUCTION
+                self.kinds[pieces] = REDUCTION
                 self.parts[pieces] = part
 
     @cached_property
     def is_range(self) -> Bools:
         """[num_pieces] True for ranges of segments."""
-        found: Bools = (self.kinds == _FORWARD) & (self.parts >= 0)
+        found: Bools = (self.kinds == FORWARD) & (self.parts >= 0)
         for unit in self.units.values():
             found[unit.gradients.pieces[unit.gradients.num_ranges > 1]] = True
         return found
@@ -279,9 +279,9 @@ class Pieces:
         """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
         grid = self.units[unit]
         numbers = microbatches + grid.counted.microbatch_starts[replicas]
-        is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT_GRADIENT
+        is_forward, is_weight = kinds == FORWARD, kinds == WEIGHT_GRADIENT
         widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
-        is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
+        is_half = np.where(is_weight, widths > 1, splits == (kinds == INPUT_GRADIENT))
         is_whole = (grid.num_subsets[numbers] == 0) & (grid.num_backwards[stages, numbers] == 1)
         is_there = np.where(is_forward, grid.num_forwards[stages, numbers] == 1, (widths > 0) & is_whole & is_half)
         pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
@@ -322,11 +322,11 @@ class Pieces:
         if part < 0:
             return None
         unit, replica, index = self.stage_keys[stage]
-        if kind != _REDUCTION:
+        if kind != REDUCTION:
             cut = self.cuts.segments.get(Place(unit, replica, index, microbatch))
             if cut is None:
                 return SampleSubset(part)
-            return (cut.forwards if kind == _FORWARD else cut.backwards)[part]
+            return (cut.forwards if kind == FORWARD else cut.backwards)[part]
         return self._reductions(unit, replica, index)[part]
 
 

@@ -11,12 +11,23 @@ from multimodal.values.arrays.rows import Bools, Bytes, Integers, group_rows, ro
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
 from multimodal.values.work.needs import piece_needs
-from multimodal.values.work.pieces import KIND_NUMBERS, KINDS, Pieces
+from multimodal.values.work.pieces import (
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    INPUT_GRADIENT,
+    KIND_NUMBERS,
+    KINDS,
+    REDUCTION,
+    WEIGHT_GRADIENT,
+    Pieces,
+)
 
-__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "StepWork", "row_starts", "step_work", "take_rows"]
+__all__ = ["BACKWARD", "FORWARD", "GATHER", "INPUT_GRADIENT", "KINDS", "KIND_NUMBERS", "REDUCTION", "WEIGHT_GRADIENT", "StepWork"]
 
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
+COMPUTE, SEND, RECEIVE, COLLECTIVE = RESOURCE_NUMBERS.values()
 _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for kind in KINDS], np.uint8)
 SEND_OF = {
     ActionKind.FORWARD: ActionKind.SEND_FORWARD,
@@ -227,13 +238,13 @@ class StepWork:
     @cached_property
     def resources(self) -> Bytes:
         """[num_pieces] `RESOURCE_NUMBERS` of each piece."""
-        messages = np.array([RESOURCE_NUMBERS[Resource.SEND], RESOURCE_NUMBERS[Resource.RECEIVE]], np.uint8)
+        messages = np.array([SEND, RECEIVE], np.uint8)
         return np.concatenate((_RESOURCE_OF_KIND[self.kinds], np.tile(messages, self.num_messages)))
 
     @cached_property
     def collective_rows(self) -> tuple[Integers, Integers, Integers]:
         """The collective of each piece (-1: none), and the pieces of each collective (starts, numbers), replica by replica."""
-        members = np.flatnonzero(_RESOURCE_OF_KIND[self.kinds] == RESOURCE_NUMBERS[Resource.COLLECTIVE])
+        members = np.flatnonzero(_RESOURCE_OF_KIND[self.kinds] == COLLECTIVE)
         stages = self.computed_stages[members]
         parts = self.pieces.parts[members] + 1
         first_stages = stages - self.replicas[members]  # the numbers of a stage's replicas follow each other

@@ -21,9 +21,8 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
 from multimodal.schedule.simulate_events import NodeKind, run_without_messages
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Bytes, Integers, row_starts
-from multimodal.values.work.step_work import KIND_NUMBERS
+from multimodal.values.work.step_work import BACKWARD, FORWARD
 
 SHORT, LONG = 2, 3
 """Microbatches of two short steps, divided by the number of lanes: after its warm-up a pipeline is periodic."""
@@ -71,7 +70,7 @@ def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches
     num_microbatches = min(num_microbatches, LONG * num_lanes)
     order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
     changes = np.zeros((len(order.kinds), chunks), np.int64)
-    changes[np.arange(len(changes)), order.chunks] = np.where(order.kinds == KIND_NUMBERS[ActionKind.FORWARD], 1, -1)
+    changes[np.arange(len(changes)), order.chunks] = np.where(order.kinds == FORWARD, 1, -1)
     return changes.cumsum(axis=0)
 
 
@@ -101,7 +100,7 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> tuple[Integer
     lanes = []
     for lane in range(num_lanes):  # gathers, runs Megatron's order, and reduces each range after its last backward
         order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
-        is_backward, held = order.kinds == KIND_NUMBERS[ActionKind.BACKWARD], order.chunks * num_lanes + lane
+        is_backward, held = order.kinds == BACKWARD, order.chunks * num_lanes + lane
         nodes = is_backward * count + held * num_microbatches + order.microbatches
         last = np.flatnonzero(is_backward & (order.microbatches == num_microbatches - 1))
         gatherings = 2 * count + np.arange(chunks) * num_lanes + lane

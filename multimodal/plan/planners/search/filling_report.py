@@ -18,14 +18,11 @@ from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.values.action import ActionKind, Resource
 from multimodal.values.arrays.rows import Bools, Integers, row_starts
 from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, StepWork, step_work
-
-_COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
+from multimodal.values.work.step_work import COMPUTE, FORWARD, REDUCTION, StepWork, step_work
 
 
 class Filling(NamedTuple):
@@ -73,8 +70,8 @@ def order_coarsely(schedule: Schedule) -> Schedule:
     work, pieces = schedule.work, schedule.pieces
     encodes = of_units(work, pieces, frozenset(unit.name for unit in schedule.shape.graph.encoders))
     kinds = work.kinds[pieces]
-    phases = np.where(encodes, np.where(kinds == KIND_NUMBERS[ActionKind.FORWARD], 0, 2), 1)
-    kept = np.flatnonzero(kinds != KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
+    phases = np.where(encodes, np.where(kinds == FORWARD, 0, 2), 1)
+    kept = np.flatnonzero(kinds != REDUCTION)
     lanes = schedule.lane_of_slot[kept]
     order = kept[np.lexsort((kept, phases[kept], lanes))]
     starts = row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
@@ -102,7 +99,7 @@ class _WithoutEncoders:
         is_computed = pieces < work.num_computed
         is_free = np.zeros(len(pieces), bool)
         computed = pieces[is_computed]
-        is_free[is_computed] = of_units(work, computed, self.encoders) & (work.resources[computed] == _COMPUTE)
+        is_free[is_computed] = of_units(work, computed, self.encoders) & (work.resources[computed] == COMPUTE)
         for seconds in (found.seconds, found.tensor_parallel_seconds):
             seconds[is_free] = 0.0
         return found
