@@ -126,7 +126,7 @@ class PackedLengths(PackedSeqParams):
         if self.share is None or not isinstance(self.share.shares, WholeItemShares):
             return None
         shares, rank = self.share.shares, self.share.rank
-        is_cut = shares.is_cut_token(rank)
+        is_cut = np.repeat(shares.owners < 0, shares.lengths)[self.share.positions]
         whole, cut = np.flatnonzero(~is_cut), np.flatnonzero(is_cut)
         return ItemParts(
             PackedLengths(lengths=shares.lengths_of(rank)),

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from multimodal.balance.auto import balance_auto
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch, sum_by
+from multimodal.balance.balance_options import BalanceOptions, validate_inputs
+from multimodal.balance.batch_work import BatchWork, sum_by
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
@@ -20,7 +20,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 
 
 class Balancer(Protocol):
@@ -74,7 +74,9 @@ class BalancerRow:
             if not self.keeps_samples_whole:
                 raise AssignmentError("replicas that are not alike need a --balance that keeps samples whole; choose another one")
             balance = partial(balance_unlike, balance=self.balance)
-        return _fit_tokens(read_batch(lengths, graph=graph, options=options), partial(balance, plan=plan))
+        batch = LengthBatch.of(lengths)
+        validate_inputs(batch, graph=graph, options=options)
+        return _fit_tokens(BatchWork(graph, batch, options), partial(balance, plan=plan))
 
     def suits(self, placements: Collection[Placement]) -> bool:
         """Return True if `auto` and searches try it on such plans."""

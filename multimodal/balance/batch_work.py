@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.balance.balance_options import BalanceOptions, validate_inputs
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.length_cost import LengthCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.memoize import memoized
@@ -122,13 +122,6 @@ class BatchWork:
             return self.cost(unit).row_costs(placed.atom_starts, self.of_unit(unit).num_tokens[atoms]).astype(np.float64)
         sums = (sum_floats_by(placed.microbatch_of_atom, each[atoms], placed.num_microbatches) for each in self.flops(unit))
         return next(sums) + next(sums)
-
-
-def read_batch(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> BatchWork:
-    """Check a global batch and the options, and return the batch's work; raises AssignmentError as `validate_inputs` does."""
-    batch = LengthBatch.of(lengths)
-    validate_inputs(batch, graph=graph, options=options)
-    return BatchWork(graph, batch, options)
 
 
 def sum_by(owners: Integers, values: Integers, num_owners: int = 0) -> Integers:

@@ -170,7 +170,7 @@ def cut_replicas(atoms: Integers, amounts: Integers, sizes: Integers, *, counts:
 
 def has_unequal_shares(graph: ModelGraph, plan: Plan) -> bool:
     """Return True if replicas take unequal shares of a batch: those of a unit differ, or the plan sets shares for the LLM."""
-    return plan.has_unlike_replicas or bool(plan.units[graph.backbone.name].microbatch_shares)
+    return any(unit.is_unlike for unit in plan.units.values()) or bool(plan.units[graph.backbone.name].microbatch_shares)
 
 
 def shares_of(graph: ModelGraph, plan: Plan, unit: str) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms, Routes
 from multimodal.values.model_graph import Role
-from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import FORWARD, StepWork
 
@@ -205,7 +205,7 @@ class AssignedLoads:
 
     @cached_property
     def _by_sample(self) -> Mapping[int, SampleLengths]:
-        return index_by_sample(self.lengths)
+        return {sample.sample_id: sample for sample in self.lengths}
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,10 +116,6 @@ class WholeItemShares(TokenShares):
         """Tokens of the items that are cut."""
         return tuple(np.array(self.lengths, dtype=np.int64)[self.owners < 0].tolist())
 
-    def is_cut_token(self, rank: int) -> Bools:
-        """[tokens of the rank]: True if the token's item is cut."""
-        return np.repeat(self.owners < 0, self.lengths)[self.positions_of(rank)]
-
 
 @dataclass(frozen=True, eq=False)
 class RankShare:

@@ -94,7 +94,8 @@ class BuiltSchedule:
         All ranks must do this for the same steps, whatever they have built before: it depends on nothing else. Raises
         ScheduleError if replicas share experts, and their orders differ.
         """
-        self.check_experts()
+        if not self._checked and self.computed.shape.plan.units_with_shared_experts:
+            check_expert_groups(_lower(self.computed, None))
         if self.costs is not None:
             return settle_fillers(self.schedule, costs)
         placed = _lower(self.computed, costs, is_checked=not self._checked)
@@ -110,11 +111,6 @@ class BuiltSchedule:
     def together(self) -> tuple[Schedule, Joins]:
         """The schedule of replicas that share their weights, and the computations that lanes join."""
         return _place_together(self.computed, self.schedule)
-
-    def check_experts(self) -> None:
-        """Raise ScheduleError if replicas share experts, and their orders differ."""
-        if not self._checked and self.computed.shape.plan.units_with_shared_experts:
-            check_expert_groups(_lower(self.computed, None))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
 from multimodal.schedule.encoder_ranges import Parts, PlacedParts, Waits, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
-from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, PieceCollectives, shared_encoders
+from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, PieceCollectives
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule
@@ -96,7 +96,9 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
     That is so if the computations do not report their waits, or if replicas share weights, which they must gather in one order.
     """
     shape = whole.cut
-    units = frozenset(shared_encoders(shape)).difference(place.unit for place in shape.cuts.split)
+    # Ranges of segments may run inside other computations if no ranks share tokens.
+    whole_tokens = (unit.name for unit in shape.graph.encoders if shape.plan.units[unit.name].context_parallel_size == 1)
+    units = frozenset(whole_tokens).difference(place.unit for place in shape.cuts.split)
     options = costs.options or MOST_COLLECTIVES
     if not units or shape.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None

@@ -6,7 +6,7 @@ available when it ends. So lane orders and the simulator only deal with whole co
 start when the wait is over, and run beside the next interval, which is prolonged if they take longer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.values.action import Action, SegmentRange
 from multimodal.values.arrays.rows import Bools, Floats, Integers, group_rows, row_numbers, row_starts
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import COMPUTE, StepWork
 
 NO_CARRIER = -1
@@ -186,13 +185,6 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
     covers = action.covers if isinstance(action.covers, SegmentRange) else None
     unit = layers.graph.unit(action.unit)
     return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, unit=unit)
-
-
-def shared_encoders(shape: StepShape) -> Iterator[str]:
-    """Yield the encoders whose ranges of segments may run inside other computations: those whose tokens no ranks share."""
-    for unit in shape.graph.encoders:
-        if shape.plan.units[unit.name].context_parallel_size == 1:
-            yield unit.name
 
 
 def _as_one_number(columns: Sequence[Integers]) -> Integers:

@@ -121,7 +121,7 @@ def _reductions(work: StepWork) -> tuple[Integers, Integers]:
 def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> Integers:
     """Return the slots behind which reductions may stand: the stage's last in the lane, but none before an earlier reduction."""
     work = schedule.work
-    last = np.full(work.num_stage_lanes, -1)
+    last = np.full(len(work.lane_rows[1]), -1)
     ends_in = np.arange(len(schedule.pieces))
     if schedule.has_inside:
         inside = InsideSlots.of(schedule)

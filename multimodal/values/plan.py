@@ -176,11 +176,6 @@ class Plan:
         return 1 + max(rank for unit in self.units.values() for rank in unit.ranks)
 
     @property
-    def has_unlike_replicas(self) -> bool:
-        """True if the replicas of any unit differ in their stages."""
-        return any(unit.is_unlike for unit in self.units.values())
-
-    @property
     def has_alike_copies(self) -> bool:
         """True if ranks of any unit hold the same parameters and can share its optimizer: several replicas that do not differ."""
         return any(

@@ -3,7 +3,7 @@
 Those of a global batch also as arrays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice
@@ -68,11 +68,6 @@ class SampleLengths:
     def num_tokens(self) -> int:
         """Tokens of the sample inside the LLM."""
         return self.num_text_tokens + sum(item.num_output_tokens for item in self.items)
-
-
-def index_by_sample(lengths: Sequence[SampleLengths]) -> Mapping[int, SampleLengths]:
-    """Map sample ids to lengths."""
-    return {sample.sample_id: sample for sample in lengths}
 
 
 def draw_length_batches(

@@ -1,5 +1,6 @@
 """Tables of docs pages that say what rows of registries say: `python -m tests.sanity.registry_tables` writes them anew."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -33,7 +34,7 @@ def schedule_table() -> str:
 
 
 def _kept(row: ScheduleRow) -> str:
-    if row.keeps_all:
+    if math.isinf(row.in_flight):
         return "all of a round" if row.num_rounds > 1 else "all"
     if row.fills_memory:
         return "as memory allows"

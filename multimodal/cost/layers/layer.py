@@ -203,7 +203,8 @@ class Layer:
     @property
     def num_adapter_weights(self) -> int:
         """Weights of adapters, and those added to new rows of the vocabulary."""
-        of_rows = self.num_new_rows * self.unit.transformer.hidden_size
+        new_rows = len(range(*self.unit.new_tokens)) if self.unit.new_tokens and NEW_ROWS in self.adapted else 0
+        of_rows = new_rows * self.unit.transformer.hidden_size
         return sum(shape.num_adapter_weights(self._rank) for shape in self._adapted_shapes) + of_rows
 
     def segment_adapter_weights(self, segment: Segment) -> int:
@@ -212,11 +213,6 @@ class Layer:
             return self.num_adapter_weights
         is_adapted = segment.product in self.adapted
         return self.linear_layers[segment.product].num_adapter_weights(self._rank) if is_adapted else 0
-
-    @property
-    def num_new_rows(self) -> int:
-        """Rows of a matrix of the vocabulary that are trained though the matrix is frozen."""
-        return len(range(*self.unit.new_tokens)) if self.unit.new_tokens and NEW_ROWS in self.adapted else 0
 
     @property
     def num_held_weights(self) -> int:

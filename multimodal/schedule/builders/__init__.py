@@ -112,11 +112,6 @@ class ScheduleRow:
         """False if it is only for models in which no encoder feeds another one, as it runs all of them as one."""
         return self.fewest_encoders < 2
 
-    @property
-    def keeps_all(self) -> bool:
-        """True if stages keep more activations the more microbatches a step has."""
-        return math.isinf(self.in_flight)
-
     def is_for(self, graph: ModelGraph, *, has_virtual_stages: bool) -> bool:
         """Return True if the schedule is meant for such a model, with or without several layer ranges per stage."""
         unmeant = VirtualStages.NO_USE if has_virtual_stages else VirtualStages.EXPECTED

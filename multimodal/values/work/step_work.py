@@ -105,11 +105,6 @@ class StepWork:
         return row_starts(counts), np.concatenate([table.lanes for table in tables])
 
     @property
-    def num_stage_lanes(self) -> int:
-        """Number of pairs of a stage and one of its lanes."""
-        return len(self.lane_rows[1])
-
-    @property
     def first_lanes(self) -> Integers:
         """[num_stages] the first lane of each stage; meaningless for stages that a replica does not have."""
         starts, lanes = self.lane_rows

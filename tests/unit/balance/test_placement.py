@@ -22,7 +22,7 @@ from multimodal.values.assignment import Assignment, Atom, Microbatch, Microbatc
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import THREE, TWO_ENCODERS, random_lengths
 
@@ -122,7 +122,7 @@ def dealt(microbatches: Sequence[Microbatch], num_replicas: int) -> tuple[tuple[
 def plain_assignment(case: Case, *, balances: bool) -> Assignment:
     """Place encoders and generators beside the LLM, or balance encoders, atom by atom."""
     graph, plan, lengths, replicas, options = case
-    by_sample = index_by_sample(lengths)
+    by_sample = {sample.sample_id: sample for sample in lengths}
     llm = tuple(tuple(tuple(map(Atom, microbatch)) for microbatch in replica) for replica in replicas)
     needed = by_time(llm)
     units = {"llm": llm}

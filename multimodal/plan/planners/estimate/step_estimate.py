@@ -52,12 +52,6 @@ def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatc
     return short + (long - short) * (num_microbatches - SHORT * num_lanes) / ((LONG - SHORT) * num_lanes)
 
 
-def slowdown_by_lengths(works: NDArray[np.float64], *, num_lanes: int, num_chunks: int) -> float:
-    """Return the ratio of a step of equal ranges on these works, in order, a multiple of the lanes, to one of average ones."""
-    even, count = [ChainRange(1.0, 2.0)] * (num_lanes * num_chunks), len(works)
-    return _run(even, num_lanes, count, works / works.mean()) / _run(even, num_lanes, count)
-
-
 def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
     """Return the approximate number of computations that `chain_seconds` runs."""
     short_steps = (SHORT + LONG) * num_lanes
@@ -141,7 +135,10 @@ def slowdown(
 def _slowdown(request: PlanningRequest, units: tuple[str, ...], num_stages: int, num_chunks: int, rounds: int) -> float:
     sums, count = _microbatch_works(request, units), num_stages * rounds
     works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
-    return max(1.0, slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=num_chunks)) if works.any() else 1.0
+    if not works.any():
+        return 1.0
+    even = [ChainRange(1.0, 2.0)] * (num_stages * num_chunks)
+    return max(1.0, _run(even, num_stages, count, works / works.mean()) / _run(even, num_stages, count))
 
 
 @memoized

@@ -1,5 +1,6 @@
 """Predicts a planned run by simulating real batches on all its replicas, or on an exact fraction of them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -102,7 +103,7 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity
     simulate = partial(_simulate, run, request, part.plan, is_checked=fidelity.is_checked)
     count = fidelity.num_batches(request)
     batches = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=count, seed=SEED)
-    keeps_all = BUILDERS[run.schedule].keeps_all
+    keeps_all = math.isinf(BUILDERS[run.schedule].in_flight)
     steps = [_of_batch(batch[:: part.share], part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
     num_ranks = sum(map(len, part.plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)

@@ -28,7 +28,7 @@ def plan_instances(
     replicas: dict[str, list[list[Stage]]] = {unit.name: [] for unit in templates.chain}
     count = iter(range(sum(instance.nodes for instance in instances)))
     for index, instance in enumerate(instances):
-        template = templates.template(instance.nodes)
+        template = templates.templates[instance.nodes - templates.least_nodes]
         nodes = places[index] if places is not None else [next(count) for _ in range(instance.nodes)]
         ranks = _ranks(template, [place * templates.gpus_per_node for place in nodes])
         first = 0

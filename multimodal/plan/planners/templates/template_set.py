@@ -231,10 +231,6 @@ class TemplateSet:
         """Fewest nodes for all these replicas: (f + 1) n_0 if they do not share state."""
         return self.fewest_replicas * self.least_nodes
 
-    def template(self, nodes: int) -> PipelineTemplate:
-        """Return the template of a number of nodes."""
-        return self.templates[nodes - self.least_nodes]
-
     @cached_property
     def times(self) -> Mapping[int, PipelineTimes]:
         """Nodes -> the pipeline of the template for that number."""
