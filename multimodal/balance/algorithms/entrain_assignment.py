@@ -90,7 +90,10 @@ def _assign_in_python(
         for sample, microbatch in zip(members, strata, strict=True):
             microbatches[microbatch].append(sample)
         deferral = defer_pairwise(llm, microbatches=microbatches, max_subset_sums=max_subset_sums)
-        work = _add_shares(llm, encoders, members, strata, count)
+        work = [0.0] * count  # of each microbatch: the sum of its shares of the replica's encoder and LLM work
+        shares = (dominant_shares(each, members=members) for each in (encoders, [llm]))
+        for microbatch, encoder_share, llm_share in zip(strata, *shares, strict=True):
+            work[microbatch] += encoder_share + llm_share
         order = {microbatch: index for index, microbatch in enumerate(order_pairs(deferral.pairs, work=work))}
         for sample, microbatch in zip(members, strata, strict=True):
             encoder_microbatches[sample] = llm_microbatches[sample] = order[microbatch]
@@ -112,14 +115,3 @@ def _assign_by_llm_load(llm: Sequence[float], encoders: Sequence[Sequence[float]
         bins[replica] = llm_load + llm[sample], encoder_share + shares[sample], count + 1
         replicas[sample] = replica
     return replicas
-
-
-def _add_shares(
-    llm: Sequence[float], encoders: Sequence[Sequence[float]], members: Sequence[int], strata: Sequence[int], count: int
-) -> list[float]:
-    """Return the work of each microbatch of a replica: the sum of its shares of the replica's encoder and LLM work."""
-    work = [0.0] * count
-    encoder_shares, llm_shares = dominant_shares(encoders, members=members), dominant_shares([llm], members=members)
-    for microbatch, encoder_share, llm_share in zip(strata, encoder_shares, llm_shares, strict=True):
-        work[microbatch] += encoder_share + llm_share
-    return work
