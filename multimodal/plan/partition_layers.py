@@ -18,10 +18,8 @@ def partition_layers(seconds: Sequence[float], *, num_stages: int) -> tuple[Rang
     """Return `num_stages` half-open ranges that cover all layers, none empty, with the smallest possible slowest range.
 
     seconds: one per layer, not negative. Among equally good cuts, each prefix has the least sum of squares, which spreads the
-    rest evenly. Raises PlanError if there are fewer layers than stages. O(layers^2 x stages).
+    rest evenly. num_stages: at most the number of layers. O(layers^2 x stages).
     """
-    if not 1 <= num_stages <= len(seconds):
-        raise PlanError(f"{len(seconds)} layers cannot be cut into {num_stages} stages; use 1 to {len(seconds)}")
     return _table_of(tuple(map(float, seconds))).partition(num_stages)
 
 

@@ -59,7 +59,7 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     ends: dict[tuple[Any, ...], dict[Resource, TimelineEvent]] = defaultdict(dict)
     for event in timeline.events:
         action, row = event.action, ACTION_TABLE[event.action.kind]
-        if row.has_peer:
+        if action.peer is not None:
             places = (Place(*action[1:5]), action.peer)
             ordered = places if row.resource is Resource.SEND else places[::-1]
             ends[action.kind.value[1], ordered, action.covers][row.resource] = event

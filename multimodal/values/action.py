@@ -6,14 +6,12 @@ A place is unit/replica/stage/microbatch; `#1` is its second sample subset, `[1:
 its stage's segments; `>` leads to the peer that a send feeds, `<` to the peer that a receive drains.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from multimodal.values.arrays.microbatches import MicrobatchPlace
-from multimodal.values.errors import ScheduleError
 
 
 class ActionKind(StrEnum):
@@ -49,16 +47,6 @@ class ActionRow(NamedTuple):
 
     resource: Resource
     meaning: str
-
-    @property
-    def has_microbatch(self) -> bool:
-        """False if such actions are for all microbatches of a stage."""
-        return self.resource is not Resource.COLLECTIVE
-
-    @property
-    def has_peer(self) -> bool:
-        """True if such actions are one end of a message."""
-        return self.resource in (Resource.SEND, Resource.RECEIVE)
 
 
 ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
@@ -150,16 +138,12 @@ class Action(NamedTuple):
 
 
 ARROWS = {Resource.SEND: ">", Resource.RECEIVE: "<"}
-UNIT_NAME = r"[^\s/<>;:,#{}\[\]]+"
-_UNIT_PATTERN = re.compile(UNIT_NAME)
 
 
 def action_to_text(action: Action) -> str:
-    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`; raises ScheduleError where the row of its kind does not allow it."""
-    check_action(action)
-    row = ACTION_TABLE[action.kind]
-    place: tuple[object, ...] = action.place if row.has_microbatch else action.place[:3]
-    peer = f"{ARROWS[row.resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
+    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`."""
+    place: tuple[object, ...] = action.place if action.microbatch >= 0 else action.place[:3]
+    peer = f"{ARROWS[ACTION_TABLE[action.kind].resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
     return f"{action.kind.value} {'/'.join(map(str, place))}{_coverage_to_text(action.covers)}{peer}"
 
 
@@ -169,20 +153,3 @@ def _coverage_to_text(covers: Coverage) -> str:
     if isinstance(covers, SegmentRange):
         return f"{{{covers.first}:{covers.end}}}"
     return f"[{covers.first}:{covers.end}]" if covers is not None else ""
-
-
-def check_action(action: Action) -> None:
-    """Raise ScheduleError where an action has, or lacks, a field against its kind's row."""
-    row = ACTION_TABLE[action.kind]
-    for what, has, wanted in (
-        ("microbatch", action.microbatch >= 0, row.has_microbatch),
-        ("peer", action.peer is not None, row.has_peer),
-    ):
-        if has != wanted:
-            expected = f"{action.kind.value} ({row.meaning}) has {'a' if wanted else 'no'} {what}"
-            raise ScheduleError(f"{expected}; {'add' if wanted else 'remove'} it in {tuple(action)[1:5]}")
-    for unit in (action.unit, *([action.peer.unit] if action.peer else [])):
-        if not _UNIT_PATTERN.fullmatch(unit):
-            raise ScheduleError(
-                f"unit name {unit!r} cannot be written in a schedule; leave out blanks and any of " + "/ < > ; : , # { } [ ]"
-            )

@@ -48,15 +48,13 @@ def choose_options(
     """Choose tiles by head size, close to those of FlexAttention on Hopper GPUs; on sm_90 they spill few registers or none.
 
     shared_memory_bytes: of a program on the GPU.
-    Raises ConfigError for a head size beyond 256, or a block size that is no power of two of at least 16.
+    block_size: a power of two of at least 16. Raises ConfigError for a head size beyond 256.
     """
     if channels > MAX_CHANNELS:
         raise ConfigError(
             f"--attention-backend triton: heads of {channels} channels are too large, its kernels hold at most {MAX_CHANNELS}; "
             "choose --attention-backend blocks"
         )
-    if block_size < 16 or block_size & (block_size - 1):
-        raise ConfigError(f"--attention-backend triton: a block of {block_size} tokens is no power of two of at least 16")
     is_half = dtype in (torch.float16, torch.bfloat16)
     if not is_half:
         side = 32 if channels <= 128 else 16

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from multimodal.attention.block_summary import BlockLists
 from multimodal.kernels import kernels
-from multimodal.values.errors import ConfigError
 
 DIRECT = -1
 """The slot of an item that is the only one of its row: it writes the result directly."""
@@ -65,11 +64,9 @@ def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) ->
     """Cut rows into items of nearly equal length, at most `max_blocks_per_item` each, and sort the items longest first.
 
     max_blocks_per_item: at least 1; None keeps rows whole and in order: a grid without balancing. Equal lengths keep the order of
-    rows, whose neighbours share blocks. Raises ConfigError if the length is below 1. Runs as a C++ kernel, with the same result,
+    rows, whose neighbours share blocks. Runs as a C++ kernel, with the same result,
     if the kernels are built. O(items).
     """
-    if max_blocks_per_item is not None and max_blocks_per_item < 1:
-        raise ConfigError(f"a sub-block of attention work cannot have {max_blocks_per_item} blocks; allow at least 1")
     if kernels is not None:
         items, split_rows, num_slots = kernels.plan_work_list(blocks.row_starts, blocks.full_ends, max_blocks_per_item or 0)
         return WorkList(items.reshape(-1, 5), split_rows.reshape(-1, 3), num_slots)

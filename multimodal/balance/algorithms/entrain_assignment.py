@@ -15,7 +15,6 @@ from multimodal.balance.algorithms.pairwise_deferral import (
 )
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Floats
-from multimodal.values.errors import AssignmentError
 
 MAX_SUBSET_SUMS = 256
 """Resolution of the search for the subset to defer, see `SubsetSums`."""
@@ -41,21 +40,17 @@ def assign_entrain(
     the heaviest replica must have in that unit, the larger of the mean and the largest sample. Then samples are exchanged between
     the heaviest and lighter replicas (`csrc/sample_exchange.cpp`).
 
-    llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples], in any unit, added in double precision;
-        encoders are balanced independently. Ties are broken by index: pass samples by their ids.
+    llm_loads: [num_samples], at least one for each replica; encoder_loads: [num_samples] or [num_encoders, num_samples], in any
+        unit, added in double precision; encoders are balanced independently. Ties are broken by index: pass samples by their ids.
     num_microbatches: per replica; at most its number of samples. min_num_microbatches: the lower bound for replicas in which one
         sample's encoder load would dominate a microbatch. None: never lower the number; 1: down to Entrain's K_eff.
 
     Returns every sample's replica, its encoder microbatch and its LLM microbatch there (the same, or the next one), and every
     replica's number of microbatches. Runs as a C++ kernel; without the kernels, replicas get their samples by Entrain's rule
-    alone, and all else is the same. Raises AssignmentError if there are fewer samples than replicas.
+    alone, and all else is the same.
     """
     llm = np.asarray(llm_loads, np.float64)
     encoders = np.ascontiguousarray(encoder_loads, np.float64).reshape(-1, len(llm))
-    if len(llm) < num_replicas:
-        raise AssignmentError(
-            f"{len(llm)} samples cannot fill {num_replicas} replicas; use a larger global batch or fewer replicas"
-        )
     assign = _assign_in_python if kernels is None else kernels.assign_entrain
     return assign(
         llm,

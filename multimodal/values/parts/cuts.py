@@ -40,21 +40,13 @@ class SegmentCut:
     """The ranges of segments in which a place's forward and backward run; places that are cut alike share one value.
 
     Boundaries ascend and do not include the ends: (2, 7) of 10 segments gives {0:2}, {2:7}, {7:10}; without boundaries, the whole
-    runs at once. Raises ScheduleError for other boundaries.
+    runs at once.
     """
 
     num_segments: int
     """Segments of the place's stage."""
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for boundaries in (self.forward, self.backward):
-            if any(first >= end for first, end in pairwise((0, *boundaries, self.num_segments))):
-                raise ScheduleError(
-                    f"segments cut at {boundaries}: expected whole numbers that ascend from 1 to {self.num_segments - 1}, since "
-                    f"the stage has {self.num_segments} segments; cut there, or not at all"
-                )
 
     @property
     def forwards(self) -> tuple[Coverage, ...]:

@@ -9,13 +9,13 @@ lane 4,5: {F vision/0/0/7{0:3} @2; F vision/0/0/7{3:5} @4} F llm/0/0/3
 
 import re
 
-from multimodal.values.action import UNIT_NAME, Action, ActionKind, LayerRange, Place, SampleSubset, SegmentRange, check_action
+from multimodal.values.action import Action, ActionKind, LayerRange, Place, SampleSubset, SegmentRange
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 
 _ACTION = re.compile(
-    rf"([A-Z]+) ({UNIT_NAME})/(\d+)/(\d+)(?:/(\d+))?(#\d+|\[\d+:\d+\]|\{{\d+:\d+\}})?"
-    rf"(?:[<>]({UNIT_NAME})/(\d+)/(\d+)/(\d+))?(?: @(\d+))?"
+    r"([A-Z]+) ([^/\s]+)/(\d+)/(\d+)(?:/(\d+))?(#\d+|\[\d+:\d+\]|\{\d+:\d+\})?"
+    r"(?:[<>]([^/\s]+)/(\d+)/(\d+)/(\d+))?(?: @(\d+))?"
 )
 _BRACES_AND_ACTIONS = re.compile(r"[{}]|(?:[^{};]|\{\d+:\d+\})+")
 """A brace around fillers, or an action; braces around numbers belong to an action."""
@@ -60,6 +60,5 @@ def _slot_from_text(text: str, *, is_filling: bool) -> Slot:
         Place(peer[0], *map(int, peer[1:])) if peer[0] else None,
         _COVERAGES[covers[0]](*map(int, re.findall(r"\d+", covers))) if covers else None,
     )
-    check_action(action)
     mode = SlotMode.INSIDE if wait else SlotMode.FILLS_WAIT if is_filling else SlotMode.IN_LINE
     return Slot(action, mode, int(wait) if wait else NO_WAIT)

@@ -191,12 +191,6 @@ def test_a_forward_ascends_and_a_backward_descends() -> None:
     assert SegmentCut(10).forwards == (None,)
 
 
-@pytest.mark.parametrize("boundaries", [(0,), (10,), (3, 3), (5, 2)])
-def test_a_cut_that_is_none_is_refused(boundaries: tuple[int, ...]) -> None:
-    with pytest.raises(ScheduleError, match="expected whole numbers that ascend from 1 to 9"):
-        SegmentCut(10, boundaries)
-
-
 def test_a_place_is_cut_in_one_way_only() -> None:
     place = Place("vision", 0, 0, 0)
     with pytest.raises(ScheduleError, match=re.escape("vision/0/0/0: cut into segments and into input and weight gradient")):

@@ -1,12 +1,10 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.triton_kernels.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
-from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
 from tests.unit.without_kernels import without_kernels
 
@@ -90,8 +88,3 @@ def test_a_mask_of_some_blocks_lists_their_queries() -> None:
     assert mask.query_positions.tolist() == list(range(16, 48))
     assert mask.by_query.row(0)[0].tolist() == [0, 1, 2]
     assert [mask.by_key.row(column)[0].tolist() for column in range(3)] == [[0, 1], [0, 1], [0, 1]]
-
-
-def test_no_work_in_a_sub_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot have 0 blocks; allow at least 1"):
-        plan_work_list(ordered([[True]]), max_blocks_per_item=0)

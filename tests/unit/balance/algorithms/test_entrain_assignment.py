@@ -14,7 +14,6 @@ from multimodal.balance.algorithms.pairwise_deferral import (
     match_bottleneck,
     order_pairs,
 )
-from multimodal.values.errors import AssignmentError
 from tests.unit.without_kernels import without_kernels
 
 LOAD = st.one_of(st.integers(0, 20), st.floats(0, 1e6), st.just(0), st.floats(0, 1e300))
@@ -83,11 +82,6 @@ def test_the_number_of_microbatches_is_lowered_on_request_only():
     batch = {"encoder_loads": [9, 1, 1, 1, 1, 1, 1, 1], "num_replicas": 1, "num_microbatches": 4}
     for least, count in ((None, 4), (1, 1), (3, 3), (9, 4)):
         assert list(assign_entrain([1] * 8, **batch, min_num_microbatches=least)[3]) == [count]
-
-
-def test_more_replicas_than_samples_are_refused():
-    with pytest.raises(AssignmentError, match="3 samples cannot fill 4 replicas; use a larger global batch or fewer replicas"):
-        assign_entrain([1, 2, 3], encoder_loads=[1, 2, 3], num_replicas=4, num_microbatches=2)
 
 
 def replicas_of(llm, encoders, num_replicas):
