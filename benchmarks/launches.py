@@ -3,7 +3,8 @@
 One process trains a small model on the digits in the real loop, and every operation of torch that computes (views, shapes and
 empty tensors do not count) is counted in the third step, by the action that runs and outside of all actions. On a GPU each is a
 kernel's launch or a few, but for attention (a packed microbatch is one kernel there, and an operation for each sequence here) and
-the update of the weights, which is outside of actions and here takes six for each parameter.
+the update of the weights, which is outside of actions and here takes six for each parameter. The loss of 8k tokens and its
+gradient, over 152k token ids that two ranks share, is counted without values: by torch's operations, and as it runs on CUDA.
 
 Run `python benchmarks/launches.py [--json] [FLAGS of pretrain_mllm.py]`, such as `--recompute-granularity full`.
 """
@@ -23,17 +24,23 @@ from unittest.mock import patch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+import torch.distributed as dist
 import yaml
 from rich.console import Console
 from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.training.trainer import Trainer
+from multimodal.model.layers import backbone_ends
 from multimodal.values.action import Action
 from pretrain_mllm import main as train
 
 OUTSIDE = "outside of actions"
+LOSS_SHAPE = 8192, 152064 // 2
+"""Target tokens, and a rank's columns: Qwen2.5's vocabulary."""
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "rotary_base": 100.0}
 NUM_STEPS = 3
 """The last one is counted: the first two make what later ones reuse."""
@@ -43,6 +50,7 @@ RUN = (
     *("--global-batch-size", "8", "--micro-batch-size", "2", "--train-iters", str(NUM_STEPS), "--lr", "1e-3"),
     *("--colocate-units", "--log-interval", "1000", "--eval-iters", "0"),
 )
+LOSSES = {"loss of 8k tokens by torch": False, "loss of 8k tokens on CUDA": True}
 ACTIONS = ("forward", "backward", "input_gradient", "weight_gradient", "gather_parameters", "reduce_gradients")
 
 
@@ -58,8 +66,12 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count and run."""
         if computes(function):
-            self.counts.setdefault(self.where, Counter())[function.overloadpacket.__name__] += 1
+            self.count(function.overloadpacket.__name__)
         return function(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> None:
+        """Count one operation."""
+        self.counts.setdefault(self.where, Counter())[name] += 1
 
     def of_action(self, name: str, run: Callable[[RunningStep, Action], None]) -> Callable[[RunningStep, Action], None]:
         """Return a method of the executor that counts under the unit and the name of its action."""
@@ -84,12 +96,11 @@ def computes(function: Any) -> bool:
     return not any(not alias.is_write for alias in aliases)
 
 
-Counted = tuple[dict[str, int], dict[str, int]]
-"""What runs -> operations, and times that it ran."""
-
-
 def count_launches(num_layers: int, flags: list[str], answer: Any) -> None:
-    """Train an encoder and an LLM of `num_layers` each for NUM_STEPS steps of four microbatches; put what the last one counts."""
+    """Train an encoder and an LLM of `num_layers` each for NUM_STEPS steps of four microbatches.
+
+    Puts what the last one counts: what runs -> operations, and times that it ran.
+    """
     launches = Launches()
     original = Trainer.train_step
 
@@ -116,15 +127,43 @@ def count_launches(num_layers: int, flags: list[str], answer: Any) -> None:
         train(["--model", str(path), *RUN, *flags])
 
 
-def counted_in_a_process(num_layers: int, flags: list[str]) -> Counted:
-    """Return what `count_launches` puts: training ends its process."""
+class CountedKernel:
+    """Stands for a kernel of Triton, which it counts and does not run."""
+
+    def __init__(self, launches: Launches) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: self.launches.count("kernel of Triton")
+
+
+def count_loss(by_kernels: bool, answer: Any) -> None:
+    """Put the number of operations of the loss, on a device that computes nothing."""
+    from multimodal.model.layers import cross_entropy_kernels
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    launches = Launches()
+    logits = torch.empty(LOSS_SHAPE, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(len(logits), dtype=torch.int64, device="meta")
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(backbone_ends, "takes_kernels", lambda _: by_kernels))
+        for name in ("row_sums_kernel", "gradient_kernel"):
+            patches.enter_context(patch.object(cross_entropy_kernels, name, CountedKernel(launches)))
+        with launches:
+            losses = backbone_ends.vocab_parallel_cross_entropy(logits, targets, group=dist.group.WORLD)
+            torch.autograd.grad(losses, logits, torch.empty_like(losses))
+    answer.send(launches.counts[OUTSIDE].total())
+
+
+def counted_in_a_process(count: Callable[..., None], *args: Any) -> Any:
+    """Return what a function puts into a pipe: training ends its process."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
-    process = context.Process(target=count_launches, args=(num_layers, flags, there))
+    process = context.Process(target=count, args=(*args, there))
     process.start()
     there.close()
     try:
-        found: Counted = here.recv()
+        found = here.recv()
     except EOFError:
         raise SystemExit("the run ended without its last step; its message is above") from None
     process.join()
@@ -133,12 +172,14 @@ def counted_in_a_process(num_layers: int, flags: list[str]) -> Counted:
 
 def measure(flags: list[str]) -> dict[str, dict[str, float]]:
     """Return the number of operations: of each action, of a layer more in each, and per step outside of actions."""
-    (small, _), (large, times) = (counted_in_a_process(num_layers, flags) for num_layers in NUM_LAYERS)
+    (small, _), (large, times) = (counted_in_a_process(count_launches, num_layers, flags) for num_layers in NUM_LAYERS)
     rows = {}
     for where, total in large.items():
         num = times.get(where, 1)
         of_a_layer = (total - small.get(where, 0)) / num / (NUM_LAYERS[1] - NUM_LAYERS[0])
         rows[where] = {"times": num, "operations": total / num, "of a layer": of_a_layer}
+    for name, by_kernels in LOSSES.items():
+        rows[name] = {"times": 1, "operations": counted_in_a_process(count_loss, by_kernels), "of a layer": 0}
     return rows
 
 

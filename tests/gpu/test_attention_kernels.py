@@ -1,7 +1,8 @@
-"""The attention kernels compiled for the GPU at hand, against the dense reference in float64."""
+"""The kernels compiled for the GPU at hand: attention against the dense reference in float64, the loss against torch's."""
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from multimodal.attention.attention_backend import AttentionMask, load_backend
 from multimodal.attention.block_attention import attend_densely
+from tests.distributed.test_vocabulary_loss import assert_equal_torch, losses_and_gradient
+from tests.distributed.test_vocabulary_loss import draw as draw_loss
 from tests.unit.attention.mask_cases import build_mask, item, largest_error, output_and_gradients, text
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -45,3 +48,12 @@ def test_other_backends_on_the_gpu(name: str) -> None:
     inputs = draw(mask, channels=64)
     expected = output_and_gradients(attend_densely, inputs, mask)
     assert largest_error(output_and_gradients(load_backend(name), inputs, mask, torch.bfloat16), expected) < 6e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_over_a_large_vocabulary(dtype: torch.dtype) -> None:
+    """A row takes more than one tile."""
+    pytest.importorskip("triton")
+    drawn = draw_loss(40_000, device="cuda")
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    assert_equal_torch([losses_and_gradient(drawn, dtype, True, alone)], drawn, dtype)

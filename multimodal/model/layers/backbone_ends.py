@@ -1,17 +1,22 @@
 """The first and the last layer of the LLM: token embeddings; norm, output projection and loss of the target tokens.
 
 Apart from the logits, neither direction of the loss holds more than a few rows of them in float32: the forward keeps two numbers
-per token, and the backward recomputes probabilities directly into the gradient.
+per token, and the backward recomputes probabilities directly into the gradient. Triton's kernels hold none of them.
 """
 
 import dataclasses
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from multimodal.attention.block_attention import capped
@@ -26,6 +31,7 @@ CHUNK_ENTRIES = 2**24
 """Number of logits that are held in float32 at a time: 64 MiB, or more if it were above MOST_CHUNKS times."""
 MOST_CHUNKS = 16
 """Each takes four kernels forward and five backward."""
+HAS_TRITON = find_spec("triton") is not None
 
 
 class VocabularyShare(NamedTuple):
@@ -43,7 +49,7 @@ def vocab_parallel_cross_entropy(
     """Return the loss of each token, in float32 (float64 for float64 logits).
 
     megatron-core has the same function, but it reads its process group from global state, casts to float32 (which exact checks in
-    float64 must not do), and holds all logits three times.
+    float64 must not do), and holds all logits three times. On CUDA, the backward overwrites the logits.
 
     logits: [num_tokens, vocab_size / tp], this rank's contiguous share; targets: [num_tokens], int64; num_tokens_known: of the
     vocabulary without its padding, None for all.
@@ -60,32 +66,63 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare) -> Tensor:
-        known, local, is_mine = _known_columns(logits, targets, share)
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        largest = known.amax(-1).to(dtype) if share.num_known else logits.new_full(targets.shape, -torch.inf, dtype=dtype)
-        all_reduce(largest, op=ReduceOp.MAX, group=share.group)
-        total = logits.new_zeros(2, len(logits), dtype=dtype)
-        if share.num_known:
-            for rows in _chunks(known):
-                torch.sum(_exponentials(known, largest, rows), -1, out=total[0, rows])
-            total[1] = (known.gather(-1, local[:, None])[:, 0] - largest).masked_fill_(~is_mine, 0.0)
-        all_reduce(total, group=share.group)
-        ctx.save_for_backward(logits, targets, largest, total[0])
+        if takes_kernels(logits):
+            logits = logits.contiguous()
+            found = _kernels().row_sums(logits, targets, first_id=share.first_id, num_known=share.num_known)
+        else:
+            found = _row_sums(logits, targets, share)
+        largest = found[0]
+        if share.group.size() > 1:
+            largest = largest.clone()
+            all_reduce(largest, op=ReduceOp.MAX, group=share.group)
+            found[1].mul_((found[0] - largest).exp_())
+            all_reduce(found[1:], group=share.group)
+        ctx.save_for_backward(logits, targets, largest, found[1])
         ctx.share = share
-        return total[0].log() - total[1]
+        return found[1].log() + (largest - found[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, largest, total = ctx.saved_tensors
+        scale = gradient / total
+        if takes_kernels(logits):
+            sums = {"largest": largest, "totals": total, "scales": scale}
+            _kernels().overwrite_by_gradient(logits, targets, **sums, first_id=ctx.share.first_id, num_known=ctx.share.num_known)
+            increment_version(logits)  # so that torch refuses a second backward, which would find no logits
+            return logits.detach(), None, None
         known, local, is_mine = _known_columns(logits, targets, ctx.share)
         of_logits = torch.empty_like(logits)
         of_logits[:, ctx.share.num_known :] = 0.0
-        of_targets, scale = torch.where(is_mine, -total, 0.0), gradient / total
+        of_targets = torch.where(is_mine, -total, 0.0)
         for rows in _chunks(known) if ctx.share.num_known else ():
             found = _exponentials(known, largest, rows)
             found.scatter_add_(-1, local[rows, None], of_targets[rows, None])
             of_logits[rows, : ctx.share.num_known] = found.mul_(scale[rows, None])
         return of_logits, None, None
+
+
+def takes_kernels(logits: Tensor) -> bool:
+    """Return whether Triton's kernels compute the loss: on CUDA, but in float64."""
+    return logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON
+
+
+def _kernels() -> ModuleType:
+    return import_module("multimodal.model.layers.cross_entropy_kernels")
+
+
+def _row_sums(logits: Tensor, targets: Tensor, share: VocabularyShare) -> Tensor:
+    """Return each row's maximum, sum of exponentials and target's logit (0 if it is not here): [3, num_tokens]."""
+    known, local, is_mine = _known_columns(logits, targets, share)
+    found = logits.new_zeros(3, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    if not share.num_known:
+        found[0] = -torch.inf
+        return found
+    found[0] = known.amax(-1)
+    for rows in _chunks(known):
+        torch.sum(_exponentials(known, found[0], rows), -1, out=found[1, rows])
+    found[2] = known.gather(-1, local[:, None])[:, 0].masked_fill_(~is_mine, 0.0)
+    return found
 
 
 def _known_columns(logits: Tensor, targets: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:

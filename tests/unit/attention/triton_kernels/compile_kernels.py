@@ -1,4 +1,4 @@
-"""Compile every attention kernel for a GPU that need not be there; prints a JSON object per kernel. See test_triton_compiles.py.
+"""Compile every kernel of attention and of the loss for a GPU that need not be there; prints a JSON object per kernel.
 
 The interpreter forgives what the compiler does not: a variable of two types, a tile that fits no shared memory.
 """
@@ -24,11 +24,24 @@ from multimodal.attention.triton_kernels.backward import (
 )
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
 from multimodal.attention.triton_kernels.options import TileSizes, choose_options
+from multimodal.model.layers.cross_entropy_kernels import MOST_COLUMNS, NUM_WARPS, gradient_kernel, row_sums_kernel
 
 FLOAT32_BUFFERS = ("log_sums", "deltas", "partial", "partial_output", "partial_log_sums", "partial_key", "partial_value")
+FLOAT32_BUFFERS += ("found", "largest", "totals", "scales")
 INT32_BUFFERS = ("query_ids", "key_ids", "blocks", "items", "counter", "split_rows")
-INT64_BUFFERS = ("query_bits", "key_bits")
-INPUTS = ("query", "key", "value", "output", "output_gradient", "gradient", "query_gradient", "key_gradient", "value_gradient")
+INT64_BUFFERS = ("query_bits", "key_bits", "targets")
+INPUTS = (
+    "logits",
+    "query",
+    "key",
+    "value",
+    "output",
+    "output_gradient",
+    "gradient",
+    "query_gradient",
+    "key_gradient",
+    "value_gradient",
+)
 
 
 def type_of(name: str) -> str:
@@ -50,10 +63,11 @@ def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: 
         "DOT_TYPE": tl.bfloat16,
         "WINDOW": 4096,
         "IS_DYNAMIC": True,
+        "COLUMNS": MOST_COLUMNS,
     }
     names = kernel.arg_names
     types = {name: type_of(name) for name in names}
-    aligned = [index for index, name in enumerate(names) if types[name].startswith("*") or name.endswith("stride")]
+    aligned = [index for index, name in enumerate(names) if types[name].startswith("*") or name.endswith(("stride", "width"))]
     source = ASTSource(
         fn=kernel,
         signature=types,
@@ -84,7 +98,7 @@ def resources(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     """Compile for a head size, a compute capability and its shared memory."""
     channels, capability, shared_memory_bytes = map(int, sys.argv[1:])
-    join = TileSizes(64, 64, 4, 1)
+    join, rows = TileSizes(64, 64, 4, 1), TileSizes(1, MOST_COLUMNS, NUM_WARPS, 3)
     options = choose_options(channels, dtype=torch.bfloat16, block_size=128, shared_memory_bytes=shared_memory_bytes)
     for kernel, tiles in (
         (forward_kernel, options.forward),
@@ -93,6 +107,8 @@ def main() -> None:
         (join_outputs_kernel, join),
         (join_gradients_kernel, join),
         (delta_kernel, join),
+        (row_sums_kernel, rows),
+        (gradient_kernel, rows),
     ):
         print(json.dumps(compile_kernel(kernel, tiles, channels=channels, capability=capability)))
 

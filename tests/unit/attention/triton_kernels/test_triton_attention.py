@@ -122,8 +122,10 @@ def test_kernels_compile_and_fit(tmp_path: Path, gpu: tuple[int, int, int]) -> N
     kernels, (_, capability, shared_bytes) = [json.loads(line) for line in ended.stdout.splitlines()], gpu
     assert all(kernel["shared_bytes"] <= shared_bytes for kernel in kernels)
     spilled = [kernel["spilled_bytes"] for kernel in kernels]
-    assert max(spilled) <= (64 if capability == 90 else 256) and spilled[3:] == [0] * 3, kernels
+    assert max(spilled) <= (64 if capability == 90 else 256) and not any(spilled[3:]), kernels
     assert capability != 90 or kernels[0]["registers"] < 255 > max(kernel["registers"] for kernel in kernels[3:])
-    assert [kernel["has_matrix_instructions"] for kernel in kernels] == [capability == 90] * 3 + [False] * 3
+    assert [kernel["has_matrix_instructions"] for kernel in kernels] == [capability == 90] * 3 + [False] * 5
     sizes = {size for kernel in kernels for size in kernel["specialized_sizes"]}
-    assert sizes == {"num_heads", "num_groups"}, "others change with the microbatch, and each variant takes a while to compile"
+    assert sizes == {"num_heads", "num_groups", "num_known"}, (
+        "others change with the microbatch, and each variant takes a while to compile"
+    )
