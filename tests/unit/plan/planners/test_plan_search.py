@@ -170,7 +170,7 @@ def test_the_bound_of_a_run_is_below_its_step():
 @pytest.mark.deep(when=lambda planner: planner == "disttrain")
 @pytest.mark.parametrize("planner", ["megatron", "disttrain"])
 def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
-    asked = request(num_gpus=8, global_batch_size=16, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
+    asked = request(num_gpus=4, global_batch_size=8, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
     search = PlanSearch(asked.changed(time_budget_seconds=0.0))
     first = search.trials.try_run(PLANNERS[planner](asked), FINAL)
     assert first is not None
@@ -212,7 +212,7 @@ SOME = {
 @pytest.mark.deep(when=lambda name, graph: (name, graph) not in SOME)
 @pytest.mark.parametrize(("name", "graph"), CASES)
 def test_the_advised_number_is_enough_and_one_fewer_is_not(name: str, graph: str) -> None:
-    asked = with_memory(request(GRAPHS[graph], num_gpus=1), 0.8)
+    asked = with_memory(request(GRAPHS[graph], num_gpus=1, time_budget_seconds=0.1), 0.8)
     enough = advised(name, asked)
     assert enough > 1
     found = plan_to_fit(PLANNERS[name], replace(asked, num_gpus=enough))

@@ -53,8 +53,10 @@ def is_deep(name, graph, context):
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
     """context: the LLM's context parallel size, if it is fixed."""
-    sizes = {"num_gpus": 4, "global_batch_size": 8} if name == "braid" else {}  # a search takes longest
-    asked = request(GRAPHS[graph], **sizes)
+    small = (
+        {"num_gpus": 4, "global_batch_size": 8, "time_budget_seconds": 0.1} if name == "braid" else {}
+    )  # a search takes longest
+    asked = request(GRAPHS[graph], **small)
     if context:
         asked = replace(asked, num_gpus=16, fixed_sizes={"llm": FixedSizes(context_parallel_size=context)})
     if fed_encoders(asked.graph) and not PLANNERS[name].takes_fed_encoders:
@@ -78,7 +80,7 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
 @pytest.mark.parametrize("graph", ["two", "text-only"])
 def test_braid_finds_the_same_plan_however_slow_the_machine_is(graph, monkeypatch):
     """An hour passes whenever the planner looks at a clock."""
-    asked = request(GRAPHS[graph], num_gpus=4, global_batch_size=8)
+    asked = request(GRAPHS[graph], num_gpus=4, global_batch_size=8, time_budget_seconds=0.1)
     first = PLANNERS["braid"](asked)
     seconds = count(step=3600.0)
     for clock in ("perf_counter", "process_time", "thread_time", "monotonic", "time"):
