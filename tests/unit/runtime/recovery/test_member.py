@@ -42,7 +42,10 @@ def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
     before = Ledger(keep("127.0.0.1", port), TOKEN.encode())
     before.set_flag("processes/3", "1:40,41")
     flags, command = read_flags(["--nodes", "5", "--node", "3", "--nodes-here", "2", "--port", str(port), "program.py"])
-    assert [node.incarnation for node in Supervisor(flags, command)._nodes] == [1, -1]
+    supervised = Supervisor(flags, command)
+    assert [node.incarnation for node in supervised._nodes] == [1, -1]
+    environment = supervised._environment(supervised._nodes[0], 0)
+    assert environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "ranks may abort communicators without being ended by torch"
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

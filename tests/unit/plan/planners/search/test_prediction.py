@@ -20,7 +20,7 @@ from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_e
 from multimodal.plan.planners.search.prediction import judge_run, predict_run
 from multimodal.plan.planners.search.run_variants import with_first_balance
 from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
-from multimodal.plan.planners.search.trials import shortest_run, simulate_run
+from multimodal.plan.planners.search.trials import climb, shortest_run, simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
@@ -205,3 +205,19 @@ def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
     _, grid = found_for(asked)[1][0]
     assert fits(asked, grid)
     assert not fits(with_memory(asked, 1e-3), grid)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "below", "expected"),
+    [
+        ((5, 4, 3, 2, 1), 9, [4, 8, 16, 2]),
+        ((1, 2, 3, 4, 5), 9, [4, 8, 2, 1]),
+        ((2, 1, 3, 4, 5), 9, [4, 8, 2, 1]),
+        ((9, 9, 9, 8, 7), 1, [4, 8, 2]),  # far behind a known run only great strides are followed
+        ((9, 9, 9, 7, 5), 1, [4, 8, 16, 2]),
+    ],
+)
+def test_sizes_are_looked_at_while_steps_get_shorter(seconds, below, expected):
+    sizes, looked_at = (1, 2, 4, 8, 16), []
+    climb(sizes, lambda size: looked_at.append(size) or seconds[sizes.index(size)], first=2, below=below)
+    assert looked_at == expected
