@@ -59,11 +59,9 @@ class TarFiles:
         for archive, members in self._read_archives():
             for key, found in groupby(members, key=lambda member: _split_name(member[0])[0]):
                 where, name = f"{archive}, {key}", name_in(self._folder, archive)
-                parts: dict[str, Any] = {}
-                for kind, value in ((_split_name(member)[1], value) for member, value in found):
-                    if kind in parts:
-                        raise DataError(f"{where}: has two files {kind!r}, one of which would be lost; give samples other names")
-                    parts[kind] = value
+                kinds = [(_split_name(member)[1], value) for member, value in found]
+                if len(parts := dict(kinds)) < len(kinds):
+                    raise DataError(f"{where}: has two files of a kind, of which one would be lost; give samples other names")
                 if f"{name}/{key}" in self._left_out:
                     continue
                 place = key if len(self._archives) == 1 else f"{name}, {key}"
@@ -141,8 +139,7 @@ def find_tar_files(path: DataPath) -> TarFiles | None:
         if (folder / ".nv-meta" / "split.yaml").is_file() and (split is None or not path.exists()):
             return _energon(folder, split)
     archives: list[DataPath] = sorted([*path.glob("*.tar")], key=str)
-    packed = [each for ending in _PACKED if archives for each in path.glob(f"*{ending}")]
-    if packed:
+    if packed := [each for ending in _PACKED if archives for each in path.glob(f"*{ending}")]:
         raise DataError(f"{packed[0]}: would be left out, as it is compressed; unpack it, or move it to another folder")
     return TarFiles(path, archives) if archives else None
 

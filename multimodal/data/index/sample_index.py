@@ -193,8 +193,7 @@ def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> 
         for name, file in files.items():
             file.truncate(0 if is_new else _size(name, joined.num_rows[name]))
             file.write(_header(name, num_rows=0) if is_new else b"")
-        first = (joined.first_rows(),) if is_new else ()
-        for rows in chain(first, map(joined.next_rows, build(joined.num_samples))):
+        for rows in chain((joined.first_rows(),) if is_new else (), map(joined.next_rows, build(joined.num_samples))):
             for name, file in files.items():
                 file.write(np.ascontiguousarray(rows[name]).data.cast("B") if rows[name].size else b"")
                 file.flush()
@@ -243,12 +242,11 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 def _read_progress(hidden: Path) -> "_Joined":
     """Return what was joined in a folder, nothing if its files do not hold that."""
-    try:
+    with suppress(OSError, ValueError):
         joined = _Joined(json.loads((hidden / _PROGRESS).read_bytes()))
-        are_whole = [(hidden / f"{name}.npy").stat().st_size >= _size(name, joined.num_rows[name]) for name in _ARRAYS]
-    except (OSError, ValueError):
-        return _Joined()
-    return joined if all(are_whole) else _Joined()
+        if all((hidden / f"{name}.npy").stat().st_size >= _size(name, joined.num_rows[name]) for name in _ARRAYS):
+            return joined
+    return _Joined()
 
 
 class _Joined:

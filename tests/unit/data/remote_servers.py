@@ -32,7 +32,7 @@ class FolderServer(ThreadingHTTPServer):
         self.overloaded = ""
         """The end of the paths of files that are never read."""
         self.meets: threading.Barrier | None = None
-        """Reads of images wait for each other there."""
+        """Reads of images and tars wait for each other there."""
 
     @property
     def address(self) -> str:
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         path = self.server.folder / unquote(self.path).strip("/")
-        if with_body and self.server.meets and path.suffix == ".png":
+        if with_body and self.server.meets and path.suffix in (".png", ".tar"):
             self.server.meets.wait()
         with self.server.lock:
             failure = self.server.failures.pop(0) if with_body and self.server.failures else None

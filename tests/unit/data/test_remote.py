@@ -52,12 +52,6 @@ def of_manifest(data: DataFolder) -> str:
     return ""
 
 
-def of_chats(data: DataFolder) -> str:
-    said = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "it"}]
-    data.entries([{"image": data.image(f"{number}.png", (32, 16 + 8 * number)), "conversations": said} for number in range(3)])
-    return "data.jsonl"
-
-
 def of_videos(data: DataFolder) -> str:
     data.manifest([[{"type": "video", "path": write_video(data.path / "a.mp4", num_frames=9).name}, ANSWER]])
     return ""
@@ -85,7 +79,7 @@ def of_energon(data: DataFolder) -> str:
     return "set/train"
 
 
-FORMS = [of_manifest, of_chats, of_videos, of_parquet, of_tars, of_energon]
+FORMS = [of_manifest, of_videos, of_parquet, of_tars, of_energon]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -121,12 +115,19 @@ def test_the_index_of_a_tar_takes_no_bodies(data: DataFolder, server: FolderServ
 
 
 def test_items_of_a_step_are_asked_for_at_once(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
-    """The server answers eight requests together; headers as the index is made, and then the items."""
-    manifest = [shown(data.image(f"{number}.png", (16, 16), seed=number)) for number in range(16)]
-    server.meets = threading.Barrier(8, timeout=60)
-    expected, source = data.open(manifest), data.open(data_path(server.address, replace(options, cache_mib=0)))
-    source.expect_items([(index, 0) for index in range(16)])
-    assert_same(source, expected)
+    """The server answers eight requests together: for the items, and, as the index is made, for headers of single files."""
+    names = [data.image(f"{number:02d}.png", (16, 16), seed=number) for number in range(16)]
+    data.manifest([shown(name) for name in names])
+    write_tar(
+        data.path / "a.tar",
+        {file: raw for name in names for file, raw in ((name, (data.path / name).read_bytes()), (f"{name[:2]}.txt", "a"))},
+    )
+    for place, first in (("manifest.jsonl", threading.Barrier(8, timeout=60)), ("a.tar", None)):
+        server.meets, expected = first, data.open(data.path / place)
+        source = data.open(data_path(f"{server.address}/{place}", replace(options, cache_mib=0)))
+        server.meets = threading.Barrier(8, timeout=60)
+        source.expect_items([(index, 0) for index in range(16)])
+        assert_same(source, expected)
     assert sum(path.endswith(".png") for method, path, _ in server.requests if method == "GET") == 32
 
 

@@ -361,7 +361,7 @@ def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], 
     ("files", "message"),
     [
         ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound, video or text"),
-        ({"a.png": b"x", "a.PNG": b"y", "a.txt": "t"}, "data.tar, a: has two files 'png', one of which would be lost"),
+        ({"a.png": b"x", "a.PNG": b"y", "a.txt": "t"}, "data.tar, a: has two files of a kind, of which one would be lost"),
         ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images, sound or a video beside"),
         ({"a.png": b"x", "a.json": b"{"}, "data.tar, a.json: cannot be read"),
         ({"a.png": b"x", "a.json": {"messages": []}}, "data.tar, a: 'messages' is empty"),
@@ -385,13 +385,12 @@ def test_a_damaged_archive_and_a_link(tmp_path: Path):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):
             read(path)
-    (tmp_path / "more.tar.gz").touch()
-    with pytest.raises(DataError, match="more.tar.gz: would be left out, as it is compressed"):
-        open_sample_files(tmp_path)
-    (tmp_path / "more.tar.gz").unlink()
     (tmp_path / "gone.tar").symlink_to("nowhere")
     with pytest.raises(DataError, match="cannot be read .*gone.tar.*; copy the data again"):
         open_sample_files(tmp_path).digest  # noqa: B018
+    (tmp_path / "more.tar.gz").touch()
+    with pytest.raises(DataError, match="more.tar.gz: would be left out, as it is compressed"):
+        open_sample_files(tmp_path)
     with tarfile.open(path, "w") as archive:
         link = tarfile.TarInfo("a.png")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"

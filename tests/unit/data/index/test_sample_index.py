@@ -8,6 +8,7 @@ import os
 import signal
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,15 +182,15 @@ def test_blocks_of_several_processes_are_one_index(
         data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
 
 
+@dataclass
 class InBlocks:
     """Indexes two samples at a time, and kills its process behind so many blocks."""
 
-    def __init__(self, killed_behind: int | None = None) -> None:
-        self._killed_behind = killed_behind
+    killed_behind: int | None = None
 
     def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[SampleIndex]:
         for number, block in enumerate(gather(samples, weight=lambda sample: 1, most=2)):
-            if number == self._killed_behind:
+            if number == self.killed_behind:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield local.index_block(block)
 
@@ -203,7 +204,6 @@ class InBlocks:
         (lambda folder: [(each / "progress.json").write_text("{") for each in folder.glob(f"{FOLDER_NAME}/.writing-*")], 6),
         (lambda folder: os.utime(*folder.glob(f"{FOLDER_NAME}/.writing-*"), (0, 0)), 6),
     ],
-    ids=["nothing", "another source", "a cut file", "cut progress", "long ago"],
 )
 def test_an_index_that_was_killed_goes_on(
     change: Callable[[Path], object], num_texts: int, data: DataFolder, tmp_path: Path
