@@ -26,6 +26,7 @@ from tests.distributed.small_run import MODEL, SIZED_OTHERWISE, manifest_entries
 Entries = list[dict[str, Any]]
 STEPS: dict[str, object] = {"--train-iters": 3, "--global-batch-size": 4, "--micro-batch-size": 1}
 ON_FOUR: dict[str, object] = {**STEPS, "--train-iters": 4, "--vision-dp": 2, "--llm-pp": 2, "--dtype": "float32"}
+ON_FOUR["--global-batch-size"] = 2  # half of the data: other samples in every other step
 
 
 def values_of(entries: Entries, name: str = "loss") -> list[float]:
