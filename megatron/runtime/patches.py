@@ -19,13 +19,15 @@ from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.validate import validate_plan
 
 _NAME = "get_forward_backward_func"
 _ORIGINAL = schedules.get_forward_backward_func
 _installed: Callable[..., Any] = _ORIGINAL
 _groups: UnitGroups | None = None
+_units: dict[str, UnitPlan] | None = None
+"""Of the applied plan, the LLM last."""
 
 
 def apply(
@@ -52,7 +54,7 @@ def apply(
     schedule, if Megatron's groups cannot say what the plan does, or if a plan was applied before and not undone, and PlanError if
     the plan does not fit model and ranks. What the loop's model and config do not allow is refused in the first step.
     """
-    global _groups
+    global _groups, _units
     try:
         BUILDERS[schedule]
     except ScheduleError as problem:
@@ -68,8 +70,6 @@ def apply(
         raise ConfigError("patches.apply(plan=...): a plan is applied already, and plans do not nest; call patches.undo() first")
     platform.install()
     measure = None if balance == UNBALANCED else length or count_numbers
-    function = ForwardBackward(schedule=schedule, length=measure).forward_backward
-
     signature = inspect.signature(_ORIGINAL)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -83,6 +83,8 @@ def apply(
         plan = plan if isinstance(plan, Plan) else Plan.from_file(plan)
         validate_plan(plan, graph=graph, world_size=dist.get_world_size())
         _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
+        _units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == graph.backbone.name)}
+    function = ForwardBackward(schedule=schedule, length=measure, units=_units).forward_backward
     _install(get_forward_backward_func)
     return {} if _groups is None else _groups.collections
 
@@ -99,11 +101,11 @@ def unit(name: str) -> AbstractContextManager[None]:
 
 def undo() -> None:
     """Restore megatron-core's own function, also in modules that imported the name, and its process groups; collective."""
-    global _groups
+    global _groups, _units
     _install(_ORIGINAL)
     if _groups is not None:
         _groups.close()
-        _groups = None
+        _groups = _units = None
 
 
 def _install(function: Callable[..., Any]) -> None:

@@ -12,10 +12,18 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal import llava_model
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -27,6 +35,7 @@ from multimodal.values.plan import Plan
 
 NUM_STEPS = 2
 SEQUENCE_LENGTH = 6
+IMAGE_SIZE = 4
 MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 16
 LEARNING_RATE = 0.05
@@ -47,6 +56,8 @@ class LoopCase:
     """Whether the loop gives Megatron grad_sync_func and param_sync_func (align_grad_reduce and align_param_gather)."""
     options: dict[str, Any] = field(default_factory=dict)
     """More of the config."""
+    has_images: bool = False
+    """True: megatron-core's LLaVAModel, whose encoder is on the first stage; some samples have an image."""
 
 
 @dataclass(frozen=True)
@@ -148,23 +159,56 @@ def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
         calculate_per_token_loss=case.per_token_loss,
         **case.options,
     )
-    return [_build_chunk(config, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
+    build = _build_llava if case.has_images else _build_gpt
+    return [_build_chunk(config, build, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
 
 
-def _build_chunk(config: TransformerConfig, vp_stage: int | None) -> DistributedDataParallel:
-    model = GPTModel(
+def _build_gpt(config: TransformerConfig, **ends: Any) -> GPTModel:
+    more = {"vocab_size": VOCAB_SIZE, "max_sequence_length": SEQUENCE_LENGTH, "position_embedding_type": "rope"}
+    return GPTModel(config, get_gpt_layer_local_spec(), **more, **ends)
+
+
+def _build_llava(config: TransformerConfig, **ends: Any) -> llava_model.LLaVAModel:
+    of_encoder = {"num_layers": 1, "tensor_model_parallel_size": config.tensor_model_parallel_size, "params_dtype": torch.float64}
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False, "bias_dropout_fusion": False}
+    vision = TransformerConfig(hidden_size=16, num_attention_heads=4, gradient_accumulation_fusion=False, **of_encoder, **plain)
+    projector = TransformerConfig(
+        hidden_size=16, ffn_hidden_size=24, num_attention_heads=1, gradient_accumulation_fusion=False, **of_encoder, **plain
+    )
+    encoder_layer = get_vit_layer_with_local_spec()
+    encoder_layer.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
+    vision.vision_model_type, config.language_model_type = "clip", "llama"
+    with patch.object(llava_model, "CLIPViTModel", partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)):
+        return llava_model.LLaVAModel(
+            config,
+            get_gpt_layer_local_spec(),
+            VOCAB_SIZE,
+            SEQUENCE_LENGTH,
+            vision,
+            encoder_layer,
+            True,
+            projector,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            img_h=IMAGE_SIZE,
+            img_w=IMAGE_SIZE,
+            patch_dim=IMAGE_SIZE // 2,
+            language_position_embedding_type="rope",
+            add_encoder=ends["pre_process"],
+            **ends,
+        )
+
+
+def _build_chunk(config: TransformerConfig, build: Callable[..., Any], vp_stage: int | None) -> DistributedDataParallel:
+    model = build(
         config,
-        get_gpt_layer_local_spec(),
-        vocab_size=VOCAB_SIZE,
-        max_sequence_length=SEQUENCE_LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=True,
-        position_embedding_type="rope",
         vp_stage=vp_stage,
     ).double()
+    model.model_type = ModelType.encoder_or_decoder  # as Megatron's `get_model` does
     for name, parameter in model.named_parameters():
-        is_tied = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        is_tied = name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
         place = "tied" if is_tied else f"{name} {parallel_state.get_pipeline_model_parallel_rank()} {vp_stage}"
         values = np.random.default_rng(zlib.crc32(place.encode())).normal(size=tuple(parameter.shape), scale=0.1)
         parameter.data.copy_(torch.from_numpy(values))
@@ -224,10 +268,23 @@ def _forward_step(
     forwards: list[Any], batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoint: bool | None = None
 ) -> Any:
     token_ids, labels, is_target = next(batches)
+    if isinstance(model.module, llava_model.LLaVAModel):
+        return _forward_with_images(token_ids[:, :3].clone(), labels[:, :3], is_target[:, :3].double(), model)
     forwards.append((checkpoint, token_ids.numel()))
     positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     is_hidden = torch.ones(1, 1, *positions.shape[1:] * 2, dtype=torch.bool).triu(1)
     return model(token_ids, positions, is_hidden, labels=labels), partial(_loss, is_target, model.config.calculate_per_token_loss)
+
+
+def _forward_with_images(token_ids: Tensor, labels: Tensor, is_target: Tensor, model: Any) -> Any:
+    token_ids[: 1 + token_ids[0, 0] % 2, 1] = llava_model.DEFAULT_IMAGE_TOKEN_INDEX
+    is_target[:, 2] = 1  # the last token, as none before an image counts
+    num_images = int((token_ids < 0).sum())
+    pixels = torch.arange(num_images * 3 * IMAGE_SIZE**2, dtype=torch.float64).sin().view(-1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
+    positions = torch.arange(token_ids.shape[1]).expand_as(token_ids)
+    losses, is_counted = model(pixels, token_ids, positions, is_hidden, labels=labels, loss_mask=is_target)
+    return losses, partial(_loss, is_counted, model.config.calculate_per_token_loss)
 
 
 def _loss(is_target: Tensor, per_token: bool, losses: Tensor) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ MIMO takes any modules as encoders; here they are Braid's, so that both train on
 Gradients are summed over data parallel ranks when the schedule has run, as by MIMO's DDP without overlap.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
 from tests.distributed.braid_training import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase, Weights
 from tests.distributed.megatron_training import (
     build_optimizer,
@@ -69,14 +70,26 @@ class MimoLayout(NamedTuple):
 
 
 def mimo_losses(
-    case: ComparedCase, weights: Weights, layout: MimoLayout, schedule: str | None = None, balance: str = "none"
+    case: ComparedCase,
+    weights: Weights,
+    layout: MimoLayout,
+    schedule: str | None = None,
+    balance: str = "none",
+    plan: Plan | None = None,
 ) -> list[float]:
-    """Train 20 steps on this rank, on Megatron's own schedule or Braid's; returns the losses that it has summed up."""
+    """Train 20 steps on this rank, on Megatron's own schedule or Braid's; returns the losses that it has summed up.
+
+    plan: gives layers their process groups.
+    """
+    groups = {}
     if schedule is not None:
-        patches.apply(schedule=schedule, balance=balance, length=lambda batch: int((batch.token_ids < 0).sum()))
+        model = case.graph if plan is not None else None
+        groups = patches.apply(
+            schedule=schedule, model=model, plan=plan, balance=balance, length=lambda batch: int((batch.token_ids < 0).sum())
+        )
     try:
         with mimo_without_cuda():
-            trained = MimoTraining(case, weights, layout)
+            trained = MimoTraining(case, weights, layout, groups=groups)
             return [trained.train_step(trained.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
     finally:
         patches.undo()
@@ -102,7 +115,9 @@ def mimo_without_cuda() -> Iterator[None]:
 class MimoTraining:
     """One rank of a run."""
 
-    def __init__(self, case: ComparedCase, weights: Weights, layout: MimoLayout) -> None:
+    def __init__(
+        self, case: ComparedCase, weights: Weights, layout: MimoLayout, groups: Mapping[str, ProcessGroupCollection] | None = None
+    ) -> None:
         self.case, self.layout = case, layout
         self.encoders = [name for name in case.graph.unit_names if name != case.graph.backbone.name]
         assert len(self.encoders) == layout.num_encoders
@@ -116,6 +131,7 @@ class MimoTraining:
         grid = self.grids[self.name]
         self.groups = ProcessGroupCollection(**{name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp", "ep", "expt_dp")})
         self.groups.dp_cp = grid.get_pg(["dp", "cp"])
+        self.groups = (groups or {}).get(case.graph.backbone.name if self.name == LANGUAGE else self.name, self.groups)
         self.groups.embd = self.groups.pos_embd = None
         self.model = self._build_model(weights)
         self.communicator = MultiModulePipelineCommunicator(

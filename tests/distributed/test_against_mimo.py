@@ -47,7 +47,11 @@ def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
     """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike."""
     case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
     (weights,) = ranks.run(initial_weights, case, world_size=1)
-    found = ranks.run(mimo_losses, case, weights, layout, schedule, balance, world_size=layout.num_ranks)
+    plan = None
+    if balance != "none":
+        sizes = {"vision": UnitSizes(data_parallel_size=layout.vision_dp), "llm": UnitSizes(data_parallel_size=layout.llm_dp)}
+        plan = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
+    found = ranks.run(mimo_losses, case, weights, layout, schedule, balance, plan, world_size=layout.num_ranks)
     if layout.vision_dp <= layout.llm_dp and balance == "none":
         expected = ranks.run(mimo_losses, case, weights, layout, world_size=layout.num_ranks)
         for mine, theirs in zip(found, expected, strict=True):

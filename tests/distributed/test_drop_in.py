@@ -41,6 +41,7 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
         ("zb-h1", LoopCase(4, per_token_loss=True, options=VARIABLE)),
         ("zb-h1", LoopCase(2, tensor_parallel_size=2)),
+        ("zb-h1", LoopCase(2, has_images=True)),
         ("interleaved-zb", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
     ],
 )

@@ -19,7 +19,7 @@ from torch.nn import Linear
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.balanced_data import count_numbers, find_problem
-from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options, read_modules
+from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_modules, check_options, read_modules
 from megatron.runtime.drop_in.pipeline_schedule import (
     RUNNABLE,
     LoopModule,
@@ -205,6 +205,17 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
     with pytest.raises(ConfigError, match="apply.schedule=....: there is no schedule '2f2b'; choose one of gpipe, "):
         patches.apply(schedule="2f2b")
     assert schedules.get_forward_backward_func is ORIGINAL
+
+
+def test_modules_elsewhere_than_in_the_plan_are_refused() -> None:
+    modules = [
+        LoopModule(name, tuple(tuple(each.ranks for each in r.stages) for r in u.replicas)) for name, u in OWN_RANKS.units.items()
+    ]
+    check_modules(modules, OWN_RANKS.units)
+    with pytest.raises(ConfigError, match="module 'vision' has replicas of stages on ranks .* but unit 'vision' of the applied"):
+        check_modules([modules[0]._replace(replicas=(((0,),),)), modules[1]], OWN_RANKS.units)
+    with pytest.raises(ConfigError, match="unit 'audio' of the applied plan is not there"):
+        check_modules([modules[0]._replace(name="audio"), modules[1]], OWN_RANKS.units)
 
 
 def test_a_balance_that_takes_samples_apart_is_refused(loop: ModuleType) -> None:

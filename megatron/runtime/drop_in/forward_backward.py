@@ -1,6 +1,6 @@
 """Megatron's forward-backward function as a training loop calls it: arguments in, losses out, gradients finalized."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, Pipelin
 from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
 from multimodal.plan.communicators import Partners, Track, message_partners
 from multimodal.values.errors import ConfigError
+from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import Schedule
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
@@ -38,9 +39,12 @@ class ForwardBackward:
     than one stage.
     """
 
-    def __init__(self, *, schedule: str, length: Length | None = None) -> None:
-        """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn."""
-        self._schedule, self._length = schedule, length
+    def __init__(self, *, schedule: str, length: Length | None = None, units: Mapping[str, UnitPlan] | None = None) -> None:
+        """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn.
+
+        units: of the applied plan, the one with the loss last, which modules on ranks of their own must follow; None: no plan.
+        """
+        self._schedule, self._length, self._units = schedule, length, units
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
@@ -90,6 +94,8 @@ class ForwardBackward:
             inputs = replace(inputs, context_parallel_size=groups.cp.size())
         else:
             modules, groups, inputs = read_modules(p2p_communicator, pg_collection, inputs)
+            if self._units is not None:
+                check_modules(modules, self._units)
         shape = PipelineShape(modules, num_microbatches, forward_only)
         if len(iterators) != len(chunks):
             raise ConfigError(
@@ -171,6 +177,18 @@ def read_modules(
             tensor_parallel_group=groups.tp,
         ),
     )
+
+
+def check_modules(modules: Sequence[LoopModule], units: Mapping[str, UnitPlan]) -> None:
+    """Raise ConfigError unless every module is on the ranks of the plan's unit of its name, the last one on those of the last."""
+    for module in modules:
+        name = [*units][-1] if module is modules[-1] else module.name
+        planned = name in units and tuple(tuple(each.ranks for each in replica.stages) for replica in units[name].replicas)
+        if planned != module.replicas:
+            raise ConfigError(
+                f"module '{module.name}' has replicas of stages on ranks {module.replicas}, but unit '{name}' of the applied "
+                f"plan {planned or 'is not there'}; give its HyperCommGrid the plan's sizes and ranks, or apply another plan"
+            )
 
 
 def _ranks_of_grid(grid: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
