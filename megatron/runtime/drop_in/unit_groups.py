@@ -57,7 +57,8 @@ class UnitGroups:
         """Give parallel_state back what it said before, and destroy the groups."""
         _write(self._before)
         for group in self._made:
-            dist.destroy_process_group(group)
+            if group in dist.distributed_c10d._world.pg_map:  # destroy_model_parallel, if the loop called it, destroyed some
+                dist.destroy_process_group(group)
 
     def _initialize(self, unit: UnitPlan) -> dict[str, Any]:
         """Return the globals of a fresh parallel_state on the unit's ranks."""
