@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.enums import ModelType
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
@@ -21,6 +21,8 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -58,6 +60,10 @@ class LoopCase:
     """More of the config."""
     has_images: bool = False
     """True: megatron-core's LLaVAModel, whose encoder is on the first stage; some samples have an image."""
+    has_engine: bool = False
+    """True: linear layers and norms of Transformer Engine."""
+    delays_weight_gradients: bool = False
+    """Whether these compute weight gradients when asked."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ def train_on_schedule(
             patch.object(schedules, "torch", CpuTorch(torch)) if schedule is None else nullcontext(),
             patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
             patch.object(Tensor, "cuda", lambda tensor: tensor),
+            patch.object(transformer_block, "get_cpu_offload_context", None),  # which asks for streams
         ):
             return replace(train(case, under_plan=model is not None), num_deferred=deferred.call_count)
     finally:
@@ -159,13 +166,16 @@ def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
         calculate_per_token_loss=case.per_token_loss,
         **case.options,
     )
-    build = _build_llava if case.has_images else _build_gpt
+    config.delay_wgrad_compute = case.delays_weight_gradients
+    build = _build_llava if case.has_images else partial(_build_gpt, case.has_engine)
     return [_build_chunk(config, build, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
 
 
-def _build_gpt(config: TransformerConfig, **ends: Any) -> GPTModel:
+def _build_gpt(has_engine: bool, config: TransformerConfig, **ends: Any) -> GPTModel:
+    layer = get_gpt_layer_with_transformer_engine_spec() if has_engine else get_gpt_layer_local_spec()
+    layer.submodules.self_attention.submodules.core_attention = DotProductAttention
     more = {"vocab_size": VOCAB_SIZE, "max_sequence_length": SEQUENCE_LENGTH, "position_embedding_type": "rope"}
-    return GPTModel(config, get_gpt_layer_local_spec(), **more, **ends)
+    return GPTModel(config, layer, **more, **ends)
 
 
 def _build_llava(config: TransformerConfig, **ends: Any) -> llava_model.LLaVAModel:

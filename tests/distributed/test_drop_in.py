@@ -39,7 +39,6 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
         ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
         ("1f1b", LoopCase(4, per_token_loss=True, options=VARIABLE | {"deallocate_pipeline_outputs": True})),
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
-        ("zb-h1", LoopCase(4, per_token_loss=True, options=VARIABLE)),
         ("zb-h1", LoopCase(2, tensor_parallel_size=2)),
         ("zb-h1", LoopCase(2, has_images=True)),
         ("interleaved-zb", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),

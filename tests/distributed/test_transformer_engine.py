@@ -23,6 +23,7 @@ from multimodal.values.action import ActionKind
 from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.dealt_case import UNITS, dealt_case, source_of, unit_plan
+from tests.distributed.drop_in_training import LoopCase, LoopResult, train_on_schedule
 from tests.distributed.gradient_case import GradientCase, reference_of, run_on_rank, run_reference, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
@@ -135,6 +136,18 @@ def count_overlapped(case: GradientCase) -> int:
     before = CommOverlap.num_products
     run_on_rank(case)
     return CommOverlap.num_products - before
+
+
+def test_a_loop_of_megatrons_leaves_weight_gradients_of_the_engine_to_bubbles(engine_ranks: EnginePool) -> None:
+    case = LoopCase(2, has_engine=True)
+    expected: list[LoopResult] = engine_ranks.run(train_on_schedule, case, None, world_size=4)
+    found: list[LoopResult] = engine_ranks.run(
+        train_on_schedule, replace(case, delays_weight_gradients=True), "zb-h1", world_size=4
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
+        for name, gradient in theirs.gradients.items():
+            np.testing.assert_allclose(mine.gradients[name], gradient, rtol=0, atol=1e-9, err_msg=name)
 
 
 def test_products_of_the_microbatch_that_fills_user_buffers_have_collectives_beside_them(engine_ranks: EnginePool) -> None:

@@ -17,7 +17,7 @@ from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
-from megatron.runtime.drop_in.split_backward import prepare_split, without_overlap
+from megatron.runtime.drop_in.split_backward import find_overlapped, prepare_split, without_overlap
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
@@ -215,6 +215,7 @@ class PipelineStep(LaneRun):
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
         has_halves = any(action.kind is ActionKind.INPUT_GRADIENT for action in lane.actions)
         self.is_split = has_halves or getattr(inputs.config, "delay_wgrad_compute", False)
+        self.overlapped = find_overlapped(inputs.chunks) if self.is_split else []
         if self.is_split:
             for chunk in inputs.chunks:
                 prepare_split(chunk, inputs.config)
@@ -275,7 +276,7 @@ class PipelineStep(LaneRun):
         """Run megatron-core's backward step of a microbatch; a chunk's last one may reduce its gradients."""
         queue = self._propagate(action)
         if queue is not None:
-            with without_overlap(self.inputs.chunks):
+            with without_overlap(self.overlapped):
                 queue.compute()
 
     def input_gradient(self, action: Action) -> None:
@@ -285,7 +286,7 @@ class PipelineStep(LaneRun):
     def weight_gradient(self, action: Action) -> None:
         """Compute the weight gradients that an input gradient left."""
         queue: WeightGradientQueue = self.store.take(("weight gradients", action.place))
-        with self.clock.span(action), without_overlap(self.inputs.chunks):
+        with self.clock.span(action), without_overlap(self.overlapped):
             queue.compute()
 
     def _propagate(self, action: Action) -> WeightGradientQueue | None:
@@ -297,7 +298,7 @@ class PipelineStep(LaneRun):
             gradient = self._join(parts, place.unit)
         sync: AbstractContextManager[None] = nullcontext()
         if self.is_split:
-            sync = without_overlap(inputs.chunks)
+            sync = without_overlap(self.overlapped)
         elif self.last_backwards[action.stage] == action:
             sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
         with sync, self.clock.span(action):

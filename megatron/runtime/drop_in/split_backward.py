@@ -56,11 +56,15 @@ def prepare_split(chunk: Module, config: Any) -> None:
     _deferring.add(chunk)
 
 
-@contextmanager
-def without_overlap(chunks: Sequence[Module]) -> Iterator[None]:
-    """Let the hooks of Megatron's gradient buffers take gradients as they come, and neither expect all nor start a reduction."""
+def find_overlapped(chunks: Sequence[Module]) -> list[Any]:
+    """Return the configs of Megatron's gradient buffers that start reductions in backwards."""
     configs = [config for chunk in chunks for each in chunk.modules() if (config := getattr(each, "ddp_config", None))]
-    overlapped = [config for config in configs if config.overlap_grad_reduce]
+    return [config for config in configs if config.overlap_grad_reduce]
+
+
+@contextmanager
+def without_overlap(overlapped: Sequence[Any]) -> Iterator[None]:
+    """Let the hooks of gradient buffers take gradients as they come, and neither expect all nor start a reduction."""
     for config in overlapped:
         config.overlap_grad_reduce = False
     try:
