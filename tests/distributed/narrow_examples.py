@@ -1,18 +1,28 @@
 """The models of examples/models, narrow and of few layers, with all that their layers are made of; and a step of them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.training.trainer import build_scheduler
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
+from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Transformer, Unit
 from tests.distributed.dealt_case import dealt
-from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step, whole_weights
+from tests.distributed.hugging_face_case import RATE
 from tests.distributed.random_source import RandomSource, SampleShape
 
 EXAMPLES = Path("examples/models")
@@ -33,6 +43,8 @@ ROWS = {
     "tp 2": ("qwen2.5-vl-3b", "cornstarch-valm-l", "internvl3-8b", "oobleck-bert-large", "vit-11b-vit-5b-gpt-175b"),
 }
 """One model of every shape, by the option that it meets; the first ones are the most unlike."""
+MOVED = 1.1
+"""By this weights are multiplied before they are written: others than a session starts with."""
 
 
 def _narrow_transformer(shape: Transformer, num_layers: int) -> Transformer:
@@ -76,9 +88,20 @@ def narrow(graph: ModelGraph) -> ModelGraph:
     return replace(graph, units=tuple(_narrow_unit(unit, num_layers) for unit in graph.units))
 
 
+def writable(graph: ModelGraph) -> ModelGraph | None:
+    """Return the model, or else its LLM alone and not frozen, if it can be written as a folder of Hugging Face."""
+    for each in (graph, ModelGraph((replace(graph.backbone, freeze_module=False),))):
+        with suppress(ModelError):
+            architecture_of(each)
+            return each
+    return None
+
+
 def case_of_example(name: str, option: str) -> GradientCase:
-    """Layers of Transformer Engine under an option: on two ranks, or in FP8 on one."""
+    """Layers of Transformer Engine under an option, on two ranks or on one."""
     graph = narrow(read_model(EXAMPLES / f"{name}.yaml"))
+    if option in ("read", "written"):
+        graph = writable(graph) or graph
     if option == "LoRA":
         graph = adapt_units(graph, linear_layers(graph), rank=2, alpha=None, targets=("transformer.*",))
     (tensor, stages), changes = OPTIONS.get(option, ((1, 1), {}))
@@ -87,5 +110,47 @@ def case_of_example(name: str, option: str) -> GradientCase:
     shapes = [SampleShape(items * count, 4 + count, 3) for count in (1, 2)]
     source = RandomSource(graph, (*shapes, SampleShape((), 4, 2)), VOCABULARY)
     sizes = {unit.name: UnitSizes(tensor, stages if unit is graph.backbone else 1) for unit in graph.units}
-    plan = plan_colocated(graph, sizes=sizes, world_size=1 if option == "FP8" else 2)
+    plan = plan_colocated(graph, sizes=sizes, world_size=1 if option in ("FP8", "written") else 2)
     return GradientCase(graph, plan, dealt(source, plan, ([0], [1, 2])), source, transformer_impl="transformer_engine", **changes)
+
+
+def write_folder(case: GradientCase, folder: Path) -> RankGradients:
+    """Write the model of a case on one rank, and return what a step finds."""
+    session = build_session(case)
+    with torch.no_grad():
+        for stage in session.stages.values():
+            for parameter in stage.parameters():
+                parameter.mul_(MOVED)
+    save_hugging_face(folder, session=session)
+    return run_step(session, plan_case(case))
+
+
+def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the loss of the second step of AdamW, and the weights behind it; a checkpoint of the first is saved, or resumed."""
+    optimizer = build_optimizer_config(
+        lr=RATE, min_lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
+    )
+    session = build_session(case, optimizer=optimizer)
+    build_scheduler(OptimizerSettings(lr=RATE, min_lr=RATE), session, train_iters=2)
+    if resumes:
+        load_checkpoint(folder, session=session, load_optimizer=True, load_rng=True)
+    for number in range(int(resumes), 2):
+        session.zero_gradients()
+        step = plan_case(case)
+        loss = session.forward_backward(step).loss_sum
+        session.finish_gradients()
+        session.step_optimizers(session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
+        session.complete_parameters()
+        if number == 0:
+            save_checkpoint(
+                folder,
+                step=1,
+                session=session,
+                schedulers_state={"num_steps": 1},
+                run_state={"seed": 0},
+                keep_last=1,
+                background=None,
+            )
+    with whole_weights(session):
+        named = {f"{unit} {name}": each for (unit, _), stage in session.stages.items() for name, each in stage.named_parameters()}
+        return loss, {name: each.detach().double().numpy() for name, each in named.items()}
