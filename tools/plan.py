@@ -217,7 +217,8 @@ def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: Pred
     for name in dict.fromkeys((*flags.compare, flags.planner)):
         try:
             if name in TEMPLATE_PLANNERS:
-                compared[name] = plan_first_instances(name, request, 0)[1]  # like the others: without spare nodes
+                templates, seconds = plan_replicas(name, request, 0)  # like the others: without spare nodes
+                compared[name] = predict_first(templates, request, planner=name, planning_seconds=seconds)
             else:
                 compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
         except BraidError as problem:
@@ -299,16 +300,19 @@ def main(argv: Sequence[str]) -> None:
         print_comparison(compared)
 
 
-def plan_first_instances(
+def plan_replicas(
     name: str, request: PlanningRequest, fault_tolerance: int, replicas_per_copy: int = 1
-) -> tuple[TemplateSet, PredictedRun]:
-    """Plan templates; return them and the run of their first replicas. Raises PlanError."""
+) -> tuple[TemplateSet, float]:
+    """Plan templates; return them and the seconds that it took. Raises PlanError."""
     started = time.perf_counter()
     templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
-    found = run_of_templates(templates, request, planner=name)
-    found = replace(found, planning_seconds=time.perf_counter() - started)
-    predicted = judge_run(found, request)
-    return templates, PredictedRun(found, predicted)
+    return templates, time.perf_counter() - started
+
+
+def predict_first(templates: TemplateSet, request: PlanningRequest, *, planner: str, planning_seconds: float) -> PredictedRun:
+    """Return the run of the templates' first replicas; raises PlanError."""
+    found = replace(run_of_templates(templates, request, planner=planner), planning_seconds=planning_seconds)
+    return PredictedRun(found, judge_run(found, request))
 
 
 def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
@@ -318,15 +322,10 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
             f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all and "
             "--mtbf-hours out; tools/elastic.py simulates failures"
         )
-    started = time.perf_counter()
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
-    if flags.output_plan is None:
-        planner = TEMPLATE_PLANNERS[flags.planner]
-        templates = planner(request, fault_tolerance=fault_tolerance, replicas_per_copy=flags.replicas_per_copy or 1)
-        seconds = time.perf_counter() - started
-    else:
-        templates, planned = plan_first_instances(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)
-        seconds = planned.run.planning_seconds
+    templates, seconds = plan_replicas(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)
+    if flags.output_plan is not None:
+        planned = predict_first(templates, request, planner=flags.planner, planning_seconds=seconds)
         write_plan(flags.output_plan, planned, request, flags)
     if flags.output is not None:
         templates.to_file(flags.output)

@@ -122,11 +122,10 @@ class _UnitDistributed:
 
 def _fresh_parallel_state() -> ModuleType:
     """Return a copy of the module in which nothing was initialized."""
-    assert parallel_state.__spec__ is not None and parallel_state.__spec__.loader is not None
-    spec = importlib.util.spec_from_loader(parallel_state.__name__, parallel_state.__spec__.loader)
-    assert spec is not None
+    spec = parallel_state.__spec__
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    parallel_state.__spec__.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
