@@ -102,6 +102,8 @@ NUM_DIMENSIONS = 3
 """Dimensions of activations: sequence, microbatch, hidden."""
 PARITIES = (BETWEEN_UNITS, 0, 1)
 BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+_backward_of_modules: Callable[..., Any] | None = getattr(schedules, "backward_step_multimodule", None)
+"""None before megatron-core 0.17, whose loops have no modules on ranks of their own."""
 SHAPE_TRACKS = tuple(Track("shape", parity) for parity in PARITIES)
 """Tracks of shapes, which follow each other as the activations do."""
 
@@ -304,7 +306,8 @@ class PipelineStep(LaneRun):
         with sync, self.clock.span(action):
             if inputs.split is not None:
                 gradients = None if gradient is None else {place.unit: gradient}
-                found = schedules.backward_step_multimodule(opened.inputs, opened.output, gradients, inputs.config, place.unit)
+                assert _backward_of_modules is not None
+                found = _backward_of_modules(opened.inputs, opened.output, gradients, inputs.config, place.unit)
             else:
                 of_input = _backward_step(
                     input_tensor=opened.inputs.get(place.unit),
