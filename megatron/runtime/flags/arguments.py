@@ -141,6 +141,11 @@ def _check_input_file(flag: str, path: str | Path | None) -> None:
 def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any], graph: ModelGraph | None) -> RunConfig:
     """Return one configuration from both; if they exclude each other, the command line wins."""
     values = {**from_file, **from_command_line}
+    for given in (from_command_line, from_file):
+        if "data_args_path" in given:
+            values["data_path"] = _listed_data(given)
+        if "data_path" in given or "data_args_path" in given:
+            break
     if "load_hf" in values:
         values = {**_taken_from(Path(values["load_hf"]), values), **values}
     if "load_adapter" in values and graph is not None:
@@ -162,6 +167,20 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
     rows = ignored_flags(_build_config(values, graph=graph))
     yielding = {row.name for row in rows if any(overruled(row.name, cause) for cause in row.because_of)}
     return _build_config({name: value for name, value in values.items() if name not in yielding}, graph=graph)
+
+
+def _listed_data(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the words of --data-path that are in the file of --data-args-path; raises ConfigError."""
+    path = given["data_args_path"]
+    if "data_path" in given:
+        raise ConfigError(f"--data-path and --data-args-path {path} both say where the data are; keep one")
+    try:
+        words = tuple(path.read_text().split())
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"--data-args-path {path}: cannot be read ({problem}); give a text file with paths") from None
+    if not words:
+        raise ConfigError(f"--data-args-path {path}: is empty; write what --data-path takes into it")
+    return words
 
 
 def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:

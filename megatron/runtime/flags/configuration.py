@@ -341,6 +341,8 @@ class DataConfig:
     """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; several, each with a
     weight before it or none (0.7 A 0.3 B), or a Metadataset v2 (FILE.yaml); or a Python program that makes samples; digits:
     handwritten digits, a program's."""
+    data_args_path: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
+    """Text file with the words of --data-path, in place of it, as Megatron's: for mixtures of many data sets."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
     """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})

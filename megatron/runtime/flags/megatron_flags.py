@@ -38,7 +38,7 @@ CALLED = {
     "--data-parallel-sharding-strategy optim_grads_params": (
         "use-megatron-fsdp use-torch-fsdp2 fsdp-* megatron-fsdp-* torch-fsdp2-*"
     ),
-    "--data-path": "train-data-path data-args-path per-split-data-args-path",
+    "--data-path": "train-data-path per-split-data-args-path",
     "--data-path digits": "mock-data",
     "--distributed-timeout-minutes": "distributed-timeout-seconds-after-init",
     "--freeze": "freeze-all-layers",

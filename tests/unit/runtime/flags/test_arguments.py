@@ -97,6 +97,15 @@ def test_input_paths_are_found_beside_the_configuration_file(parse: Parse, tmp_p
     assert parse(file={"data-path": "elsewhere.jsonl", "vision-dp": 1}).data.data_path == ("elsewhere.jsonl",)
 
 
+def test_words_of_a_file_are_data_in_place_of_those_of_the_configuration(parse: Parse, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("0.7 a.jsonl\n0.3 b.jsonl\n")
+    config = parse(f"--data-args-path {tmp_path / 'data.txt'}")
+    assert [(each.path, each.weight) for each in config.data.mixture] == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
+    (tmp_path / "data.txt").write_text("\n")
+    with pytest.raises(ConfigError, match=r"data.txt: is empty; write what --data-path takes into it"):
+        parse(f"--data-args-path {tmp_path / 'data.txt'}")
+
+
 def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("lr: 1\nseed: 2\nlr: 3\n")
     with pytest.raises(ConfigError, match=r"config\.yaml, line 3: .*'lr' is there twice, first on line 1; keep one"):
