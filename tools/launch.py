@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _read(arguments)
     if asked is None or asked.script.resolve() != _ROOT / "pretrain_mllm.py":
         return _torchrun(arguments)
+    _check_flags(asked)
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork, so none may be there
     import torch
@@ -64,6 +65,18 @@ def _read(arguments: Sequence[str]) -> Namespace | None:
     except ValueError:
         return None
     return asked if asked.nproc_per_node > 0 else None
+
+
+def _check_flags(asked: Namespace) -> None:
+    """Read the flags before imports that take long; what is wrong with them ends this process as it would end rank 0."""
+    from megatron.runtime.flags.arguments import parse_arguments
+    from megatron.runtime.launch.failure import Ending
+
+    size = str(asked.nproc_per_node)
+    try:
+        parse_arguments(asked.flags, environ={**os.environ, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size})
+    except Exception as problem:
+        Ending().fail(problem)
 
 
 def import_for_ranks() -> None:
