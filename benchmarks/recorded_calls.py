@@ -79,7 +79,7 @@ _READ = Call("read", "", ())
 
 
 class Recorder:
-    """What this rank's host does."""
+    """Keeps the calls of this rank's host, in their order."""
 
     def __init__(self) -> None:
         self.events: Recorded = []

@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -105,6 +106,7 @@ def program(name: str) -> Callable[[Callable[[Sequence[str]], None]], Callable[.
     """
 
     def decorate(run: Callable[[Sequence[str]], None]) -> Callable[..., int]:
+        @wraps(run)
         def main(argv: Sequence[str] | None = None) -> int:
             try:
                 run(sys.argv[1:] if argv is None else argv)

@@ -58,9 +58,8 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128) -> BlockLists:
     block_size: queries, and keys, per block; at least 1.
 
     Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel, with the same result, if
-    the kernels are built. O(tokens + listed
-    blocks) for masks of a few samples and items per block; a causal sample of n blocks lists n (n + 1) / 2, so if only workloads
-    are needed, `count_block_workloads` is cheaper.
+    the kernels are built. O(tokens + listed blocks) for masks of a few samples and items per block; a causal sample of n blocks
+    lists n (n + 1) / 2, so if only workloads are needed, `count_block_workloads` is cheaper.
     """
     runs = _find_runs(mask, block_size)
     if kernels is None:

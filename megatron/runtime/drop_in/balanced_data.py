@@ -66,7 +66,7 @@ def find_problem(told: Sequence[tuple[list[int], list[int] | None]]) -> str | No
             other = found[ranks.index(rank)]
             return (
                 f"rank {rank} reads microbatches of lengths {lengths}, but another rank of its replica {other}; let "
-                " patches.apply(length=...) return the same for the same samples, whatever part of them a rank reads"
+                "patches.apply(length=...) return the same for the same samples, whatever part of them a rank reads"
             )
     return None
 

@@ -23,8 +23,6 @@ from multimodal.values.errors import ConfigError
 
 _deferring = WeakSet[Module]()
 """Chunks whose layers were told to leave weight gradients to the active queue."""
-
-
 _ADVICE = "give patches.apply(schedule=...) '1f1b' or another schedule of whole backwards"
 
 

@@ -28,11 +28,8 @@ from multimodal.values.plan import Plan
 
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that do not affect what ranks do together: only rank 0 reports, and devices may differ."""
-BY_CONTENT = frozenset(
-    {
-        *("model", "plan", "data_path", "data_args_path", "valid_data_path"),
-        *("tokenizer_model", "chat_template", "emulate", "cluster", "layer_costs"),
-    }
+BY_CONTENT = frozenset({"model", "plan", "tokenizer_model", "chat_template", "emulate", "cluster", "layer_costs"}).union(
+    ("data_path", "data_args_path", "valid_data_path")
 )
 """Input files that may be at another place on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")

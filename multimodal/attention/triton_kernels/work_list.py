@@ -64,8 +64,7 @@ def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) ->
     """Cut rows into items of nearly equal length, at most `max_blocks_per_item` each, and sort the items longest first.
 
     max_blocks_per_item: at least 1; None keeps rows whole and in order: a grid without balancing. Equal lengths keep the order of
-    rows, whose neighbours share blocks. Runs as a C++ kernel, with the same result,
-    if the kernels are built. O(items).
+    rows, whose neighbours share blocks. Runs as a C++ kernel, with the same result, if the kernels are built. O(items).
     """
     if kernels is not None:
         items, split_rows, num_slots = kernels.plan_work_list(blocks.row_starts, blocks.full_ends, max_blocks_per_item or 0)
