@@ -174,9 +174,10 @@ def defer_in_modules(root: Module) -> bool:
 
 
 def _leave_to_queue(module: Module, inputs: Any, output: Any) -> None:
+    """Let the module's backward put it into the queue, which is in the order of the backward."""
     queue = active_queue()
     if queue is not None and torch.is_grad_enabled() and delayed_weights(module)[0].requires_grad:
-        queue.put_module(module)
+        (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: queue.put_module(module))
 
 
 def active_queue() -> WeightGradientQueue | None:

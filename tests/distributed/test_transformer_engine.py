@@ -119,6 +119,7 @@ CASES = {
     "experts shared by replicas, split": _case("zb-h1", units=EXPERTS, experts=2),
     "experts, weights shared": _case("1f1b", units=EXPERTS, shards_weights=True),
     "weights shared": _case("1f1b", shape=BIASES, shards_weights=True),
+    "weights shared, split": _case("zb-h1", shape=BIASES, shards_weights=True),
     "weights shared, recompute": _case("1f1b", shards_weights=True, recompute="full"),
     "user buffers, biases, recompute": _case("1f1b", shape=BIASES, recompute="full", **BUFFERS),
     "user buffers, frozen LLM": _case("gpipe", units={"llm": {"freeze_module": True}}, **BUFFERS),

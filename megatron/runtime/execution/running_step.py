@@ -88,9 +88,7 @@ class RunningStep(StepMessages):
         if action.place in self.step.cuts.segments:
             self._backward_segments(action)
             return
-        queue = self._propagate(action)
-        if queue is not None:
-            queue.compute()
+        self._propagate(action)
 
     def input_gradient(self, action: Action) -> None:
         """Run the same backward; linear layers defer weight gradients to the queue that was active in the forward."""
@@ -263,5 +261,7 @@ class RunningStep(StepMessages):
                 for number in sorted(self.inside):  # there were fewer waits than planned, because there was less to compute
                     self.fill_wait(number)
                     self.end_wait()
+            if action.kind is ActionKind.BACKWARD and opened.queue is not None:
+                opened.queue.compute()
         self.publish_input_gradients(action, opened.inputs)
         return opened.queue

@@ -224,6 +224,14 @@ class LayerPass:
             for layer in visit.reduces:
                 self._layers[layer].finish_reduction()
 
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that were kept."""
+        kept = [self._layers[key] for visit in self._visits for key in visit.reduces]
+        for layer in kept:
+            layer.start_reduction()
+        for layer in kept:
+            layer.finish_reduction()
+
     def _leave(self) -> None:
         if not self._is_inside:
             return

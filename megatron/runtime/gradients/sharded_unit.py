@@ -56,9 +56,12 @@ class ShardedStage:
         assert self._pass is None, "computations of a stage follow each other"
         self.num_backwards -= kind is not ActionKind.FORWARD
         reduces = not self._reduces_once or self.num_backwards == 0
-        self._pass = LayerPass(kind, self._visits[kind], self.layers, reduces=reduces)
+        is_delayed = kind is ActionKind.BACKWARD and self.stage.delays_weight_gradients  # until all layers are over
+        self._pass = LayerPass(kind, self._visits[kind], self.layers, reduces=reduces and not is_delayed)
         yield
         self._pass.finish()
+        if reduces and is_delayed:
+            self._pass.reduce_kept()
         self._pass = None
 
     def before(self, layer: int, hidden: Tensor | None) -> Tensor | None:
