@@ -29,7 +29,7 @@ from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
-from megatron.runtime.generation.drawing import draw_image
+from megatron.runtime.generation.drawing import make_item, size_of
 from megatron.runtime.generation.whole_model import StoredModel, open_model
 from megatron.runtime.session import Session
 from multimodal.data.sample_source import NUM_FRAMES
@@ -55,10 +55,12 @@ def build_parser() -> Parser:
     parser.add_argument("--num-frames", type=count, metavar="N", help=f"Most frames of each video, evenly spread ({NUM_FRAMES}).")
     parser.add_argument("--video-fps", type=float, metavar="X", help="Frames of a second of each video, up to --num-frames.")
     parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="A JSON object a line; of --prompt: the generator's image.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="A JSON object a line; of --prompt: an image or sound.")
+    parser.add_argument("--unit", metavar="NAME", help="The generator that makes the --output, if several might.")
     parser.add_argument("--size", metavar="WxH", help="Size of the image in pixels (the smallest square).")
-    parser.add_argument("--num-steps", type=count, metavar="N", help="Steps from noise to the image (50).")
-    parser.add_argument("--guidance-scale", type=float, metavar="G", help="Weight of the prompt in the image (1).")
+    parser.add_argument("--seconds", type=float, metavar="S", help="Length of the sound (the shortest clip).")
+    parser.add_argument("--num-steps", type=count, metavar="N", help="Steps from noise to the --output (50).")
+    parser.add_argument("--guidance-scale", type=float, metavar="G", help="Weight of the prompt in the --output (1).")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="Tokenizer in place of the one that the run names.")
     parser.add_argument("--chat-template", metavar="FILE", help="Chat template in place of the one that the run names.")
     parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="The longest answer (64).")
@@ -85,14 +87,14 @@ def main(argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag_of(name)} {given}: expected a number above 0")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
-    drawing = _drawing_options(flags)
+    making = _making_options(flags)
     with open_model(flags.load or flags.load_hf, is_hugging_face=flags.load is None) as (session, model):
         changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
         model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
-        if drawing is not None:
-            image = draw_image((session, model), flags.prompt, images=flags.image, seed=flags.seed, **drawing)
-            image.save(flags.output)
-            print(f"{flags.output}: {image.width}x{image.height} pixels")
+        if making is not None:
+            made = make_item((session, model), flags.prompt, images=flags.image, audio=flags.audio, seed=flags.seed, **making)
+            made.save(flags.output)
+            print(f"{flags.output}: {size_of(made)}")
         elif flags.prompt is not None:
             files = {"images": flags.image, "audio": flags.audio, "videos": flags.video}
             print(generate((session, model), flags.prompt, **files, **frames, **options))
@@ -104,27 +106,33 @@ def main(argv: Sequence[str]) -> None:
             _answer_all(answering, num=flags.held_out or len(answering), options=options, output=flags.output)
 
 
-def _drawing_options(flags: Any) -> dict[str, Any] | None:
-    """Return the options of `draw_image`; None if words are asked for."""
-    given = {"size": flags.size, "num_steps": flags.num_steps, "guidance_scale": flags.guidance_scale}
-    options = {name: value for name, value in given.items() if value is not None}
+def _making_options(flags: Any) -> dict[str, Any] | None:
+    """Return the options of `make_item`; None if words are asked for."""
+    names = "unit", "size", "seconds", "num_steps", "guidance_scale"
+    options = {name: value for name in names if (value := getattr(flags, name)) is not None}
     if flags.output is None or flags.prompt is None:
         for name in options:
             raise ConfigError(
-                f"{flag_of(name)} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png"
+                f"{flag_of(name)} would be ignored: it is of images and sound; name one with --prompt TEXT --output FILE.png"
             )
         return None
-    for name in ("video", "audio"):
-        if getattr(flags, name):
-            raise ConfigError(f"--{name} would be ignored: an image is made of a --prompt and images; leave it or --output out")
-    if flags.output.suffix.lower() not in Image.registered_extensions():
-        raise ConfigError(f"--output {flags.output}: of a --prompt it is the generator's image; name a .png file, or use --jsonl")
+    if flags.video:
+        raise ConfigError("--video would be ignored: a --prompt, images and sound make an --output; leave one of the two out")
+    suffix, is_sound = flags.output.suffix.lower(), flags.output.suffix.lower() == ".wav"
+    if not is_sound and suffix not in Image.registered_extensions():
+        raise ConfigError(
+            f"--output {flags.output}: of a --prompt it is a generator's image or sound; name a .png or .wav file, or use --jsonl"
+        )
+    if (other := "size" if is_sound else "seconds") in options:
+        raise ConfigError(f"--{other} would be ignored: it is none of a {suffix} file's; leave it out")
+    if not 0 <= options.get("seconds", 0) < float("inf"):
+        raise ConfigError(f"--seconds {flags.seconds}: expected a number above 0")
     if flags.size is not None:
         width, _, height = flags.size.partition("x")
         if not (width.isdigit() and height.isdigit()):
             raise ConfigError(f"--size {flags.size}: expected WIDTHxHEIGHT in pixels, such as 256x256")
         options["size"] = int(width), int(height)
-    return options
+    return {**options, "kind": "audio" if is_sound else "image"}
 
 
 def _generation_options(flags: Any) -> dict[str, Any]:

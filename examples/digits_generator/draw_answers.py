@@ -23,7 +23,7 @@ import numpy.typing as npt
 from sklearn.svm import SVC
 
 from examples.digits.handwritten_digits import MAX_DIGITS_TO_DRAW, QUESTION, glyph_pool, load_handwritten_digits
-from megatron.runtime.generation.drawing import draw_image
+from megatron.runtime.generation.drawing import make_item
 from megatron.runtime.generation.whole_model import open_model
 
 SIDE = 8
@@ -47,7 +47,7 @@ def main() -> None:
     with open_model(arguments.load) as model:
         drawn = [
             np.asarray(
-                draw_image(model, QUESTION + number, size=(SIDE * len(number), SIDE), seed=arguments.seed + index, **options),
+                make_item(model, QUESTION + number, size=(SIDE * len(number), SIDE), seed=arguments.seed + index, **options),
                 dtype=np.float64,
             )
             / 255

@@ -25,7 +25,7 @@ from scipy.io import wavfile
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import AudioInput
-from multimodal.values.units.items import FRAMES_PER_TOKEN, Grid
+from multimodal.values.units.items import FRAMES_PER_TOKEN, Grid, ImageInput
 
 SAMPLING_RATE = 16000
 """Samples per second of all sound that encoders receive."""
@@ -177,12 +177,14 @@ def _to_unit_range(samples: npt.NDArray[Any], path: str, *, where: str) -> npt.N
 
 HOP = 160
 """Samples from one frame to the next."""
-_WINDOW = 400
+WINDOW = 400
 """Samples of a frame."""
 _FRAMES_BEFORE = 2
 """Frames of a token before its own two."""
 SILENCE = -1.5
 """Value of all bands of a frame without sound."""
+LOUDEST = 2.0
+"""A value that no band of a frame exceeds."""
 _SMALLEST_VARIANCE = 1e-7
 NOT_IN_OUTPUT = -1
 """Place in the output of a token that merging leaves out."""
@@ -259,18 +261,41 @@ def audio_positions(grid: Grid, *, audio: AudioInput) -> npt.NDArray[np.int64]:
     return np.stack((places, num_own, outputs), axis=1).astype(np.int64)
 
 
+def sound_grid(num_samples: int, *, image: ImageInput) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of a spectrogram of this many samples, with silence behind up to a whole patch.
+
+    Raises DataError for a clip of more than `max_pixels`.
+    """
+    assert image.num_mel_bins is not None
+    side = image.patch_size * image.merge_size
+    least, num_frames = -(-image.min_pixels // image.num_mel_bins), -(-num_samples // HOP)
+    columns = -(-max(num_frames, least) // side) * side
+    if columns * image.num_mel_bins > image.max_pixels:
+        raise DataError(
+            f"a clip of {num_samples / SAMPLING_RATE:.2f} s gives {columns} frames of {image.num_mel_bins} bands, but the "
+            f"generator makes {image.max_pixels} values of them (max_pixels); raise it or make the clip shorter"
+        )
+    return image.num_mel_bins // image.patch_size, columns // image.patch_size
+
+
+def sound_to_pixels(samples: npt.NDArray[np.float32], *, num_frames: int, num_mel_bins: int) -> npt.NDArray[np.uint8]:
+    """Return the spectrogram of a clip and of silence behind it as an image, [num_mel_bins, num_frames] bytes."""
+    frames = log_mel(samples, num_frames=num_frames, most_samples=num_frames * HOP, num_mel_bins=num_mel_bins)
+    return (255 * (frames.T - SILENCE) / (LOUDEST - SILENCE)).clip(0, 255).round().astype(np.uint8)
+
+
 def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: int, num_mel_bins: int) -> _Frames:
     """Return [num_frames, num_mel_bins] for a clip followed by silence, as Whisper's feature extractor computes them.
 
     most_samples: of the longest clip, which has no silence behind it: a frame that extends beyond it reads it mirrored.
     """
-    num_needed = min((num_frames - 1) * HOP + _WINDOW // 2 + 1, most_samples)
+    num_needed = min((num_frames - 1) * HOP + WINDOW // 2 + 1, most_samples)
     padded = np.pad(samples, (0, max(0, num_needed - len(samples))))
-    padded = np.pad(padded, _WINDOW // 2, mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:num_frames]
-    hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(_WINDOW) / _WINDOW)).astype(np.float32)
+    padded = np.pad(padded, WINDOW // 2, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
+    hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
     energies = np.abs(scipy.fft.rfft(windows * hann, axis=1)) ** 2
-    logarithms = np.log10(np.maximum(energies @ _mel_filters(num_mel_bins), 1e-10))
+    logarithms = np.log10(np.maximum(energies @ mel_filters(num_mel_bins), 1e-10))
     return ((np.maximum(logarithms, logarithms.max() - 8) + 4) / 4).astype(np.float32)
 
 
@@ -283,12 +308,12 @@ def _frames_of_tokens(frames: _Frames, num_tokens: int) -> _Frames:
 
 
 @lru_cache(maxsize=4)
-def _mel_filters(num_mel_bins: int) -> _Frames:
-    """[201, num_mel_bins]: triangles of equal area over frequencies up to 8 kHz, on Slaney's mel scale."""
+def mel_filters(num_mel_bins: int) -> _Frames:
+    """Return [201, num_mel_bins]: triangles of equal area over frequencies up to 8 kHz, on Slaney's mel scale."""
     # The scale is linear below 1000 Hz, which is 15 mel, and logarithmic above.
     mels = np.linspace(0, 15 + np.log(8000.0 / 1000) * 27 / np.log(6.4), num_mel_bins + 2)
     corners = np.where(mels >= 15, 1000 * np.exp(np.log(6.4) / 27 * (np.maximum(mels, 15) - 15)), 200 * mels / 3)
-    slopes = corners[None, :] - np.linspace(0, 8000, _WINDOW // 2 + 1)[:, None]
+    slopes = corners[None, :] - np.linspace(0, 8000, WINDOW // 2 + 1)[:, None]
     widths = np.diff(corners)
     triangles = np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
     return (triangles * 2 / (corners[2:] - corners[:-2])).astype(np.float32)

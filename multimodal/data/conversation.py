@@ -11,8 +11,9 @@ follows), else between turns.
 Targets are the texts of assistant turns and their `end`. A sample with document text only is trained on all of it. A system turn
 is written like a document turn.
 
-An image that a generator makes is part of an assistant turn, as `vision_start vision_end` without placeholders. The first of the
-two is a target (the LLM decides that an image follows), and its hidden state is the generator's input.
+An image that a generator makes is part of an assistant turn, as `vision_start vision_end` without placeholders, and sound as
+`audio_start audio_end`. The first of the two is a target (the LLM decides what follows), and its hidden state is the generator's
+input.
 
     begin user "draw 7" assistant vision_start vision_end end
                                   ^^^^^^^^^^^^            ^^^   targets
@@ -66,7 +67,9 @@ class ItemSegment:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSegment:
-    """An image in the assistant's answer: a generator makes it, and the LLM has no tokens for it."""
+    """An image or sound in the assistant's answer: a generator makes it, and the LLM has no tokens for it."""
+
+    kind: Literal["image", "audio"] = "image"
 
 
 Segment = TextSegment | ItemSegment | GeneratedSegment
@@ -204,7 +207,8 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
             yield _TokenRun([markers[_role(segment)]])
         turn = _role(segment)
         if isinstance(segment, GeneratedSegment):
-            yield _TokenRun([special.vision_start, special.vision_end], is_generated=True)
+            start, _, end = special.around(segment.kind)
+            yield _TokenRun([start, end], is_generated=True)
             continue
         yield _TokenRun(tokenizer.encode(segment.text), turn == trained_role)
     if turn in _ROLES_WITH_END:

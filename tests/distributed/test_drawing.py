@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.runtime.generation.drawing import draw_image, image_of
+from megatron.runtime.generation.drawing import image_of, make_item
 from megatron.runtime.generation.whole_model import OpenedModel, StoredModel, empty_session
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.image_processing import cut_patches
@@ -43,7 +43,7 @@ def test_an_image_follows_the_flow_from_noise(model: OpenedModel) -> None:
     session, stored = model
     stage, seen = session.stages["painter", 0], []
     stage.register_forward_hook(lambda _, given, output: seen.append((given[1], output.predicted)))
-    drawn = draw_image(model, "draw 47", size=(16, 8), num_steps=3, guidance_scale=2.5, seed=5)
+    drawn = make_item(model, "draw 47", size=(16, 8), num_steps=3, guidance_scale=2.5, seed=5)
     assert drawn.size == (16, 8) and drawn.mode == "L"
     whole, *passes = seen  # the first pass runs the sample, and shows what the generator is given
     assert whole[0].positions.shape[0] == 8 + (5 if stored.graph.unit("painter").flow else 0)
@@ -59,21 +59,21 @@ def test_an_image_follows_the_flow_from_noise(model: OpenedModel) -> None:
             patches = patches - (untold + 2.5 * (told - untold)) / 3
     expected = image_of(patches, whole[0].positions[-8:], stored.graph.unit("painter").image)
     assert np.array_equal(np.asarray(drawn), np.asarray(expected))
-    again, other = (draw_image(model, "draw 47", size=(16, 8), num_steps=3, guidance_scale=2.5, seed=seed) for seed in (5, 6))
+    again, other = (make_item(model, "draw 47", size=(16, 8), num_steps=3, guidance_scale=2.5, seed=seed) for seed in (5, 6))
     assert np.array_equal(np.asarray(drawn), np.asarray(again))
     assert np.array_equal(np.asarray(drawn), np.asarray(other)) == (stored.graph.unit("painter").flow is None)
 
 
 def test_what_the_prompt_says_changes_the_image(model: OpenedModel) -> None:
-    drawn, other = (np.asarray(draw_image(model, prompt, num_steps=2)) for prompt in ("draw 4", "draw 7"))
+    drawn, other = (np.asarray(make_item(model, prompt, num_steps=2)) for prompt in ("draw 4", "draw 7"))
     assert drawn.shape == (8, 8) and not np.array_equal(drawn, other)
 
 
 def test_sizes_that_are_not_made_are_refused(model: OpenedModel) -> None:
     with pytest.raises(ConfigError, match=r"no images of 15x8 pixels: sides are multiples of 4, .* the nearest is 16x8"):
-        draw_image(model, "draw 4", size=(15, 8))
+        make_item(model, "draw 4", size=(15, 8))
     with pytest.raises(ConfigError, match="areas 64 to 192"):
-        draw_image(model, "draw 4", size=(64, 64))
+        make_item(model, "draw 4", size=(64, 64))
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -90,10 +90,15 @@ def test_patches_become_the_image_that_they_were_cut_from(channels: int) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "draw 4", "--size", "8x8"], "--size would be ignored: it is of an image"),
-        (["--prompt", "draw 4", "--output", "answer.jsonl"], "of a --prompt it is the generator's image"),
+        (["--prompt", "draw 4", "--size", "8x8"], "--size would be ignored: it is of images and sound"),
+        (["--prompt", "draw 4", "--output", "answer.jsonl"], "of a --prompt it is a generator's image or sound"),
         (["--prompt", "draw 4", "--output", "a.png", "--size", "8"], "expected WIDTHxHEIGHT"),
-        (["--prompt", "draw 4", "--output", "a.png", "--audio", "a.wav"], "--audio would be ignored"),
+        (["--prompt", "draw 4", "--output", "a.png", "--video", "a.mp4"], "--video would be ignored"),
+        (
+            ["--prompt", "draw 4", "--output", "a.png", "--seconds", "1"],
+            "--seconds would be ignored: it is none of a .png file's",
+        ),
+        (["--prompt", "say 4", "--output", "a.wav", "--seconds", "nan"], "expected a number above 0"),
     ],
 )
 def test_flags_that_mean_nothing_for_an_image_are_refused(
@@ -105,5 +110,5 @@ def test_flags_that_mean_nothing_for_an_image_are_refused(
 
 def test_a_model_without_a_generator_makes_no_image() -> None:
     stored = StoredModel(ModelGraph.from_file("examples/digits/model.yaml"), torch.float32, 384, TextSettings("ByteTokenizer"))
-    with empty_session(stored) as session, pytest.raises(ConfigError, match="one generator of images, and this one has 0"):
-        draw_image((session, stored), "draw 4")
+    with empty_session(stored) as session, pytest.raises(ConfigError, match="generators of images: none; name one"):
+        make_item((session, stored), "draw 4")

@@ -165,7 +165,7 @@ WRONG = {
     "cold": (("--prompt", "what?", "--temperature", "-1"), "expected 0"),
     "improbable": (("--prompt", "what?", "--temperature", "1", "--top-p", "2"), "expected a probability"),
     "held out of what": (("--held-out", "3"), "needs --load and --run-flags"),
-    "nowhere": (("--prompt", "what?", "--output", "o.jsonl"), "it is the generator's image"),
+    "nowhere": (("--prompt", "what?", "--output", "o.jsonl"), "it is a generator's image"),
 }
 
 

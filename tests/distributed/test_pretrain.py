@@ -12,7 +12,7 @@ import yaml
 from PIL import Image
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
-from megatron.runtime.generation.drawing import draw_image
+from megatron.runtime.generation.drawing import make_item
 from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.training.plan_steps import measured_after
 from multimodal.plan.planners.templates.template_plan import plan_instances
@@ -183,7 +183,7 @@ def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
     (answer,) = drawn["samples"]
     assert (answer["asked"], answer["answer"]) == ("draw 47", "an image of 16x8 pixels")
     with open_model(tmp_path / "saved") as model:
-        expected = draw_image(model, "draw 47", size=(16, 8), guidance_scale=2)
+        expected = make_item(model, "draw 47", size=(16, 8), guidance_scale=2)
         parameters = [*model[0].stages["painter", 0].parameters()]
         averages = [parameter.detach().clone() for parameter in parameters]
         load_checkpoint(tmp_path / "saved", session=model[0], load_optimizer=False, load_rng=False)

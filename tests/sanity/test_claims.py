@@ -18,7 +18,7 @@ PRETRAIN = "distributed/test_pretrain.py"
 PROOFS_TEXT = f"""
 Units
   vision and audio encoders = {MASTER} + {FAMILIES}[qwen2-audio]
-  an image generator behind it = {PRETRAIN}::test_a_generator_trains_alike_whatever_its_sizes
+  generators behind it = {PRETRAIN}::test_a_generator_trains_alike_whatever_its_sizes
   megatron-core's TransformerLayer specs =
     distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron
   RMSNorm or LayerNorm = {MASTER} + {FAMILIES} + distributed/test_hugging_face_families.py::test_windows_are_those_of_transformers
@@ -51,7 +51,8 @@ Answers
     + distributed/test_generate.py::test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears
     + distributed/test_generate.py::test_a_program_asks_a_folder_once_or_an_open_model_again
   an exported folder answers = distributed/test_exported_folders.py::test_an_exported_folder_needs_no_further_file
-  it draws what a prompt asks for = distributed/test_drawing.py::test_an_image_follows_the_flow_from_noise
+  or says = distributed/test_sound.py::test_sound_and_images_come_from_one_run
+  it draws = distributed/test_drawing.py::test_an_image_follows_the_flow_from_noise
     + distributed/test_drawing.py::test_what_the_prompt_says_changes_the_image
 Recipes
   flags and a plan for trainings of published models =

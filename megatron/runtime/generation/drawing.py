@@ -1,4 +1,4 @@
-"""Images of a model's generator: the LLM runs once a request, then the generator, by one pass or along its flow."""
+"""Images and sound of a model's generators: the LLM runs once a request, then the generator, by one pass or along its flow."""
 
 import json
 import math
@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
+from scipy.io import wavfile
 from torch import Tensor
 
 from megatron.runtime.generation.answering import Answering, open_answering
 from megatron.runtime.generation.whole_model import OpenedModel
+from multimodal.data.audio import HOP, LOUDEST, SAMPLING_RATE, SILENCE, WINDOW, mel_filters, sound_grid
 from multimodal.data.image_processing import image_grid
 from multimodal.model.latents import NUM_TIMES, NoisePath, decode_latents, join_patches, mix_weights
 from multimodal.model.stage_input import PackedInput
@@ -25,23 +28,79 @@ from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
 from multimodal.values.units.unit import Flow
 
 
-def draw_image(
+class Sound(NamedTuple):
+    """Sound that a generator made."""
+
+    samples: npt.NDArray[np.float32]
+    """[num_samples] at 16 kHz, from -1 to 1."""
+
+    @property
+    def seconds(self) -> float:
+        """The length of the clip."""
+        return len(self.samples) / SAMPLING_RATE
+
+    def save(self, file: str | Path | BinaryIO) -> None:
+        """Write a WAV file of 16 bits."""
+        wavfile.write(file, SAMPLING_RATE, (self.samples * (2**15 - 1)).astype(np.int16))
+
+
+Made = Image.Image | Sound
+
+
+def size_of(made: Made) -> str:
+    """Return the size of what a generator made, as text."""
+    return f"{made.seconds:.2f} s of sound" if isinstance(made, Sound) else f"an image of {made.width}x{made.height} pixels"
+
+
+def make_item(
     model: OpenedModel,
     prompt: str,
     *,
+    kind: Literal["image", "audio"] = "image",
+    unit: str | None = None,
     images: Sequence[str | Path] = (),
+    audio: Sequence[str | Path] = (),
     size: tuple[int, int] | None = None,
-    num_steps: int = 50,
-    guidance_scale: float = 1.0,
-    seed: int = 0,
-) -> Image.Image:
-    """Return the image that a model's generator makes of a user's text, after images from files.
+    seconds: float | None = None,
+    **options: Any,
+) -> Made:
+    """Return the image or the sound that a model's generator makes of a user's text, after images and clips from files.
 
-    size: width and height in pixels; None: the smallest square that the model file allows. num_steps, guidance_scale, seed: as in
-    `draw_sample`. Raises BraidError if the model has no generator of images, or makes none of this size.
+    unit: the generator, if several make this kind. size: width and height of an image in pixels; None: the smallest square that
+    the model file allows. seconds: of sound; None: the shortest clip. options: as in `make_of_sample`. Raises BraidError if the
+    model has no such generator, or it makes none of this size.
     """
     session, stored = model
-    unit = generator_of(session.graph)
+    generator = generator_of(session.graph, kind=kind, unit=unit)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / ("place.png" if kind == "image" else "place.wav")  # of which only the size counts
+        if kind == "image":
+            Image.new("RGB", _image_size(generator, size)).save(place)
+        else:
+            _silence(generator, seconds).save(place)
+        files = [("audio", path) for path in audio] + [("image", path) for path in images]
+        segments: list[dict[str, Any]] = [{"type": each, "path": str(Path(path).absolute())} for each, path in files]
+        segments.append({"type": "text", "role": "user", "text": prompt})
+        segments.append({"type": kind, "role": "assistant", "path": str(place), "unit": generator.name})
+        request = Path(folder) / "request.jsonl"
+        request.write_text(json.dumps({"id": "request", "segments": segments}) + "\n")
+        return make_of_sample(open_answering(session, stored, request), 0, generator.name, **options)
+
+
+def generator_of(graph: ModelGraph, *, kind: str, unit: str | None = None) -> Unit:
+    """Return the generator with this name, or the only one of this kind; raises ConfigError if there is none, or several."""
+    found = [each for each in graph.generators if each.image is not None and each.makes_sound == (kind == "audio")]
+    named = [each for each in found if unit in (None, each.name)]
+    if len(named) != 1:
+        what, names = "sound" if kind == "audio" else "images", ", ".join(each.name for each in found) or "none"
+        raise ConfigError(
+            f"the model's generators of {what}: {names}; name one of several (--unit), or ask for an answer in words"
+        )
+    return named[0]
+
+
+def _image_size(unit: Unit, size: tuple[int, int] | None) -> tuple[int, int]:
+    """Return width and height; raises ConfigError for a size that is not made."""
     assert unit.image is not None
     side = math.ceil(math.sqrt(unit.image.min_pixels))
     width, height = size or (side, side)
@@ -53,55 +112,45 @@ def draw_image(
             f"{unit.image.patch_size * unit.image.merge_size}, areas {unit.image.min_pixels} to {unit.image.max_pixels}; the "
             f"nearest is {made[0]}x{made[1]}"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "place.png"  # of which only the size counts
-        Image.new("RGB", made).save(place)
-        segments: list[dict[str, Any]] = [{"type": "image", "path": str(Path(path).absolute())} for path in images]
-        segments.append({"type": "text", "role": "user", "text": prompt})
-        segments.append({"type": "image", "role": "assistant", "path": str(place)})
-        request = Path(folder) / "request.jsonl"
-        request.write_text(json.dumps({"id": "request", "segments": segments}) + "\n")
-        answering = open_answering(session, stored, request)
-        return draw_sample(answering, 0, num_steps=num_steps, guidance_scale=guidance_scale, seed=seed)
+    return made
 
 
-def generator_of(graph: ModelGraph) -> Unit:
-    """Return the only generator of a model; raises ConfigError if it has none, several, or one of no images."""
-    found = [unit for unit in graph.generators if unit.image is not None]
-    if len(found) != 1:
-        raise ConfigError(
-            f"an image is made by a model with one generator of images, and this one has {len(found)}; ask for an answer in words"
-        )
-    return found[0]
+def _silence(unit: Unit, seconds: float | None) -> Sound:
+    """Return as long a clip; raises DataError for one that is longer than the generator's."""
+    assert unit.image is not None
+    silence = Sound(np.zeros(max(1, round((seconds or 0) * SAMPLING_RATE)), np.float32))
+    sound_grid(len(silence.samples), image=unit.image)
+    return silence
 
 
-def makes_image(answering: Answering, index: int) -> bool:
-    """Return whether a sample's assistant answers with an image."""
-    drawn = {unit.name for unit in answering.graph.generators if unit.image is not None}
-    return any(item.unit in drawn for item in answering.lengths(index).items)
+def made_in(answering: Answering, index: int) -> list[str]:
+    """Return the generators whose images or sound are in a sample, each once."""
+    made = {unit.name for unit in answering.graph.generators if unit.image is not None}
+    return [*dict.fromkeys(item.unit for item in answering.lengths(index).items if item.unit in made)]
 
 
 @torch.no_grad()
-def draw_sample(
-    answering: Answering, index: int, *, num_steps: int = 50, guidance_scale: float = 1.0, seed: int = 0
-) -> Image.Image:
-    """Return the image in place of the first one that a sample's assistant answers with.
+def make_of_sample(
+    answering: Answering, index: int, unit: str, *, num_steps: int = 50, guidance_scale: float = 1.0, seed: int = 0
+) -> Made:
+    """Return what a generator makes in place of its first item in a sample.
 
     num_steps: of Euler's method from noise to data for generators that learn a velocity, of DDIM for those that learn what DDPM
     asks for; others make it in one pass. guidance_scale g: what is followed is u + g (c - u), c with conditions and u without
     (classifier-free guidance); seed: of the noise.
     """
-    unit = generator_of(answering.graph)
-    assert unit.image is not None
-    stage, (_, batch, conditions) = answering.inputs_of(unit.name, index)
+    image = answering.graph.unit(unit).image
+    assert image is not None
+    stage, (_, batch, conditions) = answering.inputs_of(unit, index)
     places = batch.positions if batch.target_rows is None else batch.positions[batch.target_rows]
     if batch.path is None:
         patches = _predict(stage, batch, conditions)
     else:
         patches = _follow(stage, batch, conditions, num_steps=num_steps, guidance_scale=guidance_scale, seed=seed)
-    starts = (places == 0).all(1).nonzero()[:, 0].tolist()  # every image begins with its first patch
+    starts = (places == 0).all(1).nonzero()[:, 0].tolist()  # every item begins with its first patch
     first = slice(0, starts[1] if len(starts) > 1 else None)
-    return image_of(patches[first], places[first], unit.image)
+    made = image_of(patches[first], places[first], image)
+    return made if image.num_mel_bins is None else sound_of(np.asarray(made))
 
 
 def _follow(
@@ -163,3 +212,23 @@ def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
     whole = pixels.permute(1, 2, 0).numpy()
     values = np.clip(255 * (whole * np.array(image.std) + np.array(image.mean)), 0, 255).round().astype(np.uint8)
     return Image.fromarray(values[:, :, 0] if image.in_channels == 1 else values)
+
+
+_PHASE_STEPS = 32
+
+
+def sound_of(pixels: npt.NDArray[np.uint8]) -> Sound:
+    """Return the sound of a spectrogram, [num_mel_bins, num_frames] bytes as `sound_to_pixels` makes them.
+
+    Energies of frequencies are the least squares fit to those of the bands; phases are found by Griffin and Lim's iteration.
+    """
+    values = torch.from_numpy(pixels.T / 255 * (LOUDEST - SILENCE) + SILENCE)
+    filters = torch.from_numpy(mel_filters(len(pixels))).double()
+    sizes = (10 ** (4 * values - 4) @ torch.linalg.pinv(filters)).clamp(min=0).sqrt().T
+    form: dict[str, Any] = {"n_fft": WINDOW, "hop_length": HOP, "window": torch.hann_window(WINDOW, dtype=torch.float64)}
+    turns = torch.rand(sizes.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    spectrum = torch.polar(sizes, 2 * math.pi * turns)
+    for _ in range(_PHASE_STEPS):
+        heard = torch.stft(torch.istft(spectrum, **form), **form, return_complex=True)
+        spectrum = torch.polar(sizes, heard.angle())
+    return Sound(torch.istft(spectrum, **form).clamp(-1, 1).float().numpy())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.generation.answering import open_answering
-from megatron.runtime.generation.drawing import draw_sample, makes_image
+from megatron.runtime.generation.drawing import Sound, made_in, make_of_sample, size_of
 from megatron.runtime.generation.whole_model import open_model
 from multimodal.values.errors import BraidError, DataError
 
@@ -28,8 +28,13 @@ class SampleAnswer(NamedTuple):
     asked: str
     answer: str
     expected: str
-    image: bytes = b""
-    """The answer of a generator: a PNG file; `answer` then says its size."""
+    file: bytes = b""
+    """The answer of a generator: a PNG or WAV file; `answer` then says its size."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of that file: image or sound."""
+        return "sound" if self.file.startswith(b"RIFF") else "image"
 
 
 def answer_prompts(
@@ -37,7 +42,7 @@ def answer_prompts(
 ) -> list[SampleAnswer]:
     """Return the likeliest answers of a checkpoint to the questions of a file; raises DataError if they are not there in time.
 
-    guidance_scale: of images (`draw_sample`).
+    guidance_scale: of what generators make (`make_of_sample`).
     """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     environ["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)  # the other ranks wait
@@ -53,7 +58,7 @@ def answer_prompts(
             *_, last = ended.stderr.strip().splitlines() or [f"the process ended with exit code {ended.returncode}"]
             raise DataError(last)
         found = json.loads(output.read_text())
-        return [SampleAnswer(asked, answer, expected, base64.b64decode(image)) for asked, answer, expected, image in found]
+        return [SampleAnswer(asked, answer, expected, base64.b64decode(file)) for asked, answer, expected, file in found]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -65,12 +70,12 @@ def main(argv: Sequence[str]) -> None:
             answering = open_answering(session, model, Path(prompts))
             for index in range(len(answering)):
                 asked = answering.asked(index).strip()
-                if makes_image(answering, index):
-                    image, file = draw_sample(answering, index, guidance_scale=float(guidance_scale)), io.BytesIO()
-                    image.save(file, "PNG")
-                    size = f"an image of {image.width}x{image.height} pixels"
-                    answers.append((asked, size, "", base64.b64encode(file.getvalue()).decode()))
-                else:
+                units = made_in(answering, index)
+                for unit in units:
+                    made, file = make_of_sample(answering, index, unit, guidance_scale=float(guidance_scale)), io.BytesIO()
+                    made.save(file, **({} if isinstance(made, Sound) else {"format": "PNG"}))
+                    answers.append((asked, size_of(made), "", base64.b64encode(file.getvalue()).decode()))
+                if not units:
                     answer = answering.answer(index, max_new_tokens=int(max_new_tokens))
                     answers.append((asked, answer, answering.expected(index), ""))
     except BraidError as problem:

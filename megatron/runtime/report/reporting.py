@@ -212,34 +212,35 @@ class ConsoleReporter(Reporter):
         self._track(lambda tracker: tracker.add_numbers(_tags(name, entry), number))
 
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
-        """Report answers, each beside the expected one, to all places; images also as files in the report's folder."""
-        files = [self._write_image(each, f"step_{number:08d}_{index}.png") for index, each in enumerate(answers)]
-        in_words = [each for each in answers if not each.image]
+        """Report answers, each beside the expected one, to all places; images and sound also as files in the report's folder."""
+        suffix = {"image": "png", "sound": "wav"}
+        files = [self._write_file(each, f"step_{number:08d}_{index}.{suffix[each.kind]}") for index, each in enumerate(answers)]
+        in_words = [each for each in answers if not each.file]
         num_right = sum(each.answer == each.expected for each in in_words)
         counts = [f"{num_right} of {len(in_words)} answers are the expected ones"] if in_words else []
         if len(in_words) < len(answers):
-            counts.append(f"{len(answers) - len(in_words)} images")
+            counts.append(f"{len(answers) - len(in_words)} made")
         self.say(f"step {number}: samples: {', '.join(counts)}")
         entries = []
         for each, file in zip(answers, files, strict=True):
-            if each.image:
+            if each.file:
                 behind = f": {file}" if file else ""
             else:
                 behind = "" if each.answer == each.expected else f"    (expected: {each.expected})"
             self.say(f"  {each.asked}\n    -> {each.answer}{behind}")
             entry = {"asked": each.asked, "answer": each.answer, "expected": each.expected}
-            entries.append({**entry, "image": file} if file else entry)
+            entries.append({**entry, each.kind: file} if file else entry)
         self._log({"step": number, "samples": entries})
         self._track(lambda tracker: tracker.add_answers(answers, number))
 
-    def _write_image(self, answer: SampleAnswer, name: str) -> str:
-        """Write an answer's image, if it has one, into the report's folder; returns its place there, or an empty one."""
-        if not answer.image or (folder := self._logging.report_dir) is None:
+    def _write_file(self, answer: SampleAnswer, name: str) -> str:
+        """Write what a generator answered, if it did, into the report's folder; returns its place there, or an empty one."""
+        if not answer.file or (folder := self._logging.report_dir) is None:
             return ""
 
         def write() -> None:
             (folder / "samples").mkdir(exist_ok=True)
-            (folder / "samples" / name).write_bytes(answer.image)
+            (folder / "samples" / name).write_bytes(answer.file)
 
         return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 

@@ -77,8 +77,8 @@ class RunPage:
         ]
         answers: list[list[str | bytes]] = []
         for each in self._samples.get("samples", ()):
-            image = folder / each["image"] if "image" in each else None
-            answer = image.read_bytes() if image is not None and image.is_file() else each["answer"]
+            made = folder / (each.get("image") or each.get("sound") or "none")
+            answer = made.read_bytes() if made.is_file() else each["answer"]
             answers.append([each["asked"], answer, each["expected"]])
         settings = [[name, str(value)] for name, value in self._settings.items()]
         parts = {
@@ -153,11 +153,17 @@ def _picture(png: bytes) -> str:
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
+def _made(file: bytes) -> str:
+    """Return a picture, or a clip to hear."""
+    content = base64.b64encode(file).decode()
+    return f'<audio controls src="data:audio/wav;base64,{content}"></audio>' if file.startswith(b"RIFF") else _picture(file)
+
+
 def _table(names: Sequence[str], rows: Sequence[Sequence[str | bytes]]) -> str:
-    """Return a table of texts and PNG files; empty without rows."""
+    """Return a table of texts and PNG or WAV files; empty without rows."""
     all_rows: list[tuple[str, Sequence[str | bytes]]] = [("th", names), *(("td", row) for row in rows)]
     lines = [
-        "".join(f"<{tag}>{escape(cell) if isinstance(cell, str) else _picture(cell)}</{tag}>" for cell in row)
+        "".join(f"<{tag}>{escape(cell) if isinstance(cell, str) else _made(cell)}</{tag}>" for cell in row)
         for tag, row in all_rows
     ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""

@@ -85,6 +85,12 @@ class _TensorBoard(Tracker):
         self._writer.add_text("samples", "\n\n".join(told), step)
         for tag, image in _images(answers).items():
             self._writer.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+        from scipy.io import wavfile
+
+        for index, each in enumerate(answers):
+            if each.kind == "sound":
+                rate, samples = wavfile.read(io.BytesIO(each.file))
+                self._writer.add_audio(f"samples/{index}", samples[None] / 2**15, step, sample_rate=rate)
 
     def close(self) -> None:
         self._writer.close()
@@ -164,7 +170,7 @@ _COLUMNS = SampleAnswer._fields[:3]
 
 
 def _images(answers: Sequence[SampleAnswer]) -> dict[str, Image.Image]:
-    found = {f"samples/{index}": each.image for index, each in enumerate(answers) if each.image}
+    found = {f"samples/{index}": each.file for index, each in enumerate(answers) if each.file and each.kind == "image"}
     return {tag: Image.open(io.BytesIO(image)) for tag, image in found.items()}
 
 

@@ -157,7 +157,7 @@ def _behind_space(text: str, place: int) -> int:
 
 
 _OF_A_FILE = ("type", "path", "unit")
-_KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audio": _OF_A_FILE, "video": _OF_A_FILE}
+_KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audio": (*_OF_A_FILE, "role"), "video": _OF_A_FILE}
 """Kind of segment -> its keys, beside METADATA."""
 
 
@@ -166,10 +166,10 @@ def parse_manifest_entry(entry: dict[str, Any], *, where: str, ids: "array[int]"
 
     A line is `{"id": ..., "segments": [...]}`. A segment is `{"type": "text", "role": user | assistant | document | system,
     "text": ...}`, `{"type": "image", "path": ..., "width": ..., "height": ...}` (the size may be left out), `{"type": "audio",
-    "path": ...}` or `{"type": "video", "path": ...}`. An image with `"role": "assistant"` is an answer, which a generator learns
-    to make. `"unit"` names the unit of an item, if several might take it; `"loss_weight"` beside the segments multiplies the loss
-    of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming the line for anything
-    else.
+    "path": ...}` or `{"type": "video", "path": ...}`. An image or a clip with `"role": "assistant"` is an answer, which a
+    generator learns to make. `"unit"` names the unit of an item, if several might take it; `"loss_weight"` beside the segments
+    multiplies the loss of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming
+    the line for anything else.
     """
     sample_id = required(entry, "id", (str, int), where=where)
     ids.append(hash(sample_id))
@@ -192,15 +192,15 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
         if role not in ROLES:
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
         return TextSegment(role, required(segment, "text", (str,), where=where))
-    if kind == "image":
+    if kind in ("image", "audio"):
         if (role := segment.get("role")) not in (None, *ROLES):
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
-        path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
-        return ImageSegment(path, size, is_answer=role == "assistant", unit=_parse_unit(segment, where=where))
-    if kind in ("audio", "video"):
-        return (AudioSegment if kind == "audio" else VideoSegment)(
-            _parse_path(segment, where=where), _parse_unit(segment, where=where)
-        )
+        path, unit, is_answer = _parse_path(segment, where=where), _parse_unit(segment, where=where), role == "assistant"
+        if kind == "audio":
+            return AudioSegment(path, unit, is_answer)
+        return ImageSegment(path, _parse_size(segment, where=where), is_answer, unit)
+    if kind == "video":
+        return VideoSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
     raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
 
 

@@ -37,7 +37,8 @@ class AudioSegment:
 
     path: str
     unit: str | None = None
-    """The unit that takes it; None: the only unit that takes sound."""
+    """The unit that takes it; None: the only unit that takes sound, or makes it."""
+    is_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

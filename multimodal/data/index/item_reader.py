@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
 
-from multimodal.data.audio import audio_to_patches, read_audio
+from multimodal.data.audio import audio_to_patches, read_audio, sound_to_pixels
 from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.forms.segments import EMBEDDED
 from multimodal.data.image_files import SOUND, parse_frame_address, read_frames, read_image, read_sound
@@ -89,12 +89,18 @@ class ItemReader:
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
         content = open_item(self._files.open_item, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
-        kind = "sound" if isinstance(found, AudioInput) else "video" if frame else "image"
+        bands = None if isinstance(found, AudioInput) else found.num_mel_bins
+        kind = "sound" if isinstance(found, AudioInput) or bands else "video" if frame else "image"
         name = f"its {kind}" if path.startswith(EMBEDDED) else path
         if isinstance(found, AudioInput) and path != item.path:
             return audio_to_patches(read_sound(name, content=content, num_samples=item.size[0], where=where), audio=found)
         if isinstance(found, AudioInput):
             return audio_to_patches(read_audio(name, content=content, num_samples=item.size[0], where=where), audio=found)
+        if bands is not None:
+            samples = read_audio(name, content=content, num_samples=item.size[0], where=where)
+            pixels = sound_to_pixels(samples, num_frames=item.grid[1] * found.patch_size, num_mel_bins=bands)
+            cut = cut_patches(pixels[:, :, None], patch_size=found.patch_size, merge_size=found.merge_size)
+            return ItemPixels(cut, item.grid)
         if frame is not None:
             images = read_frames(frame._replace(path=name), content=content, where=where)
             if (size := next((image.size for image in images if image.size != item.size), None)) is not None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from multimodal.data.audio import audio_grid, read_audio_length
+from multimodal.data.audio import audio_grid, read_audio_length, sound_grid
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import (
     GeneratedSegment,
@@ -184,12 +184,10 @@ class SampleIndexer:
 
     def _unit_of(self, segment: FileSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
-        if isinstance(segment, AudioSegment):
-            fitting = [unit for unit in self._graph.item_encoders if unit.audio is not None]
-        else:
-            made = [unit for unit in self._graph.generators if unit.image is not None]
-            taken = [unit for unit in self._graph.item_encoders if unit.image is not None]
-            fitting = made if isinstance(segment, ImageSegment) and segment.is_answer and made else taken
+        is_sound = isinstance(segment, AudioSegment)
+        made = [unit for unit in self._graph.generators if unit.image is not None and unit.makes_sound == is_sound]
+        taken = [unit for unit in self._graph.item_encoders if (unit.audio if is_sound else unit.image) is not None]
+        fitting = made if not isinstance(segment, VideoSegment) and segment.is_answer and made else taken
         if segment.unit is not None:
             return next((unit for unit in fitting if unit.name == segment.unit), None)
         if len(fitting) > 1:
@@ -221,6 +219,8 @@ class SampleIndexer:
         try:
             if isinstance(found, AudioInput):
                 return [_Part([IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))])]
+            if unit.makes_sound:
+                return [_Part([IndexedItem(unit.name, path, size, sound_grid(size[0], image=found))])]
             if length is not None:
                 sound = self._index_sound(path, length.num_samples) if self._options.video_sound else []
                 return [*self._index_video(path, length, unit=unit.name, image=found), *sound]
@@ -345,7 +345,7 @@ def _item_segment(part: _Part, *, graph: ModelGraph) -> Segment:
     tiles, times = part
     unit = graph.unit(tiles[0].unit)
     if unit.role is Role.GENERATOR:
-        return GeneratedSegment()
+        return GeneratedSegment("audio" if unit.makes_sound else "image")
     num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
     row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
     place, is_step = parse_frame_address(tiles[0].path), unit.image is not None and unit.image.video is not None

@@ -174,8 +174,9 @@ _OF_ENCODERS |= {"max_tiles": 1, "deepstack_layers": (), "has_row_ends": False}
 def _image(unit: Unit) -> Iterator[Rule]:
     if unit.image is None:
         return
-    has_latents = unit.image.latents is not None
-    yield "image", has_latents and unit.role is not Role.GENERATOR, "latents belongs to generators; remove it here"
+    for key in ("latents", "num_mel_bins"):
+        is_broken = unit.role is not Role.GENERATOR and getattr(unit.image, key) is not None
+        yield "image", is_broken, f"{key} belongs to generators; remove it here"
     for key, default in _OF_ENCODERS.items():
         is_broken = unit.role is Role.GENERATOR and getattr(unit.image, key) != default
         yield "image", is_broken, f"{key} belongs to encoders; remove it here"

@@ -99,6 +99,9 @@ class ImageInput:
     """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image."""
     latents: Latents | None = None
     """Generators: what patches are made of; None: pixels."""
+    num_mel_bins: int | None = field(default=None, metadata=up_to(2**10))
+    """Generators of sound: it is an image of its spectrogram, a row for each of so many bands of the mel scale and a column for
+    every 10 ms; None: images."""
 
     @property
     def num_patch_values(self) -> int:
@@ -271,6 +274,12 @@ def problem_of_image(image: ImageInput) -> str:
         return (
             f"patch_size {image.patch_size} holds no whole number of latents, each of {image.latents.factor} pixels a side; make "
             "it a multiple, with num_frames 1"
+        )
+    is_flat = image.in_channels == image.num_frames == 1 and image.image_size is image.longest_side is None
+    if image.num_mel_bins is not None and (image.num_mel_bins % factor or not is_flat):
+        return (
+            f"num_mel_bins {image.num_mel_bins} must be a multiple of patch_size x merge_size = {factor}, with in_channels 1, "
+            "num_frames 1 and without image_size and longest_side; correct these, or leave it out"
         )
     if image.video is not None and (image.image_size is not None or image.longest_side is not None):
         return "video is for images at native resolution, within min_pixels and max_pixels; leave it out"

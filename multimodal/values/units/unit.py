@@ -145,7 +145,7 @@ class Unit:
     role: Role
     transformer: Transformer = field(metadata={"inline": True})
     image: ImageInput | None = None
-    """The images that an encoder takes, or that a generator makes."""
+    """The images that an encoder takes, or that a generator makes, which may be spectrograms of sound."""
     audio: AudioInput | None = None
     """The sound that an encoder takes, in place of images."""
     projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
@@ -229,6 +229,11 @@ class Unit:
     def item_input(self) -> ItemInput | None:
         """The description of the items that an encoder takes or a generator makes; None if the model file has none."""
         return self.audio or self.image
+
+    @property
+    def makes_sound(self) -> bool:
+        """True for a generator of sound."""
+        return self.image is not None and self.image.num_mel_bins is not None
 
     @property
     def inner_layers(self) -> tuple[str, ...]:

@@ -84,8 +84,11 @@ def test_sound_has_tokens_of_its_own_where_the_file_has_them(tokenizer_file: Pat
     assert (special.audio_start, special.audio, special.audio_end) == (special.vision_start, special.image, special.vision_end)
     content["model"]["vocab"] |= {"<|audio_bos|>": 8, "<|audio_eos|>": 9, "<|AUDIO|>": 10}
     tokenizer_file.write_text(json.dumps(content))
-    special = HuggingFaceTokenizer(tokenizer_file).special
+    tokenizer = HuggingFaceTokenizer(tokenizer_file)
+    special = tokenizer.special
     assert (special.audio_start, special.audio_end, special.audio, special.image) == (8, 9, 10, 4)
+    made = build_conversation([GeneratedSegment("audio")], tokenizer=tokenizer, seq_length=9)
+    assert made.token_ids.tolist() == [special.begin, special.assistant, 8, 9, special.end]
 
 
 def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:

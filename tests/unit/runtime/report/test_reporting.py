@@ -14,10 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.generation.drawing import Sound
 from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
 from megatron.runtime.report.trackers import JsonLog
@@ -39,6 +41,12 @@ Run = Callable[..., list[str]]
 def _pixel() -> bytes:
     file = io.BytesIO()
     Image.new("L", (1, 1)).save(file, "PNG")
+    return file.getvalue()
+
+
+def _clip() -> bytes:
+    file = io.BytesIO()
+    Sound(np.zeros(160, np.float32)).save(file)
     return file.getvalue()
 
 
@@ -185,23 +193,25 @@ def test_tensorboard_may_run_out_of_room(run: Run, tmp_path: Path) -> None:
 
 
 def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Images as files beside the page; and a resumed run keeps those of steps that are done."""
+    """Images and sound as files beside the page; and a resumed run keeps those of steps that are done."""
     logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board", report_dir=tmp_path)
     drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", PIXEL)
     answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog"), drawn]
+    answers.append(SampleAnswer("say one", "0.01 s of sound", "", _clip()))
     with closing(ConsoleReporter(logging, train_iters=4, first_step=0)) as reporter:
         reporter.samples(2, answers)
     assert capsys.readouterr().out.splitlines() == [
-        "step 2: samples: 1 of 2 answers are the expected ones, 1 images",
+        "step 2: samples: 1 of 2 answers are the expected ones, 2 made",
         *("  how many", "    -> two", "  which", "    -> a cat    (expected: a dog)"),
         *("  draw one", "    -> an image of 1x1 pixels: samples/step_00000002_2.png"),
+        *("  say one", "    -> 0.01 s of sound: samples/step_00000002_3.wav"),
     ]
     assert (tmp_path / "samples" / "step_00000002_2.png").read_bytes() == PIXEL
     board = b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
-    assert b"a cat" in board and b"samples/2" in board
+    assert b"a cat" in board and b"samples/2" in board and b"samples/3" in board
     with closing(ConsoleReporter(logging, train_iters=4, first_step=2)):
         (entry,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    names = [{"image": "samples/step_00000002_2.png"} if each.image else {} for each in answers]
+    names = [{}, {}, {"image": "samples/step_00000002_2.png"}, {"sound": "samples/step_00000002_3.wav"}]
     words = [{"asked": each.asked, "answer": each.answer, "expected": each.expected} for each in answers]
     assert entry == {"step": 2, "samples": [one | other for one, other in zip(words, names, strict=True)]}
 
