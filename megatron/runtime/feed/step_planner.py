@@ -56,6 +56,10 @@ _MOST_KEPT = 32
 """Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
 
 
+Decision = tuple[Assignment, tuple[float, float] | None]
+"""An assignment, and where it goes by predictions those of the step in the data's order and under it, in seconds."""
+
+
 class NodeDecisions:
     """Assignments that take long to choose: one rank of a node chooses, the others read it, as only this user can.
 
@@ -68,8 +72,8 @@ class NodeDecisions:
         self._folder = Path(tempfile.gettempdir()) / f"braid-{name}"
         self._subject = repr(subject).encode()
 
-    def find(self, lengths: LengthBatch, decide: Callable[[], Assignment]) -> Assignment:
-        """Return the assignment that another rank has chosen for these lengths, waiting for it, or choose it.
+    def find(self, lengths: LengthBatch, decide: Callable[[], Decision]) -> Decision:
+        """Return what another rank has chosen for these lengths, waiting for it, or choose it.
 
         Raises what `decide` raises, on every rank. Where the folder cannot be used, each rank decides for itself.
         """
@@ -167,14 +171,20 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
         start = time.perf_counter()
         balancer = BALANCERS[UNBALANCED] if step in self._in_order else self._balancer
-        balance = partial(balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
-        assignment = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
+        before = balance_in_order(work, plan=plan)
+        balance = partial(self._balance, balancer, work, before)
+        decided = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
+        assignment, predicted_seconds = decided
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         balance_seconds = time.perf_counter() - start
-        before = balance_in_order(work, plan=plan)
-        report = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
+        report = report_balance(
+            *(before, assignment, work),
+            balance_seconds=balance_seconds,
+            node_bytes=node_bytes,
+            predicted_seconds=predicted_seconds,
+        )
         if self._exchange and share:
             source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
             report = replace(report, exchanged_node_bytes=source.bytes_between_nodes)
@@ -184,6 +194,14 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         found = readable.problems if readable else {}
         problems = {sample_id: found[index] for sample_id, index in drawn.items() if index in found}
         return planned.changed(balance=report, flops=flops, problems=problems)
+
+    def _balance(self, balancer: BalancerRow, work: BatchWork, in_order: Assignment) -> Decision:
+        plan, lengths, options = self._schedules.plan, work.lengths, self._balance_options
+        assignment = balancer(lengths, graph=self._schedules.graph, plan=plan, options=options)
+        if options.predictor is None or not balancer.needs_costs:
+            return assignment, None
+        before, after = options.predictor.predict_each((in_order, assignment), lengths)  # auto has predicted both
+        return assignment, (before.seconds, after.seconds)
 
     def close(self) -> None:
         """Remove what other ranks of the node were told."""

@@ -19,6 +19,8 @@ class BalanceReport:
     imbalance_before: Mapping[str, Imbalance] = field(default_factory=dict)
     """Unit -> imbalance in the data loader's order (--balance none)."""
     imbalance_after: Mapping[str, Imbalance] = field(default_factory=dict)
+    predicted_seconds: tuple[float, float] | None = None
+    """The step's predicted seconds in the data loader's order and as balanced; None where balancing predicts nothing."""
     balance_ms: float = 0.0
     """Milliseconds to compute the assignment, in the background."""
     assign_wait_ms: float = 0.0
@@ -35,8 +37,9 @@ class BalanceReport:
             "balance_ms": self.balance_ms,
             **({"node_bytes": self.node_bytes._asdict()} if self.node_bytes is not None else {}),
             **({"exchanged_node_bytes": self.exchanged_node_bytes} if self.exchanged_node_bytes is not None else {}),
+            **({} if self.predicted_seconds is None else {"predicted_seconds": _before_and_after(*self.predicted_seconds)}),
             "imbalance": {
-                unit: {"before_balancing": _named(self.imbalance_before[unit]), "after_balancing": _named(after)}
+                unit: _before_and_after(_named(self.imbalance_before[unit]), _named(after))
                 for unit, after in self.imbalance_after.items()
             },
         }
@@ -52,6 +55,7 @@ class BalanceMean:
         self._first_step = self._last_step = self._num_steps = 0
         self._wait_ms = 0.0
         self._node_bytes: NDArray[np.float64] | None = None
+        self._predicted = np.zeros(2)
         self._sums: dict[str, NDArray[np.float64]] = {}
 
     def add(self, number: int, report: BalanceReport) -> None:
@@ -63,6 +67,7 @@ class BalanceMean:
         self._wait_ms += report.assign_wait_ms
         if report.node_bytes is not None:
             self._node_bytes = np.array(report.node_bytes) + (0.0 if self._node_bytes is None else self._node_bytes)
+        self._predicted += np.array(report.predicted_seconds or (0.0, 0.0))
         for unit, after in report.imbalance_after.items():
             both = np.array([report.imbalance_before[unit], after])
             self._sums[unit] = self._sums.get(unit, 0.0) + both
@@ -76,6 +81,9 @@ class BalanceMean:
         means = {unit: [Imbalance(*each) for each in total / self._num_steps] for unit, total in self._sums.items()}
         units = [f"{unit}: {_describe(before, after)}" for unit, (before, after) in means.items()]
         waited = [f"waited {wait_ms:.0f} ms a step for data"] if wait_ms >= 0.5 else []
+        if self._predicted[0]:
+            share = self._predicted[1] / self._predicted[0]
+            waited = [f"step predicted to take {share:.2f}x as long as without balancing", *waited]
         if self._node_bytes is not None:
             before, after = self._node_bytes / self._num_steps / 1e6
             waited = [f"{after:.3g} MB a step between nodes (before rearrangement {before:.3g} MB)", *waited]
@@ -101,6 +109,10 @@ def _explain(was: float, now: float, of_longest: float) -> str:
     return f" ({', '.join(reasons)})" if reasons else ""
 
 
+def _before_and_after(before: object, after: object) -> dict[str, object]:
+    return {"before_balancing": before, "after_balancing": after}
+
+
 def _named(imbalance: Imbalance) -> dict[str, float]:
     """Return the values under names that are clear to a log's reader."""
     return {
@@ -113,12 +125,19 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
 
 
 def report_balance(
-    before: Assignment, after: Assignment, work: BatchWork, *, balance_seconds: float, node_bytes: NodeBytes | None = None
+    before: Assignment,
+    after: Assignment,
+    work: BatchWork,
+    *,
+    balance_seconds: float,
+    node_bytes: NodeBytes | None = None,
+    predicted_seconds: tuple[float, float] | None = None,
 ) -> BalanceReport:
     """Compare an assignment with another one, which keeps the data loader's order. O(atoms)."""
     return BalanceReport(
         {name: unit_imbalance(before, work, unit=name) for name in before.placed},
         {name: unit_imbalance(after, work, unit=name) for name in before.placed},
+        predicted_seconds,
         balance_ms=1e3 * balance_seconds,
         node_bytes=node_bytes,
     )

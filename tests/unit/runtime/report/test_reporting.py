@@ -104,6 +104,14 @@ def test_bytes_between_nodes_are_told_where_they_are_rearranged(run: Run) -> Non
     assert "node_bytes" not in BalanceReport(unchanged, unchanged).to_dict()
 
 
+def test_the_predicted_gain_of_balancing_is_told(run: Run) -> None:
+    """For a shorter pipeline replicas may become less even."""
+    balance = BalanceReport({"llm": Imbalance(1.1, 1.3, 0.1)}, {"llm": Imbalance(1.5, 1.3, 0.1)}, (0.08, 0.06))
+    *_, last = run(LoggingConfig(log_interval=10), steps=range(5, 8), balance=balance)
+    assert last.endswith("busiest microbatch 1.30x the mean; step predicted to take 0.75x as long as without balancing")
+    assert balance.to_dict()["predicted_seconds"] == {"before_balancing": 0.08, "after_balancing": 0.06}
+
+
 def test_what_the_longest_item_does_alone_is_told_beside_it(run: Run) -> None:
     before, after = Imbalance(1.5, 3.9, 0.4, 1.001, 3.25), Imbalance(1.0, 3.3, 0.3, 1.001, 3.25)
     *_, last = run(LoggingConfig(), steps=range(1, 2), balance=BalanceReport({"vision": before}, {"vision": after}))
