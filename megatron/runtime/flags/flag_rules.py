@@ -1,6 +1,5 @@
 """Combinations of flags that are refused, also by this machine, its packages or its layers; `cross_checks` reads them."""
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -22,9 +21,11 @@ Condition = Callable[[RunConfig], bool]
 
 def can_delay_weight_gradients() -> bool:
     """Return True if the installed Transformer Engine has `delay_wgrad_compute`."""
+    from importlib.metadata import PackageNotFoundError, version  # only here, as it imports more than all of these rules
+
     try:
-        found = importlib.metadata.version("transformer_engine").split(".")
-    except importlib.metadata.PackageNotFoundError:
+        found = version("transformer_engine").split(".")
+    except PackageNotFoundError:
         return False
     return tuple(int(part) for part in found[:2]) >= (2, 3)
 

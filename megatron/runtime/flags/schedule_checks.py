@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.unit_flags import LLM
-from multimodal.plan.planners.templates.template_plan import plan_nodes
-from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.plan.plans_of_sizes import V_SHAPE_RANGES
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages, fed_encoders
 from multimodal.schedule.passes import PASSES, Need, passes_named
@@ -21,6 +20,9 @@ from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+
+if TYPE_CHECKING:  # only elastic runs need templates, whose planning takes a sixth of what --help imports
+    from multimodal.plan.planners.templates.template_set import TemplateSet
 
 
 def problems_of_schedule(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
@@ -146,8 +148,10 @@ def _with_engine(config: RunConfig) -> RunConfig:
     return config
 
 
-def read_templates(config: RunConfig, graph: ModelGraph) -> TemplateSet:
+def read_templates(config: RunConfig, graph: ModelGraph) -> "TemplateSet":
     """Read the templates of --plan; raises PlanError if there are none, ConfigError if they are for another run."""
+    from multimodal.plan.planners.templates.template_set import TemplateSet
+
     path = config.parallelism.plan
     assert path is not None
     if "templates" not in read_mapping(path, error=PlanError):
@@ -175,7 +179,7 @@ def read_templates(config: RunConfig, graph: ModelGraph) -> TemplateSet:
     return replace(templates, fault_tolerance=tolerance)
 
 
-def _check_batch(path: Path, templates: TemplateSet, config: RunConfig) -> None:
+def _check_batch(path: Path, templates: "TemplateSet", config: RunConfig) -> None:
     training = config.training
     if training.micro_batch_size != templates.micro_batch_size:
         raise ConfigError(
@@ -199,6 +203,8 @@ def _check_batch(path: Path, templates: TemplateSet, config: RunConfig) -> None:
 
 def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
     """Return the plan that an elastic run begins with; raises ConfigError if it was started with other nodes."""
+    from multimodal.plan.planners.templates.template_plan import plan_nodes
+
     templates = read_templates(config, graph)
     planned = templates.num_nodes * templates.gpus_per_node
     if world_size != planned:

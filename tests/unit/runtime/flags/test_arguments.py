@@ -146,14 +146,15 @@ def test_help_without_a_model_says_how_to_see_the_units(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no-such-flag", 2)])
-def test_help_and_a_wrong_flag_import_neither_torch_nor_megatron_core(flag: str, exit_code: int) -> None:
+def test_help_and_a_wrong_flag_import_no_torch_megatron_core_or_planners(flag: str, exit_code: int) -> None:
+    late = "megatron.core", "multimodal.plan.planners", "importlib.metadata"
     program = f"""
 import os, sys, pretrain_mllm
 os._exit = sys.exit
 try:
     pretrain_mllm.main(["{flag}"])
 except SystemExit as ended:
-    late = [name for name in sys.modules if name.split(".")[0] == "torch" or name.startswith("megatron.core")]
+    late = [name for name in sys.modules if name.split(".")[0] in ("torch", "scipy") or name.startswith({late})]
     print("ended with", ended.code, late)
 """
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
