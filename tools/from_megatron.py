@@ -166,7 +166,7 @@ class Conversion:
     def _checkpoints(self) -> None:
         flags = self.flags
         for name in ("load", "pretrained-checkpoint", "language-model-checkpoint"):
-            if name in flags and flags.text(name) != flags.text("save"):
+            if name in flags and flags.text(name) not in ("", flags.text("save")):
                 key = "load" if name == "load" else "pretrained-checkpoint"
                 self.rename(name, key, f"{flags.text(name)}-braid")
                 self.report[TO_DO].append(

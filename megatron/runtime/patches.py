@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.nn import Module
 
 from megatron.runtime import platform
 from megatron.runtime.drop_in.balanced_data import Length, count_numbers
@@ -22,9 +23,11 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.validate import validate_plan
 
-_NAME = "get_forward_backward_func"
-_ORIGINAL = schedules.get_forward_backward_func
-_installed: Callable[..., Any] = _ORIGINAL
+_ORIGINALS: dict[str, Callable[..., Any]] = {
+    name: getattr(schedules, name) for name in ("get_forward_backward_func", "forward_backward_pipelining_without_interleaving")
+}
+"""What loops import by name: most the first; Megatron-Bridge's of MegatronMIMO calls the second, whatever the schedule."""
+_installed = _ORIGINALS
 _groups: UnitGroups | None = None
 _units: dict[str, UnitPlan] | None = None
 """Of the applied plan, the LLM last."""
@@ -40,8 +43,9 @@ def apply(
 ) -> dict[str, ProcessGroupCollection]:
     """Make megatron-core's `get_forward_backward_func` return Braid's executor, for loops written for Megatron.
 
-    The name is replaced in megatron-core and in every module that has imported it so far. Applying again changes the schedule for
-    all later calls. On a machine without CUDA the replacements of `platform` are installed, too.
+    The name, and that of the function for pipelines which some loops call directly, is replaced in megatron-core and in every
+    module that has imported it so far. Applying again changes the schedule for all later calls. On a machine without CUDA the
+    replacements of `platform` are installed, too.
 
     schedule: a name in `BUILDERS`, with or without parameters, whose forwards are whole.
     model, plan: values or their files. With them, Megatron's `parallel_state` is set up for the plan (collective over the
@@ -70,7 +74,7 @@ def apply(
         raise ConfigError("patches.apply(plan=...): a plan is applied already, and plans do not nest; call patches.undo() first")
     platform.install()
     measure = None if balance == UNBALANCED else length or count_numbers
-    signature = inspect.signature(_ORIGINAL)
+    signature = inspect.signature(_ORIGINALS["get_forward_backward_func"])
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return Braid's function, which works for all sizes: it reads them from the process groups and its model."""
@@ -84,8 +88,9 @@ def apply(
         validate_plan(plan, graph=graph, world_size=dist.get_world_size())
         _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
         _units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == graph.backbone.name)}
-    function = ForwardBackward(schedule=schedule, length=measure, units=_units).forward_backward
-    _install(get_forward_backward_func)
+    unlike = None if _groups is None or _units is None else _groups.unlike.get([*_units][-1])
+    function = ForwardBackward(schedule=schedule, length=measure, units=_units, unlike=unlike).forward_backward
+    _install(dict(zip(_ORIGINALS, (get_forward_backward_func, function), strict=True)))
     return {} if _groups is None else _groups.collections
 
 
@@ -99,18 +104,28 @@ def unit(name: str) -> AbstractContextManager[None]:
     return _groups.within(name)
 
 
+def copy_weights(model: Module | Sequence[Module]) -> None:
+    """Give the LLM's replicas, where those of the applied plan are not alike, the weights of the first one; collective over them.
+
+    model: this rank's chunks. Call it before the optimizer copies weights. Megatron gives replicas alike weights by itself.
+    """
+    if _groups is not None and _units is not None and (unlike := _groups.unlike.get([*_units][-1])) is not None:
+        unlike.copy_weights([model] if isinstance(model, Module) else model)
+
+
 def undo() -> None:
     """Restore megatron-core's own function, also in modules that imported the name, and its process groups; collective."""
     global _groups, _units
-    _install(_ORIGINAL)
+    _install(_ORIGINALS)
     if _groups is not None:
         _groups.close()
         _groups = _units = None
 
 
-def _install(function: Callable[..., Any]) -> None:
+def _install(functions: dict[str, Callable[..., Any]]) -> None:
     global _installed
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get(_NAME) is _installed:
-            setattr(module, _NAME, function)
-    _installed = function
+        for name, function in functions.items():
+            if getattr(module, "__dict__", {}).get(name) is _installed[name]:
+                setattr(module, name, function)
+    _installed = functions

@@ -64,6 +64,8 @@ class LoopCase:
     """True: linear layers and norms of Transformer Engine."""
     delays_weight_gradients: bool = False
     """Whether these compute weight gradients when asked."""
+    num_layers: int | None = None
+    """None: one in every chunk."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def train_on_schedule(
 
 
 def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
-    """The loop: nothing in it knows of Braid."""
+    """The loop: nothing in it knows of Braid, but for the weights of replicas that a plan made unlike."""
     if not under_plan:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tensor_parallel_size,
@@ -117,6 +119,7 @@ def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
         )
     try:
         chunks = _build_chunks(case)
+        patches.copy_weights(chunks)
         num_synchronizations = _connect(chunks, case)
         losses, forwards = [], []
         for step in range(NUM_STEPS):
@@ -148,7 +151,7 @@ def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, 
 
 def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
     config = TransformerConfig(
-        num_layers=case.pipeline_parallel_size * case.num_chunks,
+        num_layers=case.num_layers or case.pipeline_parallel_size * case.num_chunks,
         hidden_size=16,
         num_attention_heads=4,
         ffn_hidden_size=24,
@@ -156,7 +159,7 @@ def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=case.tensor_parallel_size,
-        pipeline_model_parallel_size=case.pipeline_parallel_size,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
         pipeline_dtype=torch.float64,
         params_dtype=torch.float64,

@@ -42,6 +42,8 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
         ("zb-h1", LoopCase(2, tensor_parallel_size=2)),
         ("zb-h1", LoopCase(2, has_images=True)),
         ("interleaved-zb", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
+        ("interleaved-1f1b", LoopCase(4, num_chunks=2, num_microbatches=8, options=INTERLEAVED | VARIABLE)),
+        ("interleaved-zb", LoopCase(2, num_chunks=2, options=INTERLEAVED | VARIABLE)),
     ],
 )
 def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedule: str, case: LoopCase) -> None:
@@ -51,9 +53,7 @@ def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedul
 @pytest.mark.parametrize("case", [LoopCase(2, tensor_parallel_size=2), LoopCase(2, num_chunks=2, options=INTERLEAVED)])
 def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPool, case: LoopCase) -> None:
     """Ranks as Megatron numbers them, so that each has what it has there."""
-    llm = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
-    model = ModelGraph.from_dict({"units": {"llm": llm}})
-    stages, size = case.pipeline_parallel_size, case.tensor_parallel_size
+    model, stages, size = _graph(4), case.pipeline_parallel_size, case.tensor_parallel_size
     cuts = split_layers(model.backbone.layers, num_stages=stages * case.num_chunks)
     replicas = [
         Replica(
@@ -63,6 +63,35 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
     ]
     plan = Plan({"llm": UnitPlan(tuple(replicas), tensor_parallel_size=size)})
     assert_same_training(case, ranks, schedule="1f1b", under=(model, plan))
+
+
+def _graph(num_layers: int) -> ModelGraph:
+    llm = {"role": "backbone", "num_layers": num_layers, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
+    return ModelGraph.from_dict({"units": {"llm": llm}})
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_replicas_that_are_not_alike_train_as_alike_ones(ranks: RankPool, per_token: bool) -> None:
+    """One stage on rank 0 and two on the others, with tied embeddings: the second step's losses follow from all gradients."""
+    tolerance = 1e-7 if per_token else 1e-9  # Megatron divides by tokens in float32, here by those of a replica first
+    case = LoopCase(1, num_layers=2, per_token_loss=per_token)
+    model = _graph(2)
+    end = len(model.backbone.layers)
+    whole, cut = Replica((Stage((0,), ((0, end),)),)), Replica((Stage((1,), ((0, 2),)), Stage((2,), ((2, end),))))
+    expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=2)
+    plan = Plan({"llm": UnitPlan((whole, cut))})
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, "1f1b", model, plan, world_size=3)
+    for mine, theirs in zip((found[0], found[2]), expected, strict=True):
+        assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
+    for name, gradient in expected[0].gradients.items():
+        np.testing.assert_allclose(found[0].gradients[name], gradient, rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(_of_stages(found[1:], name), gradient, rtol=0, atol=tolerance, err_msg=name)
+
+
+def _of_stages(found: list[LoopResult], name: str) -> np.ndarray:
+    """Return a gradient that one of two stages has, of a model that has all layers on one."""
+    first, last = (each.gradients for each in found)
+    return last[name.replace("layers.1.", "layers.0.")] if "layers.1." in name or name not in first else first[name]
 
 
 def test_balanced_microbatches_train_the_same(ranks: RankPool) -> None:

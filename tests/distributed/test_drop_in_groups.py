@@ -64,24 +64,25 @@ NUM_LAYERS = len(GRAPH.backbone.layers)
 def expect_groups(name: str, unit: UnitPlan) -> bool:
     """Compare what Megatron says with a unit's plan; returns whether this rank is in it."""
     rank = dist.get_rank()
-    for replica in unit.replicas:
+    for number, replica in enumerate(unit.replicas):
         for index, stage in enumerate(replica.stages):
             if rank not in stage.ranks:
                 continue
             position = stage.ranks.index(rank)
             by_context = unit.tensor_parallel_groups(stage)
             context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
+            holders = [] if unit.is_unlike else holders_of_parameters(unit, index, tensor_rank)
             expected = {
                 parallel_state.get_tensor_model_parallel_group: by_context[context_rank],
                 parallel_state.get_context_parallel_group: [group[tensor_rank] for group in by_context],
                 parallel_state.get_pipeline_model_parallel_group: [each.ranks[position] for each in replica.stages],
-                parallel_state.get_data_parallel_group: data_parallel_ranks(unit, index, position),
-                lambda: parallel_state.get_data_parallel_group(with_context_parallel=True): holders_of_parameters(
-                    unit, index, tensor_rank
-                ),
+                parallel_state.get_data_parallel_group: [rank] if unit.is_unlike else data_parallel_ranks(unit, index, position),
+                lambda: parallel_state.get_data_parallel_group(with_context_parallel=True): holders or [rank],
             }
             for ask, ranks in expected.items():
                 assert sorted(dist.get_process_group_ranks(ask())) == sorted(ranks), (name, ask)
+            place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+            assert place == (number, len(unit.replicas)), "which data this rank reads"
             assert parallel_state.get_tensor_model_parallel_src_rank() == by_context[context_rank][0]
             assert parallel_state.is_pipeline_first_stage() == (index == 0)
             assert (rank in parallel_state._EMBEDDING_GLOBAL_RANKS) == (index in (0, len(replica.stages) - 1))
@@ -124,7 +125,21 @@ def visit_units(plan: Plan) -> tuple[str, ...]:
         parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("plan", [OWN_RANKS, SHARED_RANKS], ids=["own", "shared"])
+UNLIKE = Plan(
+    {
+        "vision": UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.unit("vision").layers)),)),)),)),
+        "llm": UnitPlan(
+            (
+                Replica((Stage((1, 2), ((0, NUM_LAYERS),)),)),
+                Replica((Stage((3, 4), ((0, 2),)), Stage((5, 6), ((2, NUM_LAYERS),)))),
+            ),
+            tensor_parallel_size=2,
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("plan", [OWN_RANKS, SHARED_RANKS, UNLIKE], ids=["own", "shared", "unlike"])
 def test_every_unit_gets_the_groups_of_its_grid(ranks: RankPool, plan: Plan) -> None:
     found = ranks.run(visit_units, plan, world_size=plan.num_ranks)
     assert found == [tuple(name for name, unit in plan.units.items() if rank in unit.ranks) for rank in range(plan.num_ranks)]
@@ -141,7 +156,7 @@ def refusal(plan: Plan | None) -> str:
     return "nothing"
 
 
-def llm_plan(*replicas: tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]) -> Plan:
+def llm_plan(*replicas: tuple[tuple[Any, ...], ...]) -> Plan:
     """Return a plan with this LLM and an encoder on rank 0."""
     encoder = UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.unit("vision").layers)),)),)),))
     return Plan({"vision": encoder, "llm": UnitPlan(tuple(Replica(tuple(Stage(*stage) for stage in each)) for each in replicas))})
@@ -157,8 +172,8 @@ def llm_plan(*replicas: tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]
             "chunk c of Megatron's pipeline rank r comes c x pp . r-th",
         ),
         (
-            llm_plan((((0,), ((0, NUM_LAYERS),)),), (((1,), ((0, 2),)), ((2,), ((2, NUM_LAYERS),)))),
-            "the replicas of unit 'llm' are not alike, .* give all replicas the same stages",
+            llm_plan((((0,), ((0, NUM_LAYERS),)),), (((1, 2), ((0, NUM_LAYERS),), 2),)),
+            r"stages of unit 'llm' have tensor parallel sizes \(1, 2\), .* give all stages one size",
         ),
     ],
 )
@@ -168,6 +183,7 @@ def test_plans_that_megatron_cannot_express_are_refused(ranks: RankPool, plan: P
 
 
 ORIGINAL = schedules.get_forward_backward_func
+PIPELINED = schedules.forward_backward_pipelining_without_interleaving
 PIPELINE = LoopModule("model", (((0,), (1,)),), num_chunks=2)
 SHAPE = PipelineShape((PIPELINE,), num_microbatches=4, forward_only=False)
 
@@ -177,6 +193,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module that imported Megatron's function before anything was replaced."""
     module = ModuleType("some_training_loop")
     module.get_forward_backward_func = ORIGINAL  # type: ignore[attr-defined]
+    module.forward_backward_pipelining_without_interleaving = PIPELINED  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(platform, "install", lambda: None)
     yield module
@@ -189,16 +206,17 @@ def test_the_name_is_replaced_everywhere_and_given_back(loop: ModuleType) -> Non
     replaced = schedules.get_forward_backward_func
     assert replaced is not ORIGINAL
     assert pipeline_parallel.get_forward_backward_func is replaced and loop.get_forward_backward_func is replaced
+    assert loop.forward_backward_pipelining_without_interleaving is replaced()
     patches.undo()
     assert {schedules.get_forward_backward_func, pipeline_parallel.get_forward_backward_func} == {ORIGINAL}
-    assert loop.get_forward_backward_func is ORIGINAL
+    assert loop.get_forward_backward_func is ORIGINAL and loop.forward_backward_pipelining_without_interleaving is PIPELINED
 
 
 def test_the_functions_take_what_megatrons_take(loop: ModuleType) -> None:
     patches.apply()
     assert _parameters(schedules.get_forward_backward_func) == _parameters(ORIGINAL)
     function = schedules.get_forward_backward_func(pp_size=2, vp_size=None)
-    assert _parameters(function) == _parameters(schedules.forward_backward_pipelining_without_interleaving)
+    assert _parameters(function) == _parameters(PIPELINED)
 
 
 def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
@@ -228,13 +246,14 @@ def test_a_balance_that_takes_samples_apart_is_refused(loop: ModuleType) -> None
     [
         ([([0, 1], [3, 4]), ([0, 1], [5, 6]), ([2, 3], None), ([2, 3], None)], None),
         ([([0, 1], [3]), ([0, 1], None)], "only some read data"),
+        ([([0, 1], [3], b"batch"), ([0, 1], [3], b"batch")], r"ranks \[0, 1\] read the same microbatches"),
         ([([0, 1], [3]), ([0, 1], [4]), ([2], [7])], "groups of unlike sizes"),
         ([([0], [3]), ([1], [4])], r"rank 1 reads microbatches of lengths \[4\], but another rank of its replica \[3\]"),
         ([([0], [count_numbers({"ids": [1, 2]})])], "no tensors to count"),
     ],
 )
 def test_microbatches_that_replicas_cannot_exchange_are_refused(told: Any, message: str | None) -> None:
-    problem = find_problem(told)
+    problem = find_problem([(*each, bytes(index))[:3] for index, each in enumerate(told)])
     assert problem is None if message is None else problem is not None and re.search(message, problem)
 
 
@@ -359,9 +378,9 @@ def test_megatrons_own_sharding_is_refused() -> None:
         ),
         (
             {"virtual_pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+            3,
             2,
-            2,
-            "variable_seq_lengths=True works with one model chunk per rank",
+            "variable_seq_lengths=True works .* make pipeline_model_parallel_size 3 even",
         ),
         ({"pipeline_dtype": None}, 2, 1, "pipeline_dtype is None"),
     ],

@@ -49,14 +49,15 @@ def test_pretrain_runs_as_on_megatrons_functions(ranks: RankPool, flags: dict[st
 
 
 def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
-    """Pipelines of neighbouring ranks, where Megatron's own are two apart, and weight gradients in bubbles."""
+    """Pipelines of neighbouring ranks, where Megatron's own are two apart, weight gradients in bubbles, and balanced replicas."""
     llm = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 64}
     model = ModelGraph.from_dict({"units": {"llm": llm}})
     cuts = split_layers(model.backbone.layers, num_stages=2)
     replicas = tuple(Replica(tuple(Stage((first + s,), (cuts[s],)) for s in range(2))) for first in (0, 2))
     plan = Plan({"llm": UnitPlan(replicas)})
     expected = ranks.run(pretrain_text, {}, None, world_size=4)
-    found = ranks.run(partial(pretrain_text, model=model, plan=plan), {}, "zb-h1", world_size=4)
+    more = {"model": model, "plan": plan, "balance": "whole-sample", "length": first_token}
+    found = ranks.run(partial(pretrain_text, **more), {}, "zb-h1", world_size=4)
     assert_same_run([found[rank] for rank in (0, 2, 1, 3)], expected)
 
 

@@ -1,5 +1,6 @@
 """Balances a loop's microbatches over its data parallel replicas: they move whole, and each replica keeps their number."""
 
+import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -38,30 +39,39 @@ def deal_microbatches(
 def _deal(iterator: Iterator[Any] | None, count: int, length: Length, group: dist.ProcessGroup) -> Iterator[Any] | None:
     drawn = None if iterator is None else [next(iterator) for _ in range(count)]
     lengths = None if drawn is None else [int(length(each)) for each in drawn]
+    rows = [] if drawn is None or group.size() == 1 else [_to_bytes(each) for each in drawn]
+    digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in rows)).digest() if rows else None
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (dist.get_process_group_ranks(group), lengths))
+    dist.all_gather_object(told, (dist.get_process_group_ranks(group), lengths, digest))
     if problem := find_problem(told):
         raise ConfigError(f"patches.apply(balance=...): {problem}")
     if drawn is None or lengths is None or group.size() == 1:
         return None if drawn is None else iter(drawn)
     device = torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device()
-    rows = [_to_bytes(each) for each in drawn]
     items = DrawnItems(lengths=lengths, rows={"bytes": list(map(len, rows))})
     exchange = plan_exchange({"samples": items}, group=group, keeps_counts=True)["samples"]
     arrived = exchange.send_inputs(torch.cat(rows).to(device), "bytes").wait().cpu()
     return map(_from_bytes, arrived.split(exchange.rows_here("bytes")))
 
 
-def find_problem(told: Sequence[tuple[list[int], list[int] | None]]) -> str | None:
-    """Return why replicas cannot exchange microbatches; told: each rank's data parallel group, and lengths if it reads data."""
+def find_problem(told: Sequence[tuple[list[int], list[int] | None, bytes | None]]) -> str | None:
+    """Return why replicas cannot exchange microbatches.
+
+    told: each rank's data parallel group, and, if it reads data, lengths and, of several replicas, a digest of what it read.
+    """
     found: dict[int, list[int]] = {}
-    if len({len(ranks) for ranks, lengths in told if lengths is not None}) > 1:
+    if len({len(ranks) for ranks, lengths, _ in told if lengths is not None}) > 1:
         return "modules have data parallel groups of unlike sizes; give all modules as many replicas"
-    for rank, (ranks, lengths) in enumerate(told):
+    for rank, (ranks, lengths, digest) in enumerate(told):
         if any((told[each][1] is None) != (lengths is None) for each in ranks):
             return f"of the data parallel ranks {ranks} only some read data; let all or none have a data iterator"
         if lengths is not None and min(lengths, default=0) < 0:
             return "a batch has no tensors to count, or a negative length; say how long it is by patches.apply(length=...)"
+        if digest is not None and (same := [each for each in ranks if told[each][2] == digest])[1:]:
+            return (
+                f"the data parallel ranks {same} read the same microbatches, as where each takes its part of them; leave balance "
+                "out, and exchange single images (multimodal.balance.exchange), or let each rank read its own"
+            )
         if lengths is not None and found.setdefault(ranks.index(rank), lengths) != lengths:
             other = found[ranks.index(rank)]
             return (

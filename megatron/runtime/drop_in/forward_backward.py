@@ -19,6 +19,7 @@ from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.balanced_data import Length, deal_microbatches
 from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
+from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.plan.communicators import Partners, Track, message_partners
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import UnitPlan
@@ -39,12 +40,20 @@ class ForwardBackward:
     than one stage.
     """
 
-    def __init__(self, *, schedule: str, length: Length | None = None, units: Mapping[str, UnitPlan] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        schedule: str,
+        length: Length | None = None,
+        units: Mapping[str, UnitPlan] | None = None,
+        unlike: UnlikeReplicas | None = None,
+    ) -> None:
         """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn.
 
         units: of the applied plan, the one with the loss last, which modules on ranks of their own must follow; None: no plan.
+        unlike: that one's replicas, if they are not alike.
         """
-        self._schedule, self._length, self._units = schedule, length, units
+        self._schedule, self._length, self._units, self._unlike = schedule, length, units, unlike
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
@@ -115,14 +124,19 @@ class ForwardBackward:
             cp_group=groups.cp,
         )
         if self._length is not None:
+            if self._unlike is not None:
+                raise ConfigError("patches.apply(balance=...) needs replicas that are alike; leave it out, or apply another plan")
             group = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
             dealt = deal_microbatches(iterators, count=num_microbatches, length=self._length, group=group)
             inputs = replace(inputs, data_iterators=dealt)
-        channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if shape.has_messages else None
+        has_channel = shape.has_messages or self._unlike is not None  # of which another may have messages
+        channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if has_channel else None
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
         is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and step.module is shape.llm
         told = groups if is_whole else pg_collection
         _run_step(step, tp_group=groups.tp, told=told, is_last_rank=is_last_rank, force_all_reduce=force_all_reduce)
+        if self._unlike is not None and not forward_only:
+            self._unlike.reduce(chunks, step.num_tokens if config.calculate_per_token_loss else num_microbatches)
         return step.forward_data
 
     def _open_channel(self, schedule: Schedule, modules: tuple[LoopModule, ...], tells_shapes: bool) -> MessageChannel:
@@ -310,10 +324,11 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bo
             f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}; give a list of as many chunks "
             "as the latter says, and leave it out where there is one pipeline stage"
         )
-    if num_chunks > 1 and getattr(config, "variable_seq_lengths", False):
+    if num_chunks > 1 and num_stages % 2 and getattr(config, "variable_seq_lengths", False):
         raise ConfigError(
-            "variable_seq_lengths=True works with one model chunk per rank, which needs activations in the order in which they "
-            "are sent; leave virtual_pipeline_model_parallel_size out, or pad every microbatch to seq_length and set it to False"
+            "variable_seq_lengths=True works with several model chunks per rank if the number of pipeline stages is even, so "
+            f"that no rank sends and receives on one track of messages; make pipeline_model_parallel_size {num_stages} even, "
+            "leave virtual_pipeline_model_parallel_size out, or pad every microbatch to seq_length and set it to False"
         )
     group_size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     if num_chunks > 1 and group_size not in (None, num_stages):

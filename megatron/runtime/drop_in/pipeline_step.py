@@ -111,7 +111,7 @@ SHAPE_TRACKS = tuple(Track("shape", parity) for parity in PARITIES)
 class ShapeTellingBroker(Broker):
     """A broker that posts the receive of an activation when its shape has arrived; gradients have their activations' shapes.
 
-    Activations must be needed in the order in which they are sent, as they are with one chunk of the model per rank.
+    Receives are posted in the order of the sends, whichever activation is needed first.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -143,11 +143,17 @@ class ShapeTellingBroker(Broker):
     def wait(self, key: MessageKey) -> Tensor:
         """Wait for a tensor, an activation's shape first."""
         if key in self._told:
-            told, link, arriving = self._told.pop(key)
-            for arrival in arriving:
-                arrival.wait()
-            super().post_receive(key, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
+            way = _shape_track(key), self._told[key][1].source_ranks
+            before = [each for each, (_, link, _) in self._told.items() if (_shape_track(each), link.source_ranks) == way]
+            for each in before[: before.index(key) + 1]:
+                self._post_told(each)
         return super().wait(key)
+
+    def _post_told(self, key: MessageKey) -> None:
+        told, link, arriving = self._told.pop(key)
+        for arrival in arriving:
+            arrival.wait()
+        super().post_receive(key, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
 
 
 def _shape_track(key: MessageKey) -> Track:

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan, UnitPlan
 
@@ -31,10 +33,18 @@ class UnitGroups:
         self._before = _read(parallel_state)
         self._made: list[dist.ProcessGroup] = []
         self._states: dict[str, dict[str, Any]] = {}
+        self.unlike: dict[str, UnlikeReplicas] = {}
+        """Of units whose replicas are not alike."""
         for name, unit in plan.units.items():
-            ranks, state = megatron_order(unit), self._initialize(unit)
-            if dist.get_rank() in ranks:
-                self._states[name] = {key: _map_ranks(value, ranks) if "_RANKS" in key else value for key, value in state.items()}
+            parts = _alike_parts(unit)
+            for index, part in enumerate(parts):
+                ranks, state = megatron_order(part), self._initialize(part)
+                if dist.get_rank() in ranks:
+                    if len(parts) > 1:
+                        state |= {"_MPU_DATA_PARALLEL_RANK": index, "_MPU_DATA_PARALLEL_WORLD_SIZE": len(parts)}
+                    self._states[name] = {key: _map_ranks(of, ranks) if "_RANKS" in key else of for key, of in state.items()}
+            if len(parts) > 1:
+                self.unlike[name] = UnlikeReplicas(unit, _UnitDistributed(range(dist.get_world_size()), self._made).new_group)
         self.collections: dict[str, ProcessGroupCollection] = {}
         for name in self._states:
             with self.within(name):
@@ -82,20 +92,29 @@ def megatron_order(unit: UnitPlan) -> tuple[int, ...]:
     return tuple(rank for stage in stages for replica in unit.replicas for rank in replica.stages[stage].ranks)
 
 
+def _alike_parts(unit: UnitPlan) -> tuple[UnitPlan, ...]:
+    """Return the unit, or each of its replicas by itself if they are not alike."""
+    if not unit.is_unlike:
+        return (unit,)
+    return tuple(replace(unit, replicas=(replica,), microbatch_shares=()) for replica in unit.replicas)
+
+
 def check_plan(plan: Plan) -> None:
     """Raise ConfigError for a plan that Megatron's groups cannot express."""
     for name, unit in plan.units.items():
-        if unit.is_unlike:
+        if len(unit.tensor_sizes) > 1:
             raise ConfigError(
-                f"patches.apply(plan=...): the replicas of unit '{name}' are not alike, but ranks of a data parallel group of "
-                "Megatron hold the same weights; give all replicas the same stages, or train with pretrain_mllm.py"
+                f"patches.apply(plan=...): stages of unit '{name}' have tensor parallel sizes {unit.tensor_sizes}, but "
+                "Megatron's layers hold whole parts of one size; give all stages one size, or train with pretrain_mllm.py"
             )
-        order, num_stages = [stage.stage_index for stage in unit.replicas[0].virtual_stages], len(unit.replicas[0].stages)
-        if order != [*range(num_stages)] * (len(order) // num_stages) or (num_stages == 1 and len(order) > 1):
-            raise ConfigError(
-                f"patches.apply(plan=...): unit '{name}' has layers {unit.describe_ranges()}, but chunk c of Megatron's pipeline "
-                "rank r comes c x pp + r-th, with several chunks only where there are several stages; deal the layers so"
-            )
+        for replica in unit.replicas:
+            order, num_stages = [stage.stage_index for stage in replica.virtual_stages], len(replica.stages)
+            if order != [*range(num_stages)] * (len(order) // num_stages) or (num_stages == 1 and len(order) > 1):
+                raise ConfigError(
+                    f"patches.apply(plan=...): unit '{name}' has layers {unit.describe_ranges()}, but chunk c of Megatron's "
+                    "pipeline rank r comes c x pp + r-th, with several chunks only where there are several stages; deal the "
+                    "layers so"
+                )
 
 
 class _UnitDistributed:
