@@ -26,11 +26,11 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import SEED, FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.filling_report import report_filling, with_filling
 from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
-from multimodal.plan.planners.search.prediction import SEED, judge_run
+from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.plan.planners.templates.template_plan import run_of_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import BraidError, ConfigError

@@ -148,11 +148,13 @@ class AssignedLoads:
         fullest = own.start + int(np.argmax(num_tokens))
         return RankLoad(*(_rows(load, slice(fullest, fullest + 1))[0] for load in kept))
 
-    def mean(self, unit: str, replica: int) -> UnitLoad:
-        """The mean load of a replica's microbatches, rounded up; the empty load where it has none."""
-        own, columns = self._own(unit, replica), self.of_microbatches(unit)
-        totals = (int(np.asarray(column)[own].astype(np.int64).sum()) for column in columns)
-        return UnitLoad(*(-(-total // max(1, own.stop - own.start)) for total in totals))
+    @memoized
+    def means(self, unit: str) -> Sequence[UnitLoad]:
+        """The mean load of each replica's microbatches, rounded up; the empty load where it has none."""
+        starts = self.assignment.placed[unit].microbatch_starts
+        totals = (row_sums(starts, np.asarray(column).astype(np.int64)) for column in self.of_microbatches(unit))
+        columns: Any = [-(-total // np.maximum(1, np.diff(starts))) for total in totals]
+        return _rows(UnitLoad(*columns))
 
     def num_received_rows(self, unit: str) -> Integers:
         """Rows that encoders hand to each microbatch of a unit, each counted as often as it is used."""

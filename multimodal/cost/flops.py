@@ -4,16 +4,16 @@ Each kind of gradient that a backward computes costs as much as the forward (Cor
 computes input gradients only, a frozen encoder nothing). In a layer with adapters, only adapters have weight gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.unit_load import AtomLoads, UnitLoad, add_loads, sample_load
+from multimodal.cost.unit_load import AtomLoads, UnitLoad, atom_loads
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 
 _ONES = UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1), UnitLoad(num_sequences=1)
 
@@ -65,8 +65,8 @@ def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlo
     return UnitFlops(LoadFlops(*forward), LoadFlops(*backward))
 
 
-def step_flops(graph: ModelGraph, lengths: Iterable[SampleLengths], *, vocab_size: int) -> float:
+def step_flops(graph: ModelGraph, lengths: Sequence[SampleLengths], *, vocab_size: int) -> float:
     """FLOPs of one optimizer step (forward and backward) over these samples; vocab_size: padded."""
-    samples = tuple(lengths)
-    loads = {unit.name: add_loads(sample_load(unit, sample) for sample in samples) for unit in graph.units}
-    return sum(unit_flops(graph, name, vocab_size=vocab_size).of(load) for name, load in loads.items())
+    batch = LengthBatch.of(lengths)
+    sums = {unit.name: UnitLoad(*(int(each.sum()) for each in atom_loads(unit, batch.arrays)[1:])) for unit in graph.units}
+    return sum(unit_flops(graph, name, vocab_size=vocab_size).of(load) for name, load in sums.items())

@@ -29,15 +29,19 @@ class StageLayers:
         """Return the tensor parallel size of a stage."""
         return self.plan.units[stage[0]].tensor_size(self.plan.virtual_stage(*stage))
 
-    @memoized
     def counts(self, stage: StageKey) -> LayerCounts:
         """Return the number of layers of each kind and need in a stage."""
-        return Counter(self.in_order(stage))
+        return self._counted(stage[0], self.plan.virtual_stage(*stage).layers)[1]
 
-    def in_order(self, stage: StageKey) -> list[tuple[str, BackwardNeed]]:
+    def in_order(self, stage: StageKey) -> Sequence[tuple[str, BackwardNeed]]:
         """Return kind and need of every layer of a stage, first to last."""
-        layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
-        return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
+        return self._counted(stage[0], self.plan.virtual_stage(*stage).layers)[0]
+
+    @memoized
+    def _counted(self, unit: str, indices: range) -> tuple[Sequence[tuple[str, BackwardNeed]], LayerCounts]:
+        layers, needs = self.graph.unit(unit).layers, self._needs[unit]
+        found = [(layers[layer], needs[layer]) for layer in indices]
+        return found, Counter(found)
 
     def exchanges_tokens(self, stage: StageKey) -> bool:
         """Return True if a stage has experts, so that replicas that share experts wait for each other in it."""

@@ -28,7 +28,7 @@ OPTIMIZER_BYTES = 12
 """Adam in fp32: master weight and two moments."""
 ZERO_STAGES = (0, 1, 2, 3)
 """Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
-OPEN_ACTIVATIONS, OPEN_GRADIENTS = 0.0, 2.5
+OPEN_GRADIENTS = 2.5
 """Messages in memory at the peak, at the end of a forward, as measured in real steps: its result until it is sent, and gradients
 whose receives are posted, one more in some schedules than in others. The next activations are mostly received later."""
 
@@ -199,18 +199,24 @@ class StepMemory:
         return self.bytes_per_element * num_channels * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of received messages: activations from the stage before, gradients from the stage after."""
+        """Return the bytes of gradients that are received from the stage after, or of an encoder's results."""
+        unit, replica, index = stage
+        mean = self.loads.means(unit)[replica]
+        per_token, per_output = self._message_sizes(stage if self.layers.plan.units[unit].is_unlike else (unit, 0, index))
+        return mean.num_tokens * per_token + mean.num_outputs * per_output
+
+    @memoized
+    def _message_sizes(self, stage: StageKey) -> tuple[float, float]:
+        """Return the bytes of these messages for each of a microbatch's tokens, and for each that leaves its unit."""
         unit, replica, index = stage
         sizes = self.layers.plan.units[unit]
-        mean = self.loads.mean(unit, replica)
         num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
         is_last = index == sizes.num_stages_of(replica) - 1
         width = self.layers.graph.width_behind(unit, self.layers.plan.virtual_stage(*stage).layers.stop - 1)
-        activations = mean.num_tokens * self._width_before(stage) / num_ranks if index else 0.0
+        if not is_last:
+            return self.bytes_per_element * OPEN_GRADIENTS * width / num_ranks, 0.0
         targets = self.layers.graph.downstream(unit) if self.layers.graph.unit(unit).role is Role.ENCODER else ()
-        outputs = mean.num_outputs * width * len(targets) / sizes.context_parallel_size
-        gradients = outputs if is_last else mean.num_tokens * width / num_ranks
-        return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
+        return 0.0, self.bytes_per_element * OPEN_GRADIENTS * width * len(targets) / sizes.context_parallel_size
 
     def weight_bytes(self, stage: StageKey) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""

@@ -1,6 +1,6 @@
 """The input of a planner: a model, a machine, a batch, real lengths, and the sizes that the user has fixed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +13,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
@@ -25,7 +26,7 @@ from multimodal.values.backward_need import BackwardNeed, layers_backward_need, 
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths, draw_length_batches
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Microbatch sizes that a planner may choose from if the user leaves the size open."""
@@ -39,6 +40,8 @@ LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_PART_TOKENS = 8 * BLOCK_SIZE
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
+SEED = 0
+"""Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 OVERLAPPED_PARTS = 4
 """Parts of `--tp-comm-overlap` unless a run says otherwise."""
 
@@ -109,6 +112,12 @@ class DataLoads:
             unit: (float(each.std()) / means[unit], float(each.max()) / means[unit]) if means[unit] else (0.0, 1.0)
             for unit, each in tokens.items()
         }
+
+    @memoized
+    def drawn_batches(self, batch_size: int, num_batches: int, share: int) -> Sequence[LengthBatch]:
+        """Draw global batches in random order, and keep one of every `share` samples of each."""
+        batches = draw_length_batches(self.lengths, batch_size=batch_size, num_batches=num_batches, seed=SEED)
+        return [LengthBatch(batch[::share]) for batch in batches]
 
     def of_average(self, unit: str, num_samples: float) -> UnitLoad:
         """Return the load of this many average samples on a unit."""

@@ -11,7 +11,7 @@ from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.prediction import SEED, prepare_step
+from multimodal.plan.planners.search.prediction import prepare_step
 from multimodal.plan.planners.search.simulated_part import choose_share, keep_replicas
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, Builder
@@ -19,7 +19,6 @@ from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.arrays.rows import Bools, Integers, row_starts
-from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import COMPUTE, FORWARD, REDUCTION, StepWork, step_work
@@ -157,13 +156,14 @@ def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport |
     """Order a whole step, and measure the filling on a share of its replicas (`choose_share`), which are alike."""
     if not BUILDERS[run.schedule].needs_costs:
         return None
-    (batch,) = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=1, seed=SEED)
-    whole = prepare_step(run, request, run.plan, batch)
+    size = request.global_batch_size
+    whole = prepare_step(run, request, run.plan, request.loads.drawn_batches(size, 1, 1)[0])
     started = time.process_time()
     whole.builder(whole.shape)
     scheduler_seconds = time.process_time() - started
     share = choose_share(run, request, max_actions=request.max_actions, kept_replicas=1)
-    part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, batch[::share])
+    lengths = request.loads.drawn_batches(size, 1, share)[0]
+    part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, lengths)
     filling = measure_filling(part.builder, part.shape, part.costs, passes=part.passes)
     if filling is None:
         return None

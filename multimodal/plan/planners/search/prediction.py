@@ -30,12 +30,10 @@ from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
 from multimodal.values.validate import validate_assignment
 
-SEED = 0
-"""Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 PART_OF_IDEAL = ("tp",)
 """Kinds of idle time that are parts of computations, and so part of the ideal."""
 
@@ -102,9 +100,9 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity
     part = choose_part(run, request, fidelity)
     simulate = partial(_simulate, run, request, part.plan, is_checked=fidelity.is_checked)
     count = fidelity.num_batches(request)
-    batches = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=count, seed=SEED)
+    batches = request.loads.drawn_batches(request.global_batch_size, count, part.share)
     keeps_all = math.isinf(BUILDERS[run.schedule].in_flight)
-    steps = [_of_batch(batch[:: part.share], part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
+    steps = [_of_batch(batch, part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
     num_ranks = sum(map(len, part.plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
     kinds = steps[0].bubble_seconds
