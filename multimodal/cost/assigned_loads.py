@@ -122,7 +122,7 @@ class AssignedLoads:
     def num_gathered(self, unit: str, replica: int) -> int:
         """Most tokens of a microbatch whose keys and values are gathered over context parallel ranks."""
         if unit not in self._dealers:
-            return self.fullest(unit, replica).cut.num_tokens
+            return self.fullest(unit)[replica].cut.num_tokens
         cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.assignment.units[unit][replica]]
         return max((add_loads(parts).num_tokens for parts in cut), default=0)
 
@@ -139,14 +139,18 @@ class AssignedLoads:
         dealer = self._dealers[unit]
         return dealer.rank_loads(dealer.loads_of(item for atom in atoms for item in self._items(unit, atom)))
 
-    def fullest(self, unit: str, replica: int) -> RankLoad:
-        """Return the kept load of the microbatch with the most tokens on one rank, of all microbatches of a replica."""
-        own, kept = self._own(unit, replica), self.kept(unit)
-        num_tokens = (kept.whole.num_tokens + kept.cut.num_tokens)[own]  # type: ignore[index]
-        if not len(num_tokens):
-            return RankLoad(UnitLoad(), UnitLoad())
-        fullest = own.start + int(np.argmax(num_tokens))
-        return RankLoad(*(_rows(load, slice(fullest, fullest + 1))[0] for load in kept))
+    @memoized
+    def fullest(self, unit: str) -> Sequence[RankLoad]:
+        """Return each replica's kept load of the microbatch with the most tokens on one rank; empty where it has none."""
+        placed, kept = self.assignment.placed[unit], self.kept(unit)
+        num_tokens = np.asarray(kept.whole.num_tokens + kept.cut.num_tokens)
+        order = np.lexsort((-num_tokens, placed.replica_of_microbatch))
+        has_any = np.flatnonzero(placed.counts)
+        chosen = order[placed.microbatch_starts[has_any]]
+        found = [RankLoad(UnitLoad(), UnitLoad())] * placed.num_replicas
+        for replica, whole, cut in zip(has_any.tolist(), *(_rows(load, chosen) for load in kept), strict=True):
+            found[replica] = RankLoad(whole, cut)
+        return found
 
     @memoized
     def means(self, unit: str) -> Sequence[UnitLoad]:
@@ -168,11 +172,6 @@ class AssignedLoads:
             return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * is_given
         rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
-
-    def _own(self, unit: str, replica: int) -> slice:
-        """Return the microbatches of a replica among those of its unit."""
-        starts = self.assignment.placed[unit].microbatch_starts
-        return slice(int(starts[replica]), int(starts[replica + 1]))
 
     def _sums(self, unit: str, rows: "PlacedAtoms | UnitRoutes") -> UnitLoad:
         """Add up the loads of atoms row by row."""
@@ -257,7 +256,7 @@ class UnitRoutes:
         return np.searchsorted(self.keys, sources * self.num_targets + self.first_target[unit] + targets)
 
 
-def _rows(load: UnitLoad, chosen: slice = slice(None)) -> list[UnitLoad]:
+def _rows(load: UnitLoad, chosen: slice | Integers = slice(None)) -> list[UnitLoad]:
     """Return a load whose numbers are arrays as a list of loads, one for each entry."""
     columns: Any = load
     return list(map(UnitLoad._make, zip(*(column[chosen].astype(np.int64).tolist() for column in columns), strict=True)))

@@ -85,10 +85,12 @@ class StepMemory:
         placed, kept = self.loads.assignment.placed[unit], self.loads.kept(unit)
         plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
         found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
-        for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
+        for stage, replica in np.ndindex(len(found), plan.data_parallel_size if plan.is_unlike else 1):
             if stage >= plan.num_stages_of(replica):
                 continue
-            key, own = (unit, replica, stage), slice(*placed.microbatch_starts[replica : replica + 2])
+            key, own = (unit, replica, stage), slice(None)
+            if plan.is_unlike:
+                own = slice(*placed.microbatch_starts[replica : replica + 2])
             counts = self.layers.counts(key)
             like = tuple(counts.items()), self.layers.tensor_size(key), stage == 0, self._width_before(key)
             if like not in of_layers:
@@ -253,19 +255,22 @@ class StepMemory:
         one layer, and those of another one on their way to their keeper. Context parallel ranks also gather the keys and values
         of two steps' heads (the current and the next step) for all tokens that they share.
         """
-        counts, unit = self.layers.counts(stage), stage[0]
-        sizes = self.layers.plan.units[unit]
-        working = 0.0
+        unit, replica, index = stage
+        sizes, working = self.layers.plan.units[unit], self.gathered_bytes(stage)
         if self.options.recompute == "full":
-            kept = self.loads.fullest(unit, stage[1])
-            repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
-            working = max((self._rank_bytes(stage, layer, need, kept, None) for layer, need in repeated), default=0.0)
-        working += self.gathered_bytes(stage)
+            like = stage if sizes.is_unlike else (unit, 0, index)
+            working += self._repeated_bytes(like, self.loads.fullest(unit)[replica])
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer
-            bytes_per_group = 2 * shape.head_channels * self.loads.num_gathered(unit, stage[1]) * self.bytes_per_element
+            bytes_per_group = 2 * shape.head_channels * self.loads.num_gathered(unit, replica) * self.bytes_per_element
             working += held_key_bytes(shape.query_groups // self.layers.tensor_size(stage), bytes_per_group=bytes_per_group)
         return working
+
+    @memoized
+    def _repeated_bytes(self, stage: StageKey, kept: RankLoad) -> float:
+        """Return the most bytes that one of a stage's layers keeps while it is computed again for a load."""
+        repeated = [(layer, need) for layer, need in self.layers.counts(stage) if LAYER_KINDS[layer].recomputes]
+        return max((self._rank_bytes(stage, layer, need, kept, None) for layer, need in repeated), default=0.0)
 
 
 _FILES_OF_RANK_0 = 2

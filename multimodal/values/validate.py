@@ -1,8 +1,9 @@
 """Checks of plans and assignments: that they fit a model, the ranks and a global batch."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
         raise PlanError(
             f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
             f"launch {len(used)} processes or change the plan",
-            place=next((each.place for each, stage in stages if beyond and beyond[0] in stage.ranks), at.place),
+            place=next((place_of().place for place_of, stage in stages if beyond and beyond[0] in stage.ranks), at.place),
         )
 
 
@@ -66,13 +67,16 @@ def _first_of(ranks: Iterable[int]) -> str:
     return f"[{', '.join(map(str, first[:16]))}{', ...' * (len(first) > 16)}]"
 
 
-def _stages(unit: UnitPlan, at: Plain) -> Iterator[tuple[Plain, Stage]]:
-    """Yield the stages of a unit with their places."""
+def _stages(unit: UnitPlan, at: Plain) -> Iterator[tuple[Callable[[], Plain], Stage]]:
+    """Yield the stages of a unit with functions that return their places, of which only errors need one."""
     for replica_index, replica in enumerate(unit.replicas):
-        of_replica = _replica_place(at, replica_index)
         for index, stage in enumerate(replica.stages):
-            of_stages = of_replica.inner("stages", None)
-            yield of_stages.inner(index, None, where=f"{of_replica.where}, stage {index}"), stage
+            yield partial(_stage_place, at, replica_index, index), stage
+
+
+def _stage_place(at: Plain, replica_index: int, index: int) -> Plain:
+    of_replica = _replica_place(at, replica_index)
+    return of_replica.inner("stages", None).inner(index, None, where=f"{of_replica.where}, stage {index}")
 
 
 def _replica_place(at: Plain, index: int) -> Plain:
@@ -88,15 +92,16 @@ def _validate_unit(unit: UnitPlan, described: Unit, *, at: Plain) -> None:
     if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, described.transformer.experts)):
         at.inner("expert_parallel_size", None, where=at.where).fail(problem)
     seen: set[int] = set()
-    for of_stage, stage in _stages(unit, at):
-        if len(seen | {*stage.ranks}) < len(seen) + len(stage.ranks):
+    for place_of, stage in _stages(unit, at):
+        before = len(seen)
+        seen.update(stage.ranks)
+        if len(seen) < before + len(stage.ranks):
             problem = "a rank appears in two of its stages; each rank may hold one stage of a unit"
-            replace(of_stage, where=at.where).fail(problem)
-        seen |= {*stage.ranks}
+            replace(place_of(), where=at.where).fail(problem)
     stages = _stages(unit, at)
     for replica_index, replica in enumerate(unit.replicas):
-        for of_stage, stage in islice(stages, len(replica.stages)):
-            _validate_ranks(unit, stage, described, at=of_stage, at_unit=at)
+        for place_of, stage in islice(stages, len(replica.stages)):
+            _validate_ranks(unit, stage, described, place_of=place_of, at_unit=at)
         if not _covers(replica, num_layers):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
             _replica_place(at, replica_index).fail(
@@ -143,20 +148,20 @@ def _validate_tensor_size(unit: UnitPlan, size: int, described: Unit, *, at: Pla
         )
 
 
-def _validate_ranks(unit: UnitPlan, stage: Stage, described: Unit, *, at: Plain, at_unit: Plain) -> None:
+def _validate_ranks(unit: UnitPlan, stage: Stage, described: Unit, *, place_of: Callable[[], Plain], at_unit: Plain) -> None:
     size = unit.tensor_parallel_size
     if stage.tensor_parallel_size is not None:
         size = stage.tensor_parallel_size
         if size < 1:
-            at.fail(f"tensor_parallel_size is {size}; set it to at least 1")
-        _validate_tensor_size(unit, size, described, at=at, at_unit=at_unit)
+            place_of().fail(f"tensor_parallel_size is {size}; set it to at least 1")
+        _validate_tensor_size(unit, size, described, at=place_of(), at_unit=at_unit)
     if len(stage.ranks) != size * unit.context_parallel_size:
-        at.fail(
+        place_of().fail(
             f"tp {size} x cp {unit.context_parallel_size} needs {size * unit.context_parallel_size} ranks, found "
             f"{len(stage.ranks)} {list(stage.ranks)}"
         )
     if list(stage.ranks) != sorted(set(stage.ranks)):
-        at.fail(f"ranks {list(stage.ranks)} must be listed in ascending order")
+        place_of().fail(f"ranks {list(stage.ranks)} must be listed in ascending order")
 
 
 def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str, at: Plain) -> None:
