@@ -76,10 +76,11 @@ def test_layers_are_measured_ever_more_rarely() -> None:
     assert due == {120, 140, 180, 260, 420, 740}
 
 
-def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone) -> None:
+@pytest.mark.parametrize("source", ["index", "decode"])
+def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone, source: str) -> None:
     """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
     how = {"--balance": "auto", "--schedule": "zb-memory", "--measure-interval": 2, "--vision-dp": 2, "--llm-pp": 2}
-    how |= {"--save": tmp_path, "--load": tmp_path}
+    how |= {"--save": tmp_path, "--load": tmp_path, "--lengths-from": source}
     entries, said = [], []
     for more in ({"--exit-interval": 2}, {}):
         found, launched = train_beside(alone, tmp_path, how | more, num_ranks=4)

@@ -66,7 +66,8 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
     In the last one a survivor waits for a message that its connections' end does not end: it goes on in the same process.
     """
     deaths, waits = "3:forward:3,0:norm:6,2:copy:6,4:reduction:10", "5:reduction:10"
-    with running(tmp_path, inputs, Nodes(6), deaths=deaths, waits=waits, holds="5 12") as run:
+    flags = ("--balance", "auto", "--measure-interval", 4)
+    with running(tmp_path, inputs, Nodes(6), deaths=deaths, waits=waits, holds="5 12", flags=flags) as run:
         run.wait_for_step(4)
         waiting = run.processes(5)
         run.let_return(3)
@@ -77,6 +78,7 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
     assert_recorded_calls_end(tmp_path, 6)
     assert output.count("goes on after step") >= 4
     assert output.count("left behind") == 1
+    assert output.count("layers measured up to this step") >= 1, "after 4 or 8 steps, which later ranks take over"
     assert "1 node may be lost at once, down to 2; 6 replicas each keep all of the optimizer state" in output
 
 

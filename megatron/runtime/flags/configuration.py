@@ -575,8 +575,7 @@ class RunConfig:
     def measuring_interval(self) -> int:
         """Steps after which the run measures its layers anew; 0 if it does not, or nothing depends on them."""
         has_costs = self.training.layer_costs is not None or self.training.emulate is not None
-        is_steady = not self.parallelism.elastic and self.data.lengths_from != "decode"
-        return self.training.measure_interval if self.goes_by_durations and not has_costs and is_steady else 0
+        return self.training.measure_interval if self.goes_by_durations and not has_costs else 0
 
 
 GROUPS: Mapping[str, type] = {name: kind for name, kind in RunConfig.__annotations__.items() if isinstance(kind, type)}

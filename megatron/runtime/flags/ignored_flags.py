@@ -90,12 +90,11 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         },
     ),
     *_where(
-        "balance balance_num_microbatches schedule layer_costs emulate elastic lengths_from plan",
+        "balance balance_num_microbatches schedule layer_costs emulate plan",
         lambda c: c.training.measure_interval > 0 == c.measuring_interval,
         {
             "measure_interval": f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, "
-            "and only runs without --layer-costs, --plan "
-            "auto, --emulate, --elastic and --lengths-from decode measure them; choose one"
+            "and only runs without --layer-costs, --plan auto and --emulate measure them; choose one"
         },
     ),
     *_without("elastic", {"elastic_timeout fault_tolerance": "a lost process ends the run; add --elastic"}),

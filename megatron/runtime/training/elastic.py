@@ -28,6 +28,7 @@ from megatron.runtime.state.handover import gather_objects, hold_state, take_ove
 from megatron.runtime.state.held_tensors import HeldTensor
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.loop import build_reporter, train_on
+from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, open_inputs, prepare_plan
 from megatron.runtime.training.trainer import Outcome
@@ -222,9 +223,11 @@ class ElasticRun:
             return
         mine = None
         if self._held is not None and self._progress is not None:
-            mine = asdict(self._progress), run.scheduler.state_dict(), run.described_data
+            measured = run.measured.to_dict() if run.measured else None
+            mine = asdict(self._progress), run.scheduler.state_dict(), run.described_data, measured
         told = gather_objects(mine)
-        progress, scheduler, run.described_data = next(each for each in told if each is not None)
+        progress, scheduler, run.described_data, measured = next(each for each in told if each is not None)
+        run.measured = MeasuredCosts.from_dict(measured) if measured else None
         if mine is None:
             run.scheduler.num_steps = 0  # loading adds to it
             run.scheduler.load_state_dict(scheduler)
@@ -247,7 +250,7 @@ class ElasticRun:
 
     def _start(self, run: Run, *, has_saved: bool = False) -> None:
         """Start like any run, from new weights or from a checkpoint; has_saved: from one of this run's own."""
-        run.scheduler.num_steps = 0  # loading adds to it
+        run.scheduler.num_steps, run.measured = 0, None  # loading adds to the first
         resume(run, has_saved=has_saved)
         run.trainer.outcome = None
         self._progress = Progress.at(run.done_steps)

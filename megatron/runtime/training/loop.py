@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from megatron.runtime import platform
@@ -100,14 +99,15 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             last_report, last = run.trainer.last_report()
             _report_step(run, reporter, progress, last_report, last.balance)
         _evaluate_and_save(run, reporter, progress)
-    measuring = Measuring(run)
+    measuring, until = Measuring(run), first
     with ExitStack() as loading:
-        steps = loading.enter_context(closing(load_training_steps(run, range(first, last_step))))
-        for number in count(first + 1):
+        for number in range(first + 1, last_step + 1):
+            if number > until:  # steps are decided ahead, so no more of them than go by the same durations
+                loading.close()
+                until = min(last_step, measuring.due(number))
+                steps = loading.enter_context(closing(load_training_steps(run, range(number - 1, until))))
             start = time.perf_counter()
-            step = next(steps, None)
-            if step is None:
-                break
+            step = next(steps)
             wait_seconds = time.perf_counter() - start
             wish = run.wish_to_stop(can_leave=True)
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
@@ -142,8 +142,6 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 reporter.timeline(number, timeline, predicted)
             if line := measuring.add(number, step, report, events):
                 reporter.say(line)
-                loading.close()  # steps were decided ahead by other durations
-                steps = loading.enter_context(closing(load_training_steps(run, range(number, last_step))))
             _evaluate_and_save(run, reporter, progress)
             if _review_plan(run, reporter, number, step=step, report=report, events=events):
                 break

@@ -4,7 +4,6 @@ Every rank sums up its own computations, rank 0 fits the layers' seconds to all 
 the same step on.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.runtime import platform
 from megatron.runtime.report.reporting import StepReport
+from megatron.runtime.state.handover import gather_objects
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, step_predictor, steps_in_order
 from megatron.runtime.training.prediction import MeasuredCosts
@@ -53,16 +53,16 @@ class Measuring:
     run: Run
     _steps: list[_Measured] = field(default_factory=list)
 
+    def due(self, number: int) -> int:
+        """Return the earliest step, from `number` on, behind which the run may go by other durations."""
+        return measured_after(number, first=self.run.done_steps, interval=self.run.config.measuring_interval)
+
     def add(self, number: int, step: Step, report: StepReport, events: Sequence[TimelineEvent]) -> str | None:
         """Add a step that was run; collective behind the steps of `measured_after`.
 
         Returns a line, on every rank, if the run goes by other durations from the next step on; they are in `run.measured`.
         """
-        interval = self.run.config.measuring_interval
-        if not interval:
-            return None
-        done = self.run.done_steps
-        due = measured_after(number, first=done, interval=interval)
+        done, interval, due = self.run.done_steps, self.run.config.measuring_interval, self.due(number)
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())
             is_in_order = number - 1 in steps_in_order(self.run)
@@ -82,10 +82,8 @@ class Measuring:
             sums += torch.from_numpy(layers.sums([(each, step.events) for each, step in zip(costs, steps, strict=True)]))
         sums = sums.to(platform.device())
         dist.all_reduce(sums)
-        told = run.world.from_first(
-            f"layers/{number}", lambda: json.dumps(self._fit(number, layers.fit(sums.cpu().numpy()), steps))
-        )
-        line, measured = json.loads(told)
+        found = self._fit(number, layers.fit(sums.cpu().numpy()), steps) if run.world.rank == 0 else None
+        line, measured = gather_objects(found)[0]
         if line is None:
             return None
         run.measured = MeasuredCosts.from_dict(measured)

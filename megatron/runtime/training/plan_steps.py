@@ -1,5 +1,6 @@
 """Plans and loads the steps of a run, in training and in evaluation."""
 
+import sys
 from collections.abc import Generator
 
 import torch
@@ -100,11 +101,11 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
 
 
 def measured_after(number: int, *, first: int, interval: int) -> int:
-    """Return the earliest step, from `number` on, behind which layers are measured.
+    """Return the earliest step, from `number` on, behind which layers are measured; one that no run reaches for interval 0.
 
     It is `interval` steps behind `first`, then twice as many, four times, and so on, since each new table has steps decided anew.
     """
-    steps = interval
+    steps = interval or sys.maxsize
     while first + steps < number:
         steps *= 2
     return first + steps

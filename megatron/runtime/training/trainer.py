@@ -179,7 +179,7 @@ class Trainer:
             largest = self._reduce(largest, dist.ReduceOp.MAX)
             (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
         step_seconds, peak_bytes, memory_bytes = largest
-        flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
+        flops = step.flops or step_flops(step.graph, tuple(step.lengths.values()), vocab_size=self.session.options.vocab_size)
         num_moe_layers = sum(map(step.graph.backbone.layers.count, MOE_KINDS))
         return StepReport(
             loss=self.outcome.loss,
