@@ -144,7 +144,7 @@ def test_a_replica_s_ranks_are_as_slow_as_the_one_with_the_most():
     costs = encoder_costs(tuple(Atom(0, index) for index in range(3)), cp=2)
     found = replace(costs, lengths=[SampleLengths(0, items, 100, 50)]).loads
     assert found.computed("vision")[0].all == UnitLoad(4 * 128, 4 * 128**2, 4 * 32, 2)
-    assert found.fullest("vision", 0).whole == found.computed("vision")[0].all
+    assert found.fullest("vision")[0].whole == found.computed("vision")[0].all
 
 
 BLOCK = 8
