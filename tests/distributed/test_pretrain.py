@@ -21,7 +21,15 @@ from tests.distributed.conftest import Once
 from tests.distributed.launch import REPOSITORY, Launched, launch
 from tests.distributed.launch import train as launch_training
 from tests.distributed.mutations.files import replaced
-from tests.distributed.small_run import MODEL, SIZED_OTHERWISE, manifest_entries, train, working_flags, write_working_files
+from tests.distributed.small_run import (
+    LEFT_OUT,
+    MODEL,
+    SIZED_OTHERWISE,
+    manifest_entries,
+    train,
+    working_flags,
+    write_working_files,
+)
 
 Entries = list[dict[str, Any]]
 STEPS: dict[str, object] = {"--train-iters": 3, "--global-batch-size": 4, "--micro-batch-size": 1}
@@ -76,11 +84,11 @@ def test_layers_are_measured_ever_more_rarely() -> None:
     assert due == {120, 140, 180, 260, 420, 740}
 
 
-@pytest.mark.parametrize("source", ["index", "decode"])
-def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone, source: str) -> None:
+@pytest.mark.parametrize("source", [{}, {"--lengths-from": "decode", "--num-workers": LEFT_OUT}], ids=["index", "decode"])
+def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone, source: dict[str, object]) -> None:
     """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
     how = {"--balance": "auto", "--schedule": "zb-memory", "--measure-interval": 2, "--vision-dp": 2, "--llm-pp": 2}
-    how |= {"--save": tmp_path, "--load": tmp_path, "--lengths-from": source}
+    how |= {"--save": tmp_path, "--load": tmp_path, **source}
     entries, said = [], []
     for more in ({"--exit-interval": 2}, {}):
         found, launched = train_beside(alone, tmp_path, how | more, num_ranks=4)

@@ -66,7 +66,7 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
     In the last one a survivor waits for a message that its connections' end does not end: it goes on in the same process.
     """
     deaths, waits = "3:forward:3,0:norm:6,2:copy:6,4:reduction:10", "5:reduction:10"
-    flags = ("--balance", "auto", "--measure-interval", 4)
+    flags = ("--balance", "disttrain", "--measure-interval", 4)
     with running(tmp_path, inputs, Nodes(6), deaths=deaths, waits=waits, holds="5 12", flags=flags) as run:
         run.wait_for_step(4)
         waiting = run.processes(5)
