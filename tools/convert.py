@@ -24,7 +24,9 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.checkpoint.megatron_weights import load_megatron, save_megatron
+from megatron.runtime.checkpoint.storage import read_index
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face, find_megatron
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
@@ -34,6 +36,7 @@ from megatron.runtime.hugging_face.save_weights import (
     save_adapter,
     save_hugging_face,
 )
+from megatron.runtime.state.held_tensors import is_average
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter
@@ -50,6 +53,7 @@ def build_parser() -> Parser:
     sources.add_argument(
         "--load-megatron", type=Path, metavar="DIR", help="Checkpoint, or run, of Megatron to read (torch_dist)."
     )
+    parser.add_argument("--averages", action="store_true", help="--load: the averages of weights that the run keeps.")
     parser.add_argument("--model", type=Path, metavar="FILE.yaml", help="--load-megatron: the model file of its model.")
     parser.add_argument("--load-adapter", type=Path, metavar="DIR", help="--load-hf: folder of PEFT whose adapters are added.")
     targets = parser.add_mutually_exclusive_group(required=True)
@@ -86,6 +90,8 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(
             "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
         )
+    if flags.averages:
+        _check_averages(flags.load)
     if flags.load_megatron is not None:
         source = find_megatron(flags.load_megatron, flags.model, vocab_multiple=flags.make_vocab_size_divisible_by)
     else:
@@ -105,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
         elif flags.load_megatron is not None:
             load_megatron(flags.load_megatron, session=session)
         else:
-            load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False)
+            load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False, takes_averages=flags.averages)
         if flags.save_hf is not None:
             save_hugging_face(flags.save_hf, session=session, like=like)
         elif flags.save_adapter is not None:
@@ -116,6 +122,14 @@ def main(argv: Sequence[str]) -> None:
             save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
     target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save
     print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
+
+
+def _check_averages(folder: Path | None) -> None:
+    """Raise ConfigError if a run has no averages."""
+    found = read_newest(folder) if folder is not None else None
+    index = read_index(found[0], files=found[1].files, crc32=found[1].index_crc32) if found is not None else {}
+    if not any(map(is_average, index)):
+        raise ConfigError("--averages is of --load, the checkpoints of a run with --generator-ema-decay; leave it out")
 
 
 def _read_hugging_face(flags: Any) -> StoredModel:

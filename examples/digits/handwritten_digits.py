@@ -139,15 +139,16 @@ def draw_digits_sample(
     num_pictures = MAX_PICTURES if random.random() < _TWO_PICTURES_SHARE else 1
     max_digits = (SUM_MAX_DIGITS if kind == "sum" else MAX_DIGITS) // num_pictures
     pictures = tuple(
-        _draw_picture(random, layouts=layouts, pool=pool, max_digits=max_digits, skew=skew) for _ in range(num_pictures)
+        draw_picture(random, layouts=layouts, pool=pool, max_digits=max_digits, skew=skew) for _ in range(num_pictures)
     )
     shown = [int(digits[placed.glyph]) for picture in pictures for placed in picture.glyphs]
     return DigitsSample(pictures, kind, _answer(kind, shown))
 
 
-def _draw_picture(
-    random: np.random.Generator, *, layouts: Sequence[Layout], pool: npt.NDArray[np.int64], max_digits: int, skew: float
+def draw_picture(
+    random: np.random.Generator, *, layouts: Sequence[Layout], pool: npt.NDArray[np.int64], max_digits: int, skew: float = 1.0
 ) -> DigitsPicture:
+    """Draw one picture, as `draw_digits_sample` does."""
     layout = layouts[int(random.integers(len(layouts)))]
     num_digits = 1 + int(random.random() ** skew * min(max_digits, layout.rows * layout.columns))
     is_smallest_cell = layout.cell_pixels == layouts[0].cell_pixels
@@ -237,8 +238,10 @@ class RandomPictures(ABC):
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         sample, conversation = self._at(index)
-        sizes = [self._image.num_tokens(self._grid(picture)) for picture in sample.pictures]
-        return build_sample_lengths(conversation, sample_id=index, units=[self._unit] * len(sizes), sizes=sizes)
+        units = self._units(sample)
+        grids = [self.item_grid(index, item_index) for item_index in range(len(units))]
+        sizes = [image.num_tokens(grid) for (_, image), grid in zip(units, grids, strict=True)]
+        return build_sample_lengths(conversation, sample_id=index, units=[name for name, _ in units], sizes=sizes)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and picture positions of one sample."""
@@ -246,21 +249,20 @@ class RandomPictures(ABC):
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Render one picture; ink is 1, paper -1."""
-        picture = self.sample(index).pictures[item_index]
-        pixels = np.repeat((2 * render_ink(picture, glyphs=self._glyphs) - 1)[:, :, None], self._image.in_channels, axis=2)
-        patches = cut_patches(pixels, patch_size=self._image.patch_size, merge_size=self._image.merge_size)
-        return ItemPixels(patches, self._grid(picture))
+        sample = self.sample(index)
+        picture, (_, image) = sample.pictures[item_index], self._units(sample)[item_index]
+        pixels = np.repeat((2 * render_ink(picture, glyphs=self._glyphs) - 1)[:, :, None], image.in_channels, axis=2)
+        patches = cut_patches(pixels, patch_size=image.patch_size, merge_size=image.merge_size)
+        return ItemPixels(patches, grid_of(picture.layout, image))
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one picture."""
-        return self._grid(self.sample(index).pictures[item_index])
+        sample = self.sample(index)
+        return grid_of(sample.pictures[item_index].layout, self._units(sample)[item_index][1])
 
-    def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
-        return self._grid_of(picture.layout)
-
-    def _grid_of(self, layout: Layout) -> tuple[int, int]:
-        patches = layout.cell_pixels // self._image.patch_size
-        return layout.rows * patches, layout.columns * patches
+    def _units(self, sample: DigitsSample) -> list[tuple[str, ImageInput]]:
+        """Return the unit that takes or makes each picture, and its image description."""
+        return [(self._unit, self._image)] * len(sample.pictures)
 
     def _at(self, index: int) -> tuple[DigitsSample, Conversation]:
         if not 0 <= index < self._num_samples:
@@ -291,13 +293,13 @@ class DigitsSource(RandomPictures):
 
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
         return [
-            *(ItemSegment(self._count_outputs(self._grid(picture))) for picture in sample.pictures),
+            *(ItemSegment(self._count_outputs(grid_of(picture.layout, self._image))) for picture in sample.pictures),
             TextSegment("user", QUESTIONS[sample.kind]),
             TextSegment("assistant", sample.answer),
         ]
 
     def _check_seq_length(self) -> None:
-        picture = max(self._count_outputs(self._grid_of(layout)) for layout in self._layouts)
+        picture = max(self._count_outputs(grid_of(layout, self._image)) for layout in self._layouts)
         question = max(len(self._tokenizer.encode(text)) for text in QUESTIONS.values())
         longest = MAX_PICTURES * (picture + 2) + question + MAX_DIGITS + 4
         if longest > self._seq_length:
@@ -305,6 +307,12 @@ class DigitsSource(RandomPictures):
                 f"a sample of the digits data has up to {longest} tokens ({MAX_PICTURES} pictures of {picture} and the text), "
                 f"--seq-length is {self._seq_length}; set it to {longest} or more, or lower the encoder's max_pixels"
             )
+
+
+def grid_of(layout: Layout, image: ImageInput) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of a picture with this layout."""
+    patches = layout.cell_pixels // image.patch_size
+    return layout.rows * patches, layout.columns * patches
 
 
 def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDArray[np.float32]:
@@ -373,9 +381,12 @@ class DigitsToDrawSource(RandomPictures):
 
     def _draw(self, random: np.random.Generator, index: int) -> DigitsSample:
         digits = random.integers(10, size=self._counts[int(random.integers(len(self._counts)))])
+        return DigitsSample((self._written(random, digits),), "draw", "".join(map(str, digits)))
+
+    def _written(self, random: np.random.Generator, digits: Sequence[int] | npt.NDArray[np.int64]) -> DigitsPicture:
+        """Return digits side by side, in handwriting of any hand."""
         glyphs = tuple(PlacedGlyph(int(random.choice(self._pools[digit])), self._cell_pixels, 0, 0) for digit in digits)
-        picture = DigitsPicture(Layout(1, len(glyphs), self._cell_pixels), glyphs)
-        return DigitsSample((picture,), "draw", "".join(map(str, digits)))
+        return DigitsPicture(Layout(1, len(glyphs), self._cell_pixels), glyphs)
 
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
         return TextSegment("user", QUESTION + sample.answer), GeneratedSegment()

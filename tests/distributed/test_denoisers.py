@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("diffusers", reason="diffusers is not installed (pip install 'braid[diffusion]')")
 
 from safetensors.torch import load_file
 
 from megatron.runtime.generation.drawing import _follow
+from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.cost.layers.registry import read_model
@@ -28,9 +30,11 @@ from tests.distributed.gradient_case import GradientCase, build_session, single_
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import MULTIPLE, run_and_save
 from tests.distributed.hugging_face_models import llama
+from tests.distributed.launch import train
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_latents import autoencoder
+from tests.distributed.test_latents import autoencoder, write_run
+from tools import convert
 
 SIDE = 4
 """Pixels of a patch."""
@@ -253,6 +257,23 @@ def test_a_pipeline_of_the_exported_folder_draws_the_same(ranks: RankPool, tmp_p
     asked = {"latents": latents, "height": 16, "width": 16, "guidance_scale": 2.0, "num_inference_steps": NUM_STEPS}
     found = pipeline(**told, **asked, output_type="latent").images[0]
     torch.testing.assert_close(cut_image(found, places, (2, 2)), drawn[:4], rtol=0, atol=1e-5)
+
+
+def test_averages_are_exported(tmp_path: Path) -> None:
+    llama(vocab_size=264).save_pretrained(tmp_path / "llm")
+    painter = graph_with(save_module("unet", tmp_path / "unet")).unit("painter")
+    llm = replace(read_model(tmp_path / "llm").backbone, name="llm", weights=str(tmp_path / "llm"))
+    flags = {**write_run(tmp_path), "--generator-ema-decay": 0.5, "--save": tmp_path / "saved", "--llm-dp": 1, "--painter-dp": 1}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(ModelGraph((llm, painter), (("llm", "painter"),)).to_dict()))
+    train(flags, num_ranks=2)
+    for name, more in (("weights", []), ("averages", ["--averages"])):
+        assert convert.main(["--load", str(tmp_path / "saved"), "--save-hf", str(tmp_path / name), *more]) == 0
+    with open_model(tmp_path / "saved") as (session, _):
+        averages = dict(session.stages["painter", 0].layers["1"].module.named_parameters())
+        for name, is_alike in (("weights", False), ("averages", True)):
+            found = load_file(tmp_path / name / "painter" / "diffusion_pytorch_model.safetensors")
+            assert all(map(torch.equal, map(averages.__getitem__, found), found.values())) == is_alike
+    assert convert.main(["--load-hf", str(tmp_path / "weights"), "--save-hf", str(tmp_path / "other"), "--averages"]) != 0
 
 
 def build_all(case: GradientCase) -> None:

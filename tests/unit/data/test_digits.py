@@ -10,12 +10,15 @@ from examples.digits.handwritten_digits import (
     QUESTIONS,
     DigitsSource,
     DigitsToDrawSource,
+    glyph_pool,
     in_turn,
     load_handwritten_digits,
 )
+from examples.digits_generator.sums import open_samples as open_sums
+from multimodal.data.sample_source import SampleRequest
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
-from multimodal.values.model_graph import ImageInput
+from multimodal.values.model_graph import ImageInput, ModelGraph
 
 pytest.importorskip("sklearn")
 
@@ -107,11 +110,34 @@ def test_the_image_shows_the_digits_that_the_question_names() -> None:
         assert TOKENIZER.decode(source.text(index).token_ids) == "draw " + "".join(map(str, digits))
         pixels = source.item(index, 0)
         assert pixels.grid == (2, 2 * len(digits))
-        picture = pixels.patches.reshape(2, -1, 4, 4).transpose(0, 2, 1, 3).reshape(8, -1)
-        for position, digit in enumerate(digits):
-            ink = (picture[:, 8 * position : 8 * position + 8] + 1) / 2
-            (found,) = np.flatnonzero((glyphs.ink == ink).all(axis=(1, 2)))[:1]
+        for cell, digit in zip(cells_of(pixels.patches, window=1), digits, strict=True):
+            (found,) = np.flatnonzero((glyphs.ink == (cell + 1) / 2).all(axis=(1, 2)))[:1]
             assert glyphs.digits[found] == digit
+
+
+def test_a_sum_is_that_of_the_pictures() -> None:
+    graph, glyphs = ModelGraph.from_file("examples/digits_generator/model.yaml"), load_handwritten_digits()
+    train, valid = open_sums(SampleRequest(graph, TOKENIZER, 128, seed=3, num_train=40, num_valid=40))
+    held_out = set(glyph_pool("valid"))
+    for source, is_held_out in ((train, False), (valid, True)):
+        asked = [TOKENIZER.decode(source.text(index).token_ids) for index in range(8)]
+        assert [text[:12] == "draw the sum" for text in asked] == [False, True] * 4
+        for index in range(1, 8, 2):
+            items = [source.item(index, item) for item in range(3)]
+            assert [item.unit for item in source.lengths(index).items] == ["vision", "vision", "painter"]
+            shown = [cells_of(item.patches, window=2)[0] for item in items[:2]] + cells_of(items[2].patches, window=1)
+            found = [int(np.flatnonzero((glyphs.ink == (cell + 1) / 2).all(axis=(1, 2)))[0]) for cell in shown]
+            first, second, tens, ones = glyphs.digits[found].tolist()
+            assert 10 * tens + ones == first + second == int(asked[index][12:])
+            assert {glyph in held_out for glyph in found} == {is_held_out}
+
+
+def cells_of(patches: np.ndarray, *, window: int) -> list[np.ndarray]:
+    """The 8x8 pixels of each cell of a row, of patches of 4x4 in windows of window x window."""
+    if window == 2:
+        return [*patches.reshape(-1, 2, 2, 4, 4).transpose(0, 1, 3, 2, 4).reshape(-1, 8, 8)]
+    picture = patches.reshape(2, -1, 4, 4).transpose(0, 2, 1, 3).reshape(8, -1)
+    return np.split(picture, picture.shape[1] // 8, axis=1)
 
 
 def test_bounds_decide_how_many_digits_there_are() -> None:
