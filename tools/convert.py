@@ -7,6 +7,7 @@ python tools/convert.py --load-hf DIR --save-hf DIR           the same weights, 
     --load-adapter DIR                                        with the adapters of a folder of PEFT added
 python tools/convert.py --load-megatron DIR --model M.yaml --save CHECKPOINTS   from a torch_dist checkpoint of megatron-core
 python tools/convert.py --load CHECKPOINTS --save-megatron DIR                  and back
+python tools/convert.py --load CHECKPOINTS --save-distributed DIR     the same tensors, as torch.distributed.checkpoint reads them
 
 One process holds the whole model, in the type that it has where it is read. A run converts without that, on all its ranks:
 pretrain_mllm.py --load-hf, --save-hf. See docs/hugging_face.md and docs/from_megatron.md.
@@ -23,11 +24,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from megatron.runtime.checkpoint.distributed_folder import export_checkpoint, has_optimizer_state
 from megatron.runtime.checkpoint.manifest import read_newest
-from megatron.runtime.checkpoint.megatron_weights import load_megatron, save_megatron
+from megatron.runtime.checkpoint.megatron_weights import has_state, load_megatron, save_megatron
 from megatron.runtime.checkpoint.storage import read_index
-from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face, find_megatron
+from megatron.runtime.generation.whole_model import (
+    StoredModel,
+    empty_session,
+    find_checkpoint,
+    find_hugging_face,
+    find_megatron,
+)
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_weights import (
@@ -59,8 +67,16 @@ def build_parser() -> Parser:
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--save-hf", type=Path, metavar="DIR", help="New folder of Hugging Face to write.")
     targets.add_argument("--save-adapter", type=Path, metavar="DIR", help="New folder for the adapters of a run, as PEFT has it.")
-    targets.add_argument("--save", type=Path, metavar="CHECKPOINTS", help="Folder that gets a checkpoint of step 0.")
-    targets.add_argument("--save-megatron", type=Path, metavar="DIR", help="New folder for a release that Megatron loads.")
+    targets.add_argument("--save", type=Path, metavar="CHECKPOINTS", help="Folder that gets a checkpoint.")
+    targets.add_argument("--save-megatron", type=Path, metavar="DIR", help="New folder for a checkpoint that Megatron loads.")
+    targets.add_argument(
+        "--save-distributed", type=Path, metavar="DIR", help="New folder that torch.distributed.checkpoint reads without Braid."
+    )
+    parser.add_argument(
+        "--no-load-optim",
+        action="store_true",
+        help="Leave the optimizer's state of checkpoints behind (--save, --save-megatron).",
+    )
     parser.add_argument(
         "--like", type=Path, metavar="DIR", help="Folder whose names, types, files and tokenizer --save-hf takes; adapters' base."
     )
@@ -82,6 +98,12 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
     if (flags.load_megatron is None) != (flags.model is None):
         raise ConfigError("--load-megatron and --model belong together: names and shapes follow from the model file; give both")
+    if flags.save_distributed is not None:
+        if flags.load is None:
+            raise ConfigError("--save-distributed holds what a run's checkpoint does; give one with --load")
+        export_checkpoint(flags.load, flags.save_distributed)
+        print(f"{flags.load} is now also in {flags.save_distributed}")
+        return
     if flags.like is not None and (flags.save is not None or flags.save_megatron is not None):
         raise ConfigError("--like would be ignored: it says what --save-hf and --save-adapter write; leave it out")
     if flags.save_adapter is not None and flags.load is None:
@@ -103,23 +125,35 @@ def main(argv: Sequence[str]) -> None:
         if all(unit.lora is None for unit in source.graph.units):
             raise ConfigError(f"--save-adapter: the run in {flags.load} has no adapters; use --save-hf")
         check_adapter_target(flags.save_adapter, graph=source.graph, like=like)
-    with empty_session(source) as session:
+    loaded: LoadedCheckpoint | None = None
+    has_optimizer = False
+    if not flags.no_load_optim and flags.load_megatron is not None:
+        has_optimizer = has_state(flags.load_megatron)
+    elif not flags.no_load_optim and flags.save_megatron is not None and flags.load is not None:
+        has_optimizer = has_optimizer_state(flags.load)
+    with empty_session(source, has_optimizer=has_optimizer) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
             if flags.load_adapter is not None:
                 load_adapter(flags.load_adapter, session=session, base=flags.load_hf)
         elif flags.load_megatron is not None:
-            load_megatron(flags.load_megatron, session=session)
+            loaded = load_megatron(flags.load_megatron, session=session, load_optimizer=has_optimizer)
         else:
-            load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False, takes_averages=flags.averages)
+            averages = flags.averages
+            loaded = load_checkpoint(
+                flags.load, session=session, load_optimizer=has_optimizer, load_rng=False, takes_averages=averages
+            )
+        step = loaded.step if loaded is not None and has_optimizer else 0
         if flags.save_hf is not None:
             save_hugging_face(flags.save_hf, session=session, like=like)
         elif flags.save_adapter is not None:
             save_adapter(flags.save_adapter, session=session, like=like)
         elif flags.save_megatron is not None:
-            save_megatron(flags.save_megatron, session=session)
+            state, run = (loaded.schedulers_state, loaded.run_state) if loaded is not None else ({}, {})
+            size = run.get("global_batch_size", 1)
+            save_megatron(flags.save_megatron, session=session, step=step, scheduler=state, global_batch_size=size)
         else:
-            save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
+            save_checkpoint(flags.save, step=step, session=session, schedulers_state={}, run_state={}, keep_last=1)
     target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save
     print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
 

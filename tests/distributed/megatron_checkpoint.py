@@ -2,15 +2,17 @@
 
 import multiprocessing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal import llava_model
@@ -24,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from megatron.runtime.checkpoint.megatron_weights import find_folder, writing_without_psutil
+from megatron.runtime.checkpoint.megatron_weights import find_folder
 from tests.distributed.megatron_training import megatron_without_cuda
 
 VOCABULARY = 128
@@ -90,6 +92,20 @@ def megatron(tensor_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
             yield
     finally:
         parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def writing_without_psutil() -> Iterator[None]:
+    """Let megatron-core's writers, which log their memory, work where psutil is missing; else they would wait for ever.
+
+    What they hand to their own process goes through a queue of it; for theirs they would start Python anew.
+    """
+    with ExitStack() as replaced:
+        if not getattr(filesystem_async, "HAVE_PSUTIL", True):
+            replaced.enter_context(patch.object(filesystem_async, "_process_memory", partial(int, 0)))
+        if hasattr(filesystem_async, "_results_queue"):
+            replaced.enter_context(patch.object(filesystem_async, "_results_queue", SimpleQueue()))
+        yield
 
 
 def sharded(model: Module, kind: str) -> dict[str, Any]:

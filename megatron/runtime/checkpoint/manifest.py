@@ -18,7 +18,7 @@ from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
 FORMAT_VERSION = 2
-_FILE_NAME = "braid.json"
+MANIFEST_NAME = "braid.json"
 _CHECKSUM = "crc32"
 """Key of the checksum over the rest of the file."""
 _LAST_STEP = 10**15
@@ -55,7 +55,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
                 "save into a folder that all nodes share"
             )
     plain = asdict(manifest)
-    with open(folder / _FILE_NAME, "w") as file:
+    with open(folder / MANIFEST_NAME, "w") as file:
         json.dump({**plain, _CHECKSUM: _checksum(plain)}, file)
         sync_file(file)
 
@@ -102,10 +102,10 @@ def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
 
 
 def _read(path: Path) -> Manifest:
-    if not (path / _FILE_NAME).is_file():
-        raise damaged(path, f"{_FILE_NAME} is missing")
+    if not (path / MANIFEST_NAME).is_file():
+        raise damaged(path, f"{MANIFEST_NAME} is missing")
     try:
-        value = json.loads((path / _FILE_NAME).read_bytes())
+        value = json.loads((path / MANIFEST_NAME).read_bytes())
         version = value.get("format_version") if type(value) is dict else None
         if type(version) is not int:
             raise ValueError("it is no JSON object with a format_version")
@@ -131,10 +131,10 @@ def _read(path: Path) -> Manifest:
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as problem:
-        raise damaged(path, f"{_FILE_NAME} cannot be used ({problem})") from problem
+        raise damaged(path, f"{MANIFEST_NAME} cannot be used ({problem})") from problem
     manifest = Manifest(**value)
     if manifest.step != step_of(path):
-        raise damaged(path, f"{_FILE_NAME} is of step {manifest.step}, which the folder's name does not say")
+        raise damaged(path, f"{MANIFEST_NAME} is of step {manifest.step}, which the folder's name does not say")
     return manifest
 
 

@@ -1,27 +1,40 @@
-"""Weights of megatron-core's own models: checkpoints of its dist_checkpointing (torch_dist), of any parallelism.
+"""Weights and optimizer state of megatron-core's own models: checkpoints of its dist_checkpointing, of any parallelism.
 
-Of GPTModel, dense or with experts, of LLaVAModel, and of MimoModel with such a language model and a CLIPViTModel. Layers are of
-the same classes here, so that names differ, but no value does. One process reads and writes the whole model.
+Of GPTModel, dense or with experts, of LLaVAModel, and of MimoModel with such a language model and CLIPViTModels. Layers are of
+the same classes here, so that names differ, but no value does. Every rank reads and writes the pieces that it holds.
 """
 
+import json
 import math
+import os
 import re
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-from typing import NamedTuple
-from unittest.mock import patch
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch import Tensor
 
+from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
+from megatron.runtime.checkpoint.distributed_folder import read_folder, write_folder
+from megatron.runtime.checkpoint.storage import failing_together, on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.gradients.unit_optimizer import describe_groups
+from megatron.runtime.hugging_face.load_weights import gather_adapters
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from megatron.runtime.state.held_tensors import (
+    HeldTensor,
+    Piece,
+    adopt_group_steps,
+    boxes_of_flat_range,
+    make_room,
+    merged_tensors,
+    model_tensors,
+    optimizer_tensors,
+    rows_of_tensor,
+)
 from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -30,7 +43,13 @@ EMBEDDINGS = "embedding.word_embeddings.weight"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-_NOT_WEIGHTS = re.compile(r"(optimizer|opt_param_scheduler|rng_state|rerun_state)|.*_extra_state|.*rotary_pos_emb\.")
+_NOT_WEIGHTS = re.compile(r"(.*\.)?optimizer\.|(opt_param_scheduler|rng_state|rerun_state)|.*_extra_state|.*rotary_pos_emb\.")
+_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "main", "param": "main"}
+"""Megatron's kinds of state -> those here."""
+_STATE = re.compile(rf"(?:.*\.)?optimizer\.state\.({'|'.join(_KINDS)})\.(.+)")
+"""Names of the optimizer's state: of what, and of which weight."""
+_RATES = {"lr": "max_lr", "min_lr": "min_lr", "weight_decay": "end_wd"}
+"""Values of an optimizer's configuration -> those of a scheduler's state."""
 _ENDS = {"word_embeddings": "embedding.word_embeddings", "norm": "decoder.final_layernorm", "output_layer": "output_layer"}
 """Modules of the LLM's first and last layer -> Megatron's."""
 _FIRST = {"weight": "conv1.weight", "bias": "conv1.bias", "class_token": "class_token", "positions": "position_embeddings.weight"}
@@ -44,6 +63,8 @@ class Place(NamedTuple):
 
     key: str
     part: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    """The numbers of layers and experts that the tensor has."""
 
 
 class Prefixes(NamedTuple):
@@ -83,77 +104,213 @@ def embeddings_of(keys: Iterable[str], *, folder: Path) -> str:
     return found
 
 
-def load_megatron(folder: Path, *, session: Session) -> None:
-    """Fill all parameters of this process, which has the whole model, from a checkpoint of Megatron.
+def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = False) -> LoadedCheckpoint:
+    """Fill all parameters, and on wish the optimizer's state, from a checkpoint of Megatron; collective.
 
     Biases of a projector that has none there are zero; rows of the vocabulary that are missing, too, and rows beyond it are left
-    out. Raises CheckpointError if anything else is missing, left over, or of another shape.
+    out. A release has no optimizer's state and starts at step 0.
+
+    Raises CheckpointError on every rank if anything else is missing, left over, or of another shape.
     """
-    shapes, graph = read_shapes(folder), session.graph
-    prefixes = _find_prefixes(shapes, graph, folder=folder)
-    by_key: dict[str, list[tuple[HeldTensor, Place]]] = {}
-    known = {f"{prefixes.language}output_layer.weight"} if graph.backbone.ties_embeddings else set()
-    for tensor in _weights(session):
-        places = list(find_places(tensor.key, graph, prefixes))
-        known |= {place.key for place in places}
-        place = next((place for place in places if place.key in shapes), None)
-        if place is None and _is_projector_bias(tensor.key, graph):
-            _fill(tensor, torch.zeros(tensor.shape, dtype=tensor.dtype))
-            continue
-        if place is None:
-            names = " or ".join(place.key for place in places) or "nothing that Megatron's models have"
-            raise CheckpointError(f"{folder}: {tensor.key} would be {names}, which is not there; correct the model file")
-        by_key.setdefault(place.key, []).append((tensor, place))
+    what, graph = f"loading {folder}", session.graph
+    with failing_together(what=what):
+        path = find_folder(folder)
+        shapes, prefixes = read_shapes(path), _find_prefixes(read_shapes(path), graph, folder=folder)
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        step = int(common.get("iteration", 0)) if path.name != "release" else 0
+        states = {} if path.name == "release" or not load_optimizer else _find_states(path, session, shapes)
+    tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
+    chosen: dict[str, Place | None] = {}
+    known = {f"{prefixes.language}output_layer.weight"} if graph.backbone.ties_embeddings else set[str]()
+    with failing_together(what=what):
+        for tensor in tensors:
+            places = list(find_places(tensor.key, graph, prefixes))
+            known |= {place.key for place in places}
+            place = chosen[tensor.key] = next((place for place in places if place.key in shapes), None)
+            if place is None and not _is_projector_bias(tensor.key, graph):
+                names = " or ".join(place.key for place in places) or "nothing that Megatron's models have"
+                raise CheckpointError(f"{folder}: {tensor.key} would be {names}, which is not there; correct the model file")
+    known = set().union(*on_all_ranks(lambda: known, what=what))
     if unused := sorted(shapes.keys() - known):
         raise CheckpointError(
             f"{folder}: nothing of this model is made of {unused[0]} (and {len(unused) - 1} others); correct the model file"
         )
-    for key, tensors in by_key.items():
-        values = dist_checkpointing.load({"values": shapes[key]}, str(find_folder(folder)))["values"]
-        for tensor, place in tensors:
-            if any(index >= size for index, size in zip(place.part, values.shape, strict=False)):
-                found = f"{key} has {values.shape[0]} layers, but there is {tensor.key}"
-                raise CheckpointError(f"{folder}: {found}; correct the model file")
-            whole = values[place.part]
-            if key.endswith((EMBEDDINGS, "output_layer.weight")) and whole.shape[1:] == tensor.shape[1:]:
-                rows = tensor.shape[0]
-                whole = torch.cat([whole[:rows], whole.new_zeros(max(0, rows - len(whole)), *whole.shape[1:])])
-            if whole.numel() != math.prod(tensor.shape):
-                found = f"{key} has shape {list(whole.shape)}, but {tensor.key} has {list(tensor.shape)}"
-                raise CheckpointError(f"{folder}: {found}; correct the model file")
-            _fill(tensor, whole.reshape(tensor.shape))
+
+    def fill(held: Iterable[HeldTensor]) -> None:
+        wanted = []
+        for tensor in held:
+            kind, _, rest = tensor.key.partition(".")
+            place = chosen[f"model.{rest}"]
+            for piece in tensor.pieces:
+                piece.values.detach().zero_()
+            if place is not None:
+                key = place.key if kind == "model" else states[kind, place.key]
+                wanted.append(_placed(tensor, place._replace(key=key), tuple(shapes[place.key].global_shape), folder=folder))
+        with torch.no_grad():
+            read_folder(path, wanted)
+
+    on_this_rank(lambda: fill(tensors), what=what)
     session.reload_optimizers()
+    fresh_units: list[set[str]] = []
+    if states:
+        named = {key.removeprefix("model."): place.key for key, place in chosen.items() if place is not None}
+        saved = {f"{kind}.{rest}" for rest, name in named.items() for kind in _KINDS.values() if (kind, name) in states}
+        saved |= {f"step.{key.partition('.')[2]}" for key in saved}
+        fresh_units = on_all_ranks(lambda: make_room(session.state, saved=saved), what=what)
+        held = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in saved]
+        steps = [tensor for tensor in held if tensor.key.startswith("step.")]
+        for tensor in steps:
+            tensor.pieces[0].values.fill_(_find_step(common, step))
+        on_this_rank(lambda: fill(tensor for tensor in held if not tensor.key.startswith("step.")), what=what)
+        adopt_group_steps(session.state, steps)
+    return LoadedCheckpoint(step, {}, {}, path, tuple(sorted(set().union(*fresh_units))))
 
 
-def save_megatron(folder: Path, *, session: Session) -> None:
-    """Write all parameters of this process, which has the whole model, as a release of Megatron's; raises CheckpointError."""
-    graph = session.graph
-    if len(graph.encoders) > 1 or graph.generators:
-        raise CheckpointError("Megatron's models have one encoder of images and no generator; save to --save-hf instead")
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder}: is not empty; give a new folder")
-    prefixes = Prefixes("language_model." if graph.encoders else "", {unit.name: _IMAGES for unit in graph.encoders})
-    parts: dict[str, dict[tuple[int, ...], Tensor]] = {}
-    for tensor in _weights(session):
-        places = list(find_places(tensor.key, graph, prefixes))
+def has_state(folder: Path) -> bool:
+    """Return whether a checkpoint has an optimizer's state that a run could go on with; raises CheckpointError."""
+    path = find_folder(folder)
+    return path.name != "release" and any(map(_STATE.fullmatch, dist_checkpointing.load_tensors_metadata(str(path))))
+
+
+def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTensor]) -> dict[tuple[str, str], str]:
+    """Return (kind, weight there) -> name of the optimizer's state; raises CheckpointError if a run cannot go on with it."""
+    names = dist_checkpointing.load_tensors_metadata(str(path))
+    found = {(_KINDS[match[1]], match[2]): name for name in names if (match := _STATE.fullmatch(name))}
+    weights_alone = "--finetune starts from the weights alone, --no-load-optim goes on with a fresh optimizer"
+    if not found:
+        by_ranks = any("optimizer.distributed." in name for name in names)
+        form = "'s optimizer state is of one grid of ranks; save it there with --dist-ckpt-optim-fully-reshardable"
+        raise CheckpointError(f"{path}{form if by_ranks else ' has no optimizer state'}; or {weights_alone}")
+    dtype, own = max((each.dtype for each in shapes.values()), key=lambda dtype: dtype.itemsize), session.options.build.precision
+    if dtype != own.params_dtype:
+        theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own.params_dtype))
+        raise CheckpointError(f"{path}: is in {theirs}, and this run in {ours}; give --dtype {theirs}, or {weights_alone}")
+    return found
+
+
+def _find_step(common: Any, default: int) -> float:
+    """Return the optimizer's number of steps, which lies in one of its parameter groups or beside its state."""
+    nested = common.items() if isinstance(common, dict) else enumerate(common) if isinstance(common, list | tuple) else ()
+    found = [float(each) for key, each in nested if key in ("step", "common_step") and each is not None]
+    inside = (_find_step(each, -1) for _, each in nested)
+    return next((each for each in (*found, *inside) if each >= 0), default)
+
+
+def check_megatron_target(folder: Path, *, graph: ModelGraph) -> None:
+    """Raise CheckpointError for errors that would only show after training: no place, or no such model."""
+    if graph.generators or any(unit.image is None for unit in graph.encoders):
+        raise CheckpointError("Megatron's models have encoders of images and no generator; save to --save-hf instead")
+    if folder.exists() and any(folder.iterdir()) and not (folder / _TRACKER).is_file():
+        raise CheckpointError(f"{folder}: is not empty, and holds no run of Megatron; give a new folder")
+
+
+def save_megatron(
+    folder: Path, *, session: Session, step: int, scheduler: Mapping[str, Any] | None = None, global_batch_size: int = 1
+) -> None:
+    """Write all parameters, and the optimizer's state if it has stepped, as a checkpoint of Megatron's; collective.
+
+    Without that state (also with adapters, which are added to the weights) it is a release. scheduler: its state, which
+    counts steps, where Megatron counts samples. Raises CheckpointError on every rank if it fails on any.
+    """
+    graph, what = session.graph, f"saving to {folder}"
+    session.complete_parameters()
+    on_first_rank(lambda: check_megatron_target(folder, graph=graph), what=what)
+    prefixes = _own_prefixes(graph)
+    adapters = gather_adapters(session)
+    has_adapters = any(unit.lora is not None for unit in graph.units)
+    weights = list(merged_tensors(session.state, adapters))
+    states = [] if has_adapters else optimizer_tensors(session.state)
+    own = {float(each.pieces[0].values) for each in states if each.key.startswith("step.")}
+    steps = set().union(*on_all_ranks(lambda: own, what=what))
+    stepped = {each.key.partition(".")[2] for each in states if each.key.startswith("exp_avg.")}
+    mains = {each.key.partition(".")[2] for each in states if each.key.startswith("main.")}
+    held = [*weights, *(each for each in states if not each.key.startswith("step."))] if len(steps) == 1 else weights
+    if len(steps) == 1:
+        held += [replace(each, key=each.key.replace("model.", "main.", 1)) for each in weights if each.key[6:] in stepped - mains]
+    tensors = []
+    for tensor in held:
+        kind, _, rest = tensor.key.partition(".")
+        places = list(find_places(f"model.{rest}", graph, prefixes))
+        is_uniform = len({*graph.unit(rest.split(".")[0]).layers[1:-1]}) < 2
+        # under both names of norms, which Transformer Engine's and local layers may call differently
+        for place in places[::2] if is_uniform or len(places) == 1 else places[1::2]:
+            shape = (*place.sizes, *_shape_there(tensor, graph))
+            key = place.key if kind == "model" else f"optimizer.state.{'param' if kind == 'main' else kind}.{place.key}"
+            tensors.append(_placed(tensor, place._replace(key=key), shape, folder=folder))
         if not places:
             raise CheckpointError(f"{tensor.key}: nothing in Megatron's models is like it; save to --save-hf instead")
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for piece in tensor.pieces:
-            tensor.box.part_of(whole, piece.box).copy_(piece.values)
-        whole = whole.reshape(_shape_there(tensor, graph))
-        for place in places[::2]:  # under both names of norms, which Transformer Engine's and local layers may call differently
-            parts.setdefault(place.key, {})[place.part] = whole
-    tensors: dict[str, ShardedTensor] = {}
-    for key, found in parts.items():
-        values = [found[index] for index in sorted(found)]
-        sizes = [1 + max(numbers) for numbers in zip(*found, strict=True)]  # of the axes along which parts are stacked
-        stacked = torch.stack(values).reshape(*sizes, *values[0].shape) if sizes else values[0]
-        tensors[key] = ShardedTensor.from_rank_offsets(key, stacked)
-    (folder / "release").mkdir(parents=True, exist_ok=True)
-    with writing_without_psutil():
-        dist_checkpointing.save({"model": tensors, "checkpoint_version": 3.0, "iteration": 0}, str(folder / "release"))
-    (folder / _TRACKER).write_text("release")
+    name = f"iter_{step:07d}" if len(steps) == 1 else "release"
+    partial = folder / f".{name}.partial"
+    common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": step}
+    if len(steps) == 1:
+        common["optimizer"] = _common_state(session, scheduler or {}, step=steps.pop())
+        if scheduler:
+            sizes = {key: global_batch_size for key in scheduler if key.endswith("_steps")}
+            common["opt_param_scheduler"] = {
+                key: value * sizes[key] if key in sizes else value for key, value in scheduler.items()
+            }
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+
+    def complete() -> None:
+        torch.save(common, partial / "common.pt")
+        form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        (partial / "metadata.json").write_text(json.dumps({**form, "common_backend": "torch", "common_backend_version": 1}))
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(partial, folder / name)
+        (folder / f"{_TRACKER}.new").write_text(name if name == "release" else str(step))
+        os.replace(folder / f"{_TRACKER}.new", folder / _TRACKER)
+
+    on_first_rank(begin, what=what)
+    write_folder(partial, tensors, what=what)
+    on_first_rank(complete, what=what)
+
+
+def _common_state(session: Session, scheduler: Mapping[str, Any], *, step: float) -> dict[Any, Any]:
+    """Return what Megatron's optimizer wants beside its tensors; with expert parallelism it has an optimizer of their own."""
+    assert session.options.optimizer is not None
+    rates = {name: scheduler[key] for name, key in _RATES.items() if key in scheduler}
+    config = replace(session.options.optimizer, **rates)
+
+    def of(*, is_expert: bool) -> dict[str, Any]:
+        groups = describe_groups(config, step=step, is_expert=is_expert)
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+
+    if max(unit.expert_parallel_size for unit in session.plan.units.values()) > 1:
+        return {0: of(is_expert=False), 1: of(is_expert=True)}
+    return of(is_expert=False)
+
+
+def _placed(tensor: HeldTensor, place: Place, shape: tuple[int, ...], *, folder: Path) -> HeldTensor:
+    """Return a tensor as a part of one of Megatron's, of this shape; the pieces are views. Raises CheckpointError."""
+    stack, inner = shape[: len(place.part)], shape[len(place.part) :]
+    if any(index >= size for index, size in zip(place.part, stack, strict=True)):
+        raise CheckpointError(f"{folder}: {place.key} has {stack[0]} layers, but there is {tensor.key}; correct the model file")
+    if place.key.endswith((EMBEDDINGS, "output_layer.weight")) and inner[1:] == tensor.shape[1:]:
+        tensor = rows_of_tensor(tensor, range(min(tensor.shape[0], inner[0])), key=tensor.key)
+    elif math.prod(inner) != math.prod(tensor.shape):
+        found = f"{place.key} has shape {list(inner)}, but {tensor.key} has {list(tensor.shape)}"
+        raise CheckpointError(f"{folder}: {found}; correct the model file")
+    pieces = tuple(
+        Piece((*place.part, *piece.offsets), piece.values[(None,) * len(stack)])
+        for piece in (tensor.pieces if inner[1:] == tensor.shape[1:] else _in_shape(tensor, inner))
+    )
+    return HeldTensor(place.key, shape, tensor.dtype, pieces, tensor.is_copy)
+
+
+def _in_shape(tensor: HeldTensor, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield the pieces of a tensor with as many elements in other dimensions; each piece is a range of its elements."""
+    for piece in tensor.pieces:
+        first, rest = 0, list(piece.values.shape)
+        for offset, size in zip(piece.offsets, tensor.shape, strict=True):
+            first = first * size + offset
+        assert rest[1:] == list(tensor.shape[1:]) or rest[0] == 1, "pieces of whole tensors are whole rows or a part of one"
+        flat, position = piece.values.reshape(-1), 0
+        for box in boxes_of_flat_range(shape, range(first, first + len(flat))):
+            yield Piece(box.offsets, flat[position : position + box.num_elements].view(box.sizes))
+            position += box.num_elements
 
 
 def find_places(key: str, graph: ModelGraph, prefixes: Prefixes) -> Iterator[Place]:
@@ -168,10 +325,12 @@ def find_places(key: str, graph: ModelGraph, prefixes: Prefixes) -> Iterator[Pla
     if 0 < layer < len(unit.layers) - 1:
         experts = _EXPERT.fullmatch(parameter)
         expert = (int(experts[1]),) if experts is not None else ()
+        settings, layers = unit.transformer.experts, len(unit.layers) - 2
+        sizes = (settings.num_experts,) if experts is not None and settings is not None else ()
         inside = f"mlp.experts.experts.{experts[2]}" if experts is not None else parameter
         for each in _names_in_layer(inside, has_experts=unit.transformer.experts is not None):
-            yield Place(f"{own}decoder.layers.{each}", (layer - 1, *expert))
-            yield Place(f"{own}decoder.layers.{layer - 1}.{each}", expert)
+            yield Place(f"{own}decoder.layers.{each}", (layer - 1, *expert), (layers, *sizes))
+            yield Place(f"{own}decoder.layers.{layer - 1}.{each}", expert, sizes)
     elif unit.role is Role.BACKBONE:
         module, _, name = parameter.partition(".")
         if module in _ENDS:
@@ -217,8 +376,13 @@ def _find_prefixes(keys: Collection[str], graph: ModelGraph, *, folder: Path) ->
     return Prefixes(language, {unit.name: (of(unit, own), of(unit, projectors)) for unit in graph.encoders})
 
 
-def _weights(session: Session) -> Iterator[HeldTensor]:
-    return (tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key))
+def _own_prefixes(graph: ModelGraph) -> Prefixes:
+    """Return those of GPTModel, of LLaVAModel or, with several encoders, of MimoModel with the names of the units."""
+    if len(graph.encoders) < 2:
+        return Prefixes("language_model." if graph.encoders else "", {unit.name: _IMAGES for unit in graph.encoders})
+    each = {unit.name: f"modality_submodules.{unit.name}." for unit in graph.encoders}
+    parts = {name: (f"{own}encoders.{name}.", f"{own}input_projections.0.encoder.") for name, own in each.items()}
+    return Prefixes("language_model.", parts)
 
 
 def _is_projector_bias(key: str, graph: ModelGraph) -> bool:
@@ -227,29 +391,9 @@ def _is_projector_bias(key: str, graph: ModelGraph) -> bool:
     return unit.role is Role.ENCODER and key.startswith(product) and key.endswith("bias")
 
 
-@torch.no_grad()
-def _fill(tensor: HeldTensor, values: Tensor) -> None:
-    for piece in tensor.pieces:
-        piece.values.copy_(tensor.box.part_of(values, piece.box))
-
-
 def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:
     """Return the shape that a parameter has in Megatron's models."""
     unit = graph.unit(tensor.key.split(".")[1])
     if unit.image is not None and tensor.key.endswith(".layers.0.weight"):
         return (tensor.shape[0], unit.image.in_channels, unit.image.patch_size, unit.image.patch_size)
     return (1, 1, *tensor.shape) if tensor.key.endswith(".layers.0.class_token") else tensor.shape
-
-
-@contextmanager
-def writing_without_psutil() -> Iterator[None]:
-    """Let megatron-core's writers, which log their memory, work where psutil is missing; else they would wait for ever.
-
-    What they hand to their own process goes through a queue of it; for theirs they would start Python anew.
-    """
-    with ExitStack() as replaced:
-        if not getattr(filesystem_async, "HAVE_PSUTIL", True):
-            replaced.enter_context(patch.object(filesystem_async, "_process_memory", partial(int, 0)))
-        if hasattr(filesystem_async, "_results_queue"):
-            replaced.enter_context(patch.object(filesystem_async, "_results_queue", SimpleQueue()))
-        yield

@@ -492,6 +492,9 @@ class CheckpointConfig:
     load_hf: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
     """Folder of Hugging Face (config.json, safetensors files) that a run starts from as from --pretrained-checkpoint. It also
     gives the model, unless --model does."""
+    load_megatron: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
+    """Checkpoint, or run, of Megatron (torch_dist) that a run goes on from, at its step and with its optimizer's state; with
+    --finetune from its weights alone, at step 0. As with --pretrained-checkpoint, a checkpoint in --load comes first."""
     load_adapter: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
     """Folder of Hugging Face's PEFT (adapter_config.json, adapter_model.safetensors) whose adapters a run starts from, on top of
     the weights that it starts from. It says what --lora-rank, --lora-alpha and --lora-targets would."""
@@ -499,6 +502,8 @@ class CheckpointConfig:
     """New folder that gets the model after the last step as Hugging Face's transformers load it, with names, types, files and
     tokenizer of --load-hf if given, or of a folder that --model names where the family needs one. Adapters are added to the
     weights."""
+    save_megatron: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder that gets checkpoints which Megatron loads (torch_dist), every --save-interval steps and at the end."""
     save_adapter: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets adapters, and whatever else was trained, after the last step as Hugging Face's PEFT loads them."""
 

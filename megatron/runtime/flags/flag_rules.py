@@ -88,7 +88,10 @@ def _goes_on_elsewhere(name: str, c: RunConfig) -> bool:
 _LOCAL = [limit for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL]
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
 
-_WITH_WEIGHTS = ["save", "load", "pretrained_checkpoint", "load_hf", "load_adapter", "save_hf", "save_adapter", "eval_iters"]
+_WITH_WEIGHTS = [
+    *("save", "load", "pretrained_checkpoint", "load_hf", "load_megatron", "load_adapter"),
+    *("save_hf", "save_megatron", "save_adapter", "eval_iters"),
+]
 
 RULES: Mapping[str, Condition] = {
     "--producers decode for those who know their token; add --producer-token FILE, "
@@ -230,7 +233,7 @@ RULES: Mapping[str, Condition] = {
         c.parallelism.shards_weights and not all(row.works_with_sharded_weights for row in named_passes(c))
     ),
     "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
-    "--pretrained-checkpoint, --load-hf, --load-adapter, --save-hf, --save-adapter "
+    "--pretrained-checkpoint, --load-hf, --load-megatron, --load-adapter, --save-hf, --save-megatron, --save-adapter "
     "and --eval-iters": lambda c: c.training.emulate is not None and any(value_of(c, name) for name in _WITH_WEIGHTS),
     "--finetune starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts from; give "
     "another --save": lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),
@@ -240,7 +243,8 @@ RULES: Mapping[str, Condition] = {
         f"{flag} {{c.checkpoint.{name}}} is for a run that starts from those weights and goes on from its own checkpoints, but "
         "--load {c.checkpoint.load} is not where --save writes; make --load and --save the same folder, or leave "
         f"{flag} or --load out": partial(_goes_on_elsewhere, name)
-        for name, flag in (("pretrained_checkpoint", "--pretrained-checkpoint"), ("load_hf", "--load-hf"))
+        for name in ("pretrained_checkpoint", "load_hf", "load_megatron")
+        for flag in [f"--{name.replace('_', '-')}"]
     },
 }
 """Messages, as format strings over `c`, the configuration -> condition."""

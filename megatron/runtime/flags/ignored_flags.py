@@ -161,18 +161,18 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     *_without(
         "save",
         {
-            "save_interval save_retain_interval save_best async_save keep_last_checkpoints": (
-                "no checkpoint is written; add --save DIR"
-            ),
+            "save_retain_interval save_best async_save keep_last_checkpoints": "no checkpoint is written; add --save DIR",
             "sample_prompts": "its folder hands the weights over to what answers; add --save DIR",
             "generator_ema_decay": "averages are drawn with from a checkpoint; add --save DIR",
         },
     ),
+    *_without("save save_megatron", {"save_interval": "no checkpoint is written; add --save DIR"}),
     *_without("sample_prompts", {"sample_max_new_tokens sample_guidance_scale": "nothing is asked; add --sample-prompts FILE"}),
+    *_without("load", {"load_rng new_phase": "no checkpoint is resumed; add --load DIR"}),
     *_without(
-        "load",
+        "load load_megatron",
         {
-            "load_optim load_rng new_phase": "no checkpoint is resumed; add --load DIR",
+            "load_optim": "no checkpoint is resumed; add --load DIR",
             "finetune": "it takes over the weights of --load; add --load DIR",
         },
     ),
@@ -246,6 +246,9 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("finetune", "pretrained_checkpoint", "both start from weights alone; --finetune takes those of --load"),
     ("finetune", "load_hf", "both start from weights alone; --finetune takes those of --load"),
     ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
+    ("load_megatron", "pretrained_checkpoint", "both say what a run starts from"),
+    ("load_megatron", "load_hf", "both say what a run starts from"),
+    ("load_megatron", "load_adapter", "adapters belong to a folder of Hugging Face"),
     ("bad_sample", "latent_cache", "an image without latents is one that the cache was not written for; write it again"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )

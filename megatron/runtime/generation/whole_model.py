@@ -16,6 +16,7 @@ from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.checkpoint.megatron_weights import embeddings_of, read_shapes
 from megatron.runtime.checkpoint.storage import read_index
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions
@@ -94,7 +95,7 @@ OpenedModel = tuple[Session, StoredModel]
 
 
 @contextmanager
-def empty_session(model: StoredModel) -> Iterator[Session]:
+def empty_session(model: StoredModel, *, has_optimizer: bool = False) -> Iterator[Session]:
     """Yield a session of the whole model, all weights 0, on this process alone; raises ConfigError if it is a rank already."""
     if dist.is_initialized():
         raise ConfigError(
@@ -108,7 +109,13 @@ def empty_session(model: StoredModel) -> Iterator[Session]:
         dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
         try:
             build = BuildOptions(Precision(model.dtype), attention_mask=model.mask)
-            yield Session(SessionOptions(model.graph, build, model.vocab_size, build_stage=_build_empty), plan=plan)
+            optimizer = None
+            if has_optimizer:  # whose rates and betas are those of no run
+                optimizer = build_optimizer_config(
+                    lr=1, min_lr=0, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=1, dtype=model.dtype
+                )
+            options = SessionOptions(model.graph, build, model.vocab_size, optimizer=optimizer, build_stage=_build_empty)
+            yield Session(options, plan=plan)
         finally:
             dist.destroy_process_group()
 

@@ -165,6 +165,15 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
     return adam
 
 
+def describe_groups(config: OptimizerConfig, *, step: float, is_expert: bool) -> list[dict[str, Any]]:
+    """Return the parameter groups of Megatron's own optimizer after as many steps, without their parameters."""
+    rates = Rates(config.lr, config.min_lr, config.weight_decay)
+    adam = _build_adam([], config=config, rates=UnitRates(rates, rates))
+    left_out = ("params", "start_wd", "end_wd", "average_decay")
+    added = {"is_expert_parallel": is_expert, "step": step, "bias_correction": True}
+    return [{key: value for key, value in {**group, **added}.items() if key not in left_out} for group in adam.param_groups]
+
+
 def _keep_averages(adam: torch.optim.Optimizer) -> None:
     """Update averages of weights in every step; they start as the weights before it, in the optimizer's own precision."""
     starts: dict[Tensor, Tensor] = {}

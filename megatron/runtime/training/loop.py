@@ -26,7 +26,7 @@ from megatron.runtime.training.describe_run import Progress, describe_end, descr
 from megatron.runtime.training.measuring import Measuring
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch, predict_timeline
-from megatron.runtime.training.resumption import keep_best, release, save, save_weights
+from megatron.runtime.training.resumption import keep_best, release, save_due, save_weights
 from megatron.runtime.training.run import Run, change_plan
 from multimodal.data.global_batches import DataPart
 from multimodal.data.sample_source import SampleSource
@@ -181,17 +181,19 @@ def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepR
 
 def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None:
     config, number = run.config, progress.step
-    save_interval = config.checkpoint.save_interval or DEFAULT_SAVE_INTERVAL if config.checkpoint.save else None
+    saves = config.checkpoint.save or config.checkpoint.save_megatron
+    save_interval = config.checkpoint.save_interval or DEFAULT_SAVE_INTERVAL if saves else None
     is_due = config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval)
     if is_due and progress.evaluated_step != number:
         progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
     if _is_multiple(number, save_interval) and progress.saved_step != number:
-        progress.saved_step = save(run, number)
+        progress.saved_step = save_due(run, number)
 
 
 def _save_last(run: Run, progress: Progress) -> None:
-    if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > progress.first_step:
-        progress.saved_step = save(run, progress.step)
+    saves = run.config.checkpoint.save or run.config.checkpoint.save_megatron
+    if saves and progress.saved_step != progress.step and progress.step > progress.first_step:
+        progress.saved_step = save_due(run, progress.step)
     if run.background_save is not None:
         run.background_save.finish()
 

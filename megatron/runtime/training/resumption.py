@@ -11,6 +11,7 @@ from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkp
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, remove_checkpoint, step_of
 from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.checkpoint.megatron_weights import load_megatron, save_megatron
 from megatron.runtime.checkpoint.storage import on_first_rank
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
@@ -103,15 +104,16 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
         (checkpoint.load, "--load") if checkpoint.finetune else (checkpoint.pretrained_checkpoint, "--pretrained-checkpoint")
     )
     given, given_flag = (given, given_flag) if given else (checkpoint.load_hf, "--load-hf")
+    given, given_flag = (given, given_flag) if given else (checkpoint.load_megatron, "--load-megatron")
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
         if given:
             logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, given)
         return Start(own, own_flag, is_resumption=True)
     if given:
-        if given_flag != "--load-hf" and find_newest_checkpoint(given) is None:
+        if given_flag not in ("--load-hf", "--load-megatron") and find_newest_checkpoint(given) is None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
-        return Start(given, given_flag, is_resumption=False)
+        return Start(given, given_flag, is_resumption=given_flag == "--load-megatron" and not checkpoint.finetune)
     if own and own != checkpoint.save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
@@ -134,20 +136,22 @@ def _load(run: Run, start: Start) -> None:
             is_new_phase = checkpoint.new_phase
             check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
-    loaded = load_checkpoint(
-        start.folder,
-        session=run.session,
-        load_optimizer=start.is_resumption and checkpoint.load_optim,
-        load_rng=start.is_resumption and checkpoint.load_rng,
-        check_run=check_run,
-    )
+    load_optimizer = start.is_resumption and checkpoint.load_optim
+    if start.flag == "--load-megatron":
+        loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
+        logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
+    else:
+        load_rng = start.is_resumption and checkpoint.load_rng
+        loaded = load_checkpoint(
+            start.folder, session=run.session, load_optimizer=load_optimizer, load_rng=load_rng, check_run=check_run
+        )
     if not start.is_resumption:
         logger.info("starting at step 0 from the weights of %s", loaded.path)
         return
     for unit in loaded.units_with_fresh_optimizer:
         logger.info("unit '%s' is trained now but was not then: its optimizer starts anew", unit)
     _begin_phase(run, loaded)
-    if not checkpoint.load_optim:
+    if not checkpoint.load_optim or not loaded.schedulers_state:
         run.scheduler.step(increment=loaded.step - run.phase.learning_rate_first_step)
     elif loaded.step > run.phase.learning_rate_first_step or not loaded.step:
         try:
@@ -210,6 +214,17 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
             "the warm-up"
         )
     return replace(settings, lr_decay_iters=decay, lr_warmup_iters=warmup)
+
+
+def save_due(run: Run, number: int) -> int:
+    """Write the checkpoints that the flags ask for after step `number`, and return it; collective. Raises CheckpointError."""
+    folder, size = run.config.checkpoint.save_megatron, run.config.training.global_batch_size
+    if run.config.checkpoint.save is not None:
+        save(run, number)
+    if folder is not None:
+        state = run.scheduler.state_dict()
+        save_megatron(folder, session=run.session, step=number, scheduler=state, global_batch_size=size)
+    return number
 
 
 def save(run: Run, number: int) -> int:

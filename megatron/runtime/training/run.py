@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
+from megatron.runtime.checkpoint.megatron_weights import check_megatron_target
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.agreement import BadSamples
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
@@ -167,6 +168,8 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
             check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
         if config.checkpoint.save_adapter:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
+    if config.checkpoint.save_megatron and world.rank == 0:
+        check_megatron_target(config.checkpoint.save_megatron, graph=graph)
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     if prompts := config.evaluation.sample_prompts:
         chat = text_settings(config).open()[1] if config.data.sample_program is None else None

@@ -1,0 +1,125 @@
+"""Pieces of tensors to and from a folder of torch.distributed.checkpoint: the form of Megatron's torch_dist checkpoints, too.
+
+Every rank writes its own pieces into a file of its own, and reads what it needs; such a folder says in a pickle where they are.
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron.runtime.checkpoint.manifest import MANIFEST_NAME, read_newest
+from megatron.runtime.checkpoint.storage import (
+    TensorIndex,
+    choose_writers,
+    failing_together,
+    offer_pieces,
+    on_all_ranks,
+    read_index,
+    read_tensors,
+)
+from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece
+from multimodal.values.errors import CheckpointError
+
+
+def write_folder(folder: Path, tensors: Sequence[HeldTensor], *, what: str) -> None:
+    """Write the pieces of all ranks into an empty folder, each once; collective. Raises CheckpointError on every rank."""
+    writers = choose_writers(on_all_ranks(lambda: offer_pieces(tensors), what=what))
+    with failing_together(what=what):
+        state_dict_saver.save({}, storage_writer=FileSystemWriter(folder), planner=_Writing(tensors, writers))
+
+
+def read_folder(folder: Path, tensors: Iterable[HeldTensor]) -> None:
+    """Fill this rank's pieces, converted to their types; they must be in the folder. Needs no other rank."""
+    state_dict_loader.load({}, storage_reader=FileSystemReader(folder), planner=_Reading(tensors), no_dist=True)
+
+
+def read_index_of(folder: Path) -> tuple[Path, TensorIndex]:
+    """Return the newest checkpoint of a run, or the given one, and its tensors; raises CheckpointError."""
+    path, manifest = read_newest(folder)
+    return path, read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+
+
+def has_optimizer_state(folder: Path) -> bool:
+    """Return whether a run's checkpoint has its optimizer's state; raises CheckpointError."""
+    return any(key.startswith("exp_avg.") for key in read_index_of(folder)[1])
+
+
+def export_checkpoint(folder: Path, target: Path) -> None:
+    """Write all tensors of a run's checkpoint, whole, into a new folder, and `braid.json` beside them; by one process.
+
+    Raises CheckpointError.
+    """
+    path, index = read_index_of(folder)
+    if target.exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target}: is not empty; give a new folder")
+    tensors = []
+    for key, saved in index.items():
+        whole = Piece((0,) * len(saved.shape), torch.empty(saved.shape, dtype=saved.dtype))
+        tensors.append(HeldTensor(key, saved.shape, saved.dtype, (whole,), is_copy=False))
+    read_tensors(path, tensors, index=index)
+    state_dict_saver.save({}, storage_writer=FileSystemWriter(target), planner=_Writing(tensors), no_dist=True)
+    shutil.copyfile(path / MANIFEST_NAME, target / MANIFEST_NAME)
+
+
+class _Writing(DefaultSavePlanner):
+    def __init__(self, tensors: Sequence[HeldTensor], writers: Mapping[tuple[str, Box], int] | None = None) -> None:
+        """writers: ranks that write the pieces; None: this process alone."""
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._values: dict[MetadataIndex, Tensor] = {}
+        self._items: list[WriteItem] = []
+        for tensor in tensors:
+            for piece in () if tensor.is_copy else tensor.pieces:
+                index = MetadataIndex(tensor.key, torch.Size(piece.offsets))
+                if index in self._values or (writers is not None and writers[tensor.key, piece.box] != dist.get_rank()):
+                    continue
+                self._values[index] = piece.values
+                data = TensorWriteData(_chunk(piece.box), TensorProperties(tensor.dtype), torch.Size(tensor.shape))
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._values[write_item.index].detach().cpu().contiguous()
+
+
+class _Reading(DefaultLoadPlanner):
+    def __init__(self, tensors: Iterable[HeldTensor]) -> None:
+        super().__init__()
+        self._targets: dict[str, list[Piece]] = {}
+        for tensor in tensors:
+            self._targets.setdefault(tensor.key, []).extend(tensor.pieces)
+
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        assert self.metadata is not None
+        for key, pieces in self._targets.items():
+            saved = self.metadata.state_dict_metadata[key]
+            assert isinstance(saved, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(key, saved, [_chunk(piece.box) for piece in pieces])
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        index = read_item.dest_index.index
+        assert index is not None
+        values = self._targets[read_item.dest_index.fqn][index].values
+        starts = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return values[tuple(slice(start, start + size) for start, size in starts)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
