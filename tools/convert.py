@@ -36,8 +36,9 @@ from megatron.runtime.generation.whole_model import (
     find_hugging_face,
     find_megatron,
 )
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.load_adapter import load_adapter
-from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.load_weights import gather_adapters, load_hugging_face
 from megatron.runtime.hugging_face.save_weights import (
     check_adapter_target,
     check_hugging_face_target,
@@ -131,7 +132,10 @@ def main(argv: Sequence[str]) -> None:
         has_optimizer = has_state(flags.load_megatron)
     elif not flags.no_load_optim and flags.save_megatron is not None and flags.load is not None:
         has_optimizer = has_optimizer_state(flags.load)
-    with empty_session(source, has_optimizer=has_optimizer) as session:
+    betas = (0.9, 0.999)  # of a run's flags, which checkpoints do not have
+    rates = {"lr": 1.0, "min_lr": 0.0, "weight_decay": 0.01, "eps": 1e-8, "clip_grad": 1.0}
+    optimizer = build_optimizer_config(**rates, betas=betas, dtype=source.dtype) if has_optimizer else None
+    with empty_session(source, optimizer=optimizer) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
             if flags.load_adapter is not None:
@@ -151,7 +155,14 @@ def main(argv: Sequence[str]) -> None:
         elif flags.save_megatron is not None:
             state, run = (loaded.schedulers_state, loaded.run_state) if loaded is not None else ({}, {})
             size = run.get("global_batch_size", 1)
-            save_megatron(flags.save_megatron, session=session, step=step, scheduler=state, global_batch_size=size)
+            save_megatron(
+                flags.save_megatron,
+                session=session,
+                step=step,
+                adapters=gather_adapters(session),
+                scheduler=state,
+                global_batch_size=size,
+            )
         else:
             save_checkpoint(flags.save, step=step, session=session, schedulers_state={}, run_state={}, keep_last=1)
     target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save

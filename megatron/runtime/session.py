@@ -3,8 +3,9 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.state_shares import StateShares
-from megatron.runtime.gradients.unit_optimizer import OptimizerKey, UnitRates, build_unit_optimizers
+from megatron.runtime.gradients.unit_optimizer import OptimizerKey, UnitRates, build_unit_optimizers, describe_groups
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
@@ -196,6 +197,11 @@ class Session:
         """Let optimizers go on from the weights that were loaded."""
         for optimizer in self.optimizers.values():
             optimizer.reload_model_params()
+
+    def describe_groups(self, *, step: float, is_expert: bool, rates: Mapping[str, float]) -> list[dict[str, Any]]:
+        """Return parameter groups as Megatron's optimizers have them, without parameters; rates: replace the options'."""
+        assert self.options.optimizer is not None, "there are no optimizers"
+        return describe_groups(replace(self.options.optimizer, **rates), step=step, is_expert=is_expert)
 
     def gather_timeline(self, events: tuple[TimelineEvent, ...]) -> Timeline | None:
         """Return the measured timeline of all ranks' last step on rank 0, None elsewhere; collective. events: of this rank."""

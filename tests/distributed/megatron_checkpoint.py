@@ -1,7 +1,7 @@
 """Writes a checkpoint of one of megatron-core's models by its own dist_checkpointing, and holds a second one against it."""
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -39,13 +42,19 @@ GATED = {
 }
 
 
-def build(kind: str) -> Module:
+RATES = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
     """Return this rank's part of a model."""
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "pipeline_dtype": torch.float32,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "pipeline_dtype": dtype,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
     }
     config = partial(TransformerConfig, **SHAPE, **sizes, use_cpu_initialization=True)
     ends = {"pre_process": is_first, "post_process": is_last, "position_embedding_type": "rope"}
@@ -83,10 +92,10 @@ def build(kind: str) -> Module:
 
 
 @contextmanager
-def megatron(tensor_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
+def megatron(tensor_size: int = 1, pipeline_size: int = 1, expert_size: int = 1) -> Iterator[None]:
     """Have the groups of megatron-core, on as many ranks."""
     parallel_state.destroy_model_parallel()  # what Braid has left
-    parallel_state.initialize_model_parallel(tensor_size, pipeline_size)
+    parallel_state.initialize_model_parallel(tensor_size, pipeline_size, expert_model_parallel_size=expert_size)
     try:
         with megatron_without_cuda(), writing_without_psutil(), patch.object(Tensor, "cuda", lambda tensor: tensor):
             yield
@@ -110,7 +119,8 @@ def writing_without_psutil() -> Iterator[None]:
 
 def sharded(model: Module, kind: str) -> dict[str, Any]:
     """Return a model's state dict; that of "tied" names every layer by itself."""
-    state: dict[str, Any] = model.sharded_state_dict(metadata={"non_homogeneous_layers": kind == "tied"})
+    metadata = {"non_homogeneous_layers": kind == "tied", "dp_cp_group": parallel_state.get_data_parallel_group()}
+    state: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     return {key: value for key, value in state.items() if "_extra_state" not in key}
 
 
@@ -156,3 +166,101 @@ def compare(kind: str, path: Path) -> None:
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
     assert all(parameter.std() > 0.5 for parameter in first.values())
+
+
+class Trained:
+    """A rank's part of a model with the optimizer of Megatron's runs."""
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        self.kind, self.model = kind, build(kind, dtype).to(dtype)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
+        config = OptimizerConfig(
+            optimizer="adam",
+            **RATES,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+            clip_grad=0.0,
+        )
+        self.optimizer = get_megatron_optimizer(config, [self.wrapped])
+
+    def state(self, kind: str, *, is_loading: bool) -> dict[str, Any]:
+        """Return what a checkpoint of it has, as Megatron's --dist-ckpt-optim-fully-reshardable writes it."""
+        model = sharded(self.model, kind)
+        form = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=form)
+        return {"model": model, "optimizer": optimizer, "iteration": 7}
+
+    def load(self, folder: Path) -> "Trained":
+        """Take over a checkpoint."""
+        self.step()  # torch's optimizer makes its state, which it is asked for, in the first step
+        found = dist_checkpointing.load(
+            self.state("" if folder.name in ("back", "next") else self.kind, is_loading=True), str(find_folder(folder))
+        )
+        self.model.load_state_dict(found["model"], strict=False)
+        with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", set_values):
+            optimizer = found["optimizer"]  # of experts that ranks share it has two parts
+            self.optimizer.load_state_dict({**optimizer.get(0, {}), **optimizer})
+        return self
+
+    def step(self) -> None:
+        """Step by gradients that follow from the weights alone."""
+        optimizers = [each.optimizer for each in chained(self.optimizer)]
+        take_step(self.model.parameters(), optimizers, self.optimizer.prepare_grads, self.optimizer.step_with_ready_grads)
+
+    def values(self) -> dict[str, Tensor]:
+        """Return weights, and the optimizer's state of those that this rank keeps."""
+        found = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        for number, each in enumerate(chained(self.optimizer)):
+            found[f"step {number}"] = torch.tensor(float(each.state_dict()["optimizer"]["param_groups"][0]["step"]))
+            for place, parameter in enumerate(each.get_parameters()):
+                state = each.optimizer.state[parameter]
+                found |= {f"{number} {place} {kind}": state[kind] for kind in ("exp_avg", "exp_avg_sq")}
+                found[f"{number} {place} main"] = parameter.detach()
+        return found
+
+
+def set_values(optimizer: Any, parameter: Tensor, values: dict[str, Tensor]) -> None:
+    """Do what a DistributedOptimizer does with loaded values, which looks for the step of torch's optimizer among them."""
+    there = optimizer._get_main_param_and_optimizer_states(parameter)
+    for key in values:
+        there[key].detach().copy_(values[key])
+
+
+def chained(optimizer: Any) -> list[Any]:
+    """Return the optimizers of which one consists."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def take_step(parameters: Iterable[Tensor], optimizers: Iterable[Any], *actions: Callable[[], Any]) -> None:
+    """Set gradients that follow from the weights alone, and the rates that a scheduler would set, and step."""
+    for parameter in parameters:
+        parameter.main_grad.copy_(parameter.detach().float().sin())  # type: ignore[attr-defined]
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group |= {**RATES, "weight_decay": RATES["weight_decay"] * group["wd_mult"]}
+    for action in actions:
+        action()
+
+
+def train(kind: str, path: Path, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Train two steps, write a rank's part of iter_0000007 into a folder, train a third step, and write `third` in it."""
+    may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    with megatron(*sizes), may_have_children:
+        torch.manual_seed(dist.get_rank())
+        trained = Trained(kind, dtype)
+        for number, name in enumerate(("", "iter_0000007", "third/iter_0000008")):
+            trained.step()
+            if number:
+                (path / name).mkdir(parents=True, exist_ok=True)
+                dist_checkpointing.save(trained.state(kind, is_loading=False), str(path / name))
+                ((path / name).parent / "latest_checkpointed_iteration.txt").write_text(str(6 + number))
+
+
+def compare_trained(kind: str, pairs: Iterable[tuple[Path, Path]], dtype: torch.dtype) -> None:
+    """Hold what a model and its optimizer get from a folder against what they get from another."""
+    with megatron():
+        for pair in pairs:
+            first, second = (Trained(kind, dtype).load(path).values() for path in pair)
+            unlike = [name for name in first if not torch.equal(first[name], second[name])]
+            assert unlike == [], f"{pair}: {unlike}"

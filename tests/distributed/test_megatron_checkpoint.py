@@ -9,7 +9,10 @@ import pytest
 import torch
 import yaml
 
-from megatron.runtime.generation.whole_model import open_model
+from megatron.runtime.checkpoint.checkpoint import load_checkpoint
+from megatron.runtime.checkpoint.megatron_weights import save_megatron
+from megatron.runtime.generation.whole_model import empty_session, find_checkpoint, open_model
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.state.held_tensors import model_tensors
 from multimodal.data.image_processing import cut_patches, patch_positions
 from multimodal.model.stage_input import PackedInput
@@ -76,6 +79,40 @@ def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Pat
         for name, (key, index) in NAMES[kind].items():
             values = torch.cat([piece.values.flatten() for piece in ours[name].pieces])
             assert torch.equal(values, theirs[key][index].flatten()), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "sizes", "num_ranks"),
+    [
+        ("groups", torch.bfloat16, (2, 2, 1), 4),
+        ("tied", torch.float32, (1, 1, 1), 2),
+        ("experts", torch.bfloat16, (1, 1, 2), 2),
+        ("llava", torch.bfloat16, (1, 1, 1), 2),
+    ],
+    ids=str,
+)
+def test_a_run_of_megatron_goes_on(
+    ranks: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int], num_ranks: int
+) -> None:
+    folder, model = tmp_path / "run", tmp_path / "model.yaml"
+    model.write_text(yaml.safe_dump({"units": UNITS[kind]}, sort_keys=False))
+    ranks.run(megatron_checkpoint.train, kind, folder, dtype, sizes, world_size=num_ranks)
+    convert("--load-megatron", folder, "--model", model, "--save", tmp_path / "braid")
+    convert("--load", tmp_path / "braid", "--save-megatron", tmp_path / "back")
+    optimizer = build_optimizer_config(lr=1, min_lr=0, weight_decay=0, betas=(0.9, 0.999), eps=1e-8, clip_grad=0, dtype=dtype)
+    with empty_session(find_checkpoint(tmp_path / "braid"), optimizer=optimizer) as session:
+        loaded = load_checkpoint(tmp_path / "braid", session=session, load_optimizer=True, load_rng=False)
+        assert (loaded.step, loaded.units_with_fresh_optimizer) == (7, ())
+
+        def step() -> None:
+            session.gradient_norm()
+            session.step_optimizers(torch.zeros(1), gathers_later=False)
+
+        parameters = [each for stage in session.stages.values() for each in stage.parameters()]
+        megatron_checkpoint.take_step(parameters, [each.optimizer for each in session.optimizers.values()], step)
+        save_megatron(tmp_path / "next", session=session, step=8, adapters={})
+    pairs = [(folder, tmp_path / "back"), (folder / "third", tmp_path / "next")]
+    ranks.run(megatron_checkpoint.compare_trained, kind, pairs, dtype, world_size=1)
 
 
 def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path: Path) -> None:

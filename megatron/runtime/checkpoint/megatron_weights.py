@@ -21,8 +21,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
 from megatron.runtime.checkpoint.distributed_folder import read_folder, write_folder
 from megatron.runtime.checkpoint.storage import failing_together, on_all_ranks, on_first_rank, on_this_rank
-from megatron.runtime.gradients.unit_optimizer import describe_groups
-from megatron.runtime.hugging_face.load_weights import gather_adapters
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import (
     HeldTensor,
@@ -35,7 +33,7 @@ from megatron.runtime.state.held_tensors import (
     optimizer_tensors,
     rows_of_tensor,
 )
-from multimodal.model.adapter import is_adapter
+from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
@@ -181,16 +179,16 @@ def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTenso
         by_ranks = any("optimizer.distributed." in name for name in names)
         form = "'s optimizer state is of one grid of ranks; save it there with --dist-ckpt-optim-fully-reshardable"
         raise CheckpointError(f"{path}{form if by_ranks else ' has no optimizer state'}; or {weights_alone}")
-    dtype, own = max((each.dtype for each in shapes.values()), key=lambda dtype: dtype.itemsize), session.options.build.precision
-    if dtype != own.params_dtype:
-        theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own.params_dtype))
+    dtype, own = shapes[embeddings_of(shapes, folder=path)].dtype, session.options.build.precision.params_dtype
+    if dtype != own:
+        theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own))
         raise CheckpointError(f"{path}: is in {theirs}, and this run in {ours}; give --dtype {theirs}, or {weights_alone}")
     return found
 
 
 def _find_step(common: Any, default: int) -> float:
     """Return the optimizer's number of steps, which lies in one of its parameter groups or beside its state."""
-    nested = common.items() if isinstance(common, dict) else enumerate(common) if isinstance(common, list | tuple) else ()
+    nested = list(common.items() if isinstance(common, dict) else enumerate(common) if isinstance(common, list | tuple) else ())
     found = [float(each) for key, each in nested if key in ("step", "common_step") and each is not None]
     inside = (_find_step(each, -1) for _, each in nested)
     return next((each for each in (*found, *inside) if each >= 0), default)
@@ -205,18 +203,23 @@ def check_megatron_target(folder: Path, *, graph: ModelGraph) -> None:
 
 
 def save_megatron(
-    folder: Path, *, session: Session, step: int, scheduler: Mapping[str, Any] | None = None, global_batch_size: int = 1
+    folder: Path,
+    *,
+    session: Session,
+    step: int,
+    adapters: Mapping[str, Adapter],
+    scheduler: Mapping[str, Any] | None = None,
+    global_batch_size: int = 1,
 ) -> None:
     """Write all parameters, and the optimizer's state if it has stepped, as a checkpoint of Megatron's; collective.
 
-    Without that state (also with adapters, which are added to the weights) it is a release. scheduler: its state, which
+    Without that state (also with `adapters`, which are added to the weights) it is a release. scheduler: its state, which
     counts steps, where Megatron counts samples. Raises CheckpointError on every rank if it fails on any.
     """
     graph, what = session.graph, f"saving to {folder}"
     session.complete_parameters()
     on_first_rank(lambda: check_megatron_target(folder, graph=graph), what=what)
     prefixes = _own_prefixes(graph)
-    adapters = gather_adapters(session)
     has_adapters = any(unit.lora is not None for unit in graph.units)
     weights = list(merged_tensors(session.state, adapters))
     states = [] if has_adapters else optimizer_tensors(session.state)
@@ -270,12 +273,10 @@ def save_megatron(
 
 def _common_state(session: Session, scheduler: Mapping[str, Any], *, step: float) -> dict[Any, Any]:
     """Return what Megatron's optimizer wants beside its tensors; with expert parallelism it has an optimizer of their own."""
-    assert session.options.optimizer is not None
     rates = {name: scheduler[key] for name, key in _RATES.items() if key in scheduler}
-    config = replace(session.options.optimizer, **rates)
 
     def of(*, is_expert: bool) -> dict[str, Any]:
-        groups = describe_groups(config, step=step, is_expert=is_expert)
+        groups = session.describe_groups(step=step, is_expert=is_expert, rates=rates)
         return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
 
     if max(unit.expert_parallel_size for unit in session.plan.units.values()) > 1:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest
-from megatron.runtime.checkpoint.megatron_weights import embeddings_of, read_shapes
+from megatron.runtime.checkpoint.megatron_weights import embeddings_of, has_state, read_shapes
 from megatron.runtime.checkpoint.storage import read_index
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions
@@ -83,10 +83,12 @@ def find_megatron(folder: Path, model: Path, *, vocab_multiple: int = 128) -> St
     The vocabulary has the checkpoint's rows, or those of the model file's `vocab_size`, padded to a multiple.
     """
     graph, shapes = read_model(model), read_shapes(folder)
-    rows = shapes[embeddings_of(shapes, folder=folder)].global_shape[0]
+    embeddings = shapes[embeddings_of(shapes, folder=folder)]
+    rows = embeddings.global_shape[0]
     if graph.backbone.vocab_size is not None:
         rows = -(-graph.backbone.vocab_size // vocab_multiple) * vocab_multiple
     dtype = max((shape.dtype for shape in shapes.values()), key=lambda dtype: dtype.itemsize)
+    dtype = embeddings.dtype if has_state(folder) else dtype  # what is of more bits is in the optimizer's state, too
     return StoredModel(graph, dtype, rows, TextSettings("ByteTokenizer"))
 
 
@@ -95,7 +97,7 @@ OpenedModel = tuple[Session, StoredModel]
 
 
 @contextmanager
-def empty_session(model: StoredModel, *, has_optimizer: bool = False) -> Iterator[Session]:
+def empty_session(model: StoredModel, *, optimizer: OptimizerConfig | None = None) -> Iterator[Session]:
     """Yield a session of the whole model, all weights 0, on this process alone; raises ConfigError if it is a rank already."""
     if dist.is_initialized():
         raise ConfigError(
@@ -109,11 +111,6 @@ def empty_session(model: StoredModel, *, has_optimizer: bool = False) -> Iterato
         dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
         try:
             build = BuildOptions(Precision(model.dtype), attention_mask=model.mask)
-            optimizer = None
-            if has_optimizer:  # whose rates and betas are those of no run
-                optimizer = build_optimizer_config(
-                    lr=1, min_lr=0, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8, clip_grad=1, dtype=model.dtype
-                )
             options = SessionOptions(model.graph, build, model.vocab_size, optimizer=optimizer, build_stage=_build_empty)
             yield Session(options, plan=plan)
         finally:

@@ -136,7 +136,7 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
     groups: dict[tuple[Rates, bool], list[Tensor]] = {(own, decays): [] for own in rates for decays in (True, False)}
     for parameter, main in stepped:
         own = rates.projector if getattr(parameter, "is_of_projector", False) else rates.module
-        groups[own, parameter.dim() > 1].append(main)
+        groups[own, parameter.dim() > 1 or getattr(parameter, "decays", False)].append(main)
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
     rows = [
         {

@@ -17,7 +17,7 @@ from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_d
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
 from megatron.runtime.hugging_face.load_adapter import load_adapter
-from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.load_weights import gather_adapters, load_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
@@ -222,8 +222,8 @@ def save_due(run: Run, number: int) -> int:
     if run.config.checkpoint.save is not None:
         save(run, number)
     if folder is not None:
-        state = run.scheduler.state_dict()
-        save_megatron(folder, session=run.session, step=number, scheduler=state, global_batch_size=size)
+        state, adapters = run.scheduler.state_dict(), gather_adapters(run.session)
+        save_megatron(folder, session=run.session, step=number, adapters=adapters, scheduler=state, global_batch_size=size)
     return number
 
 

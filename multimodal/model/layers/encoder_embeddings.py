@@ -51,6 +51,8 @@ class LearnedPatchEmbedding(PatchEmbedding):
     def _add_tables(self, image: ImageInput, context: LayerContext) -> None:
         size = context.config.hidden_size
         self.class_token = context.empty(size) if image.class_token is not None else None
+        if self.class_token is not None:
+            self.class_token.decays = True  # type: ignore[attr-defined]  # as in Megatron, where it is no vector
         self.registers = context.empty(image.num_registers, size) if image.num_registers else None
         self.positions = context.empty(image.num_positions, size)
 
