@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 import yaml
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
@@ -17,7 +18,9 @@ from megatron.runtime.state.held_tensors import model_tensors
 from multimodal.data.image_processing import cut_patches, patch_positions
 from multimodal.model.stage_input import PackedInput
 from tests.distributed import megatron_checkpoint
+from tests.distributed.launch import launch
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.small_run import LEFT_OUT, train, working_flags
 from tools.convert import main as convert_main
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
@@ -152,3 +155,34 @@ def test_what_does_not_fit_is_said(ranks: RankPool, tmp_path: Path, capsys: pyte
     assert "give both" in refusal("--load-megatron", folder)
     (folder / "latest_checkpointed_iteration.txt").write_text("8")
     assert "no metadata.json" in refusal("--load-megatron", folder, "--model", model)
+
+
+def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None:
+    saved = tmp_path / "megatron"
+    flags = {"--save-megatron": saved, "--save-interval": 1, "--train-iters": 3, "--llm-dp": 1, "--llm-tp": 2, "--vision-dp": 2}
+    all_steps, _ = train(tmp_path, {**flags, "--colocate-units": None})
+    load = {"--load-megatron": saved / "iter_0000001", "--train-iters": 3, "--save": tmp_path / "own"}
+    steps, done = train(tmp_path, {**load, "--vision-dp": 1, "--llm-dp": 1})
+    assert [step["step"] for step in steps] == [2, 3], done.output
+    for before, after in zip(all_steps[1:], steps, strict=True):
+        assert abs(before["loss"] - after["loss"]) < 1e-9 and abs(before["grad_norm"] - after["grad_norm"]) < 1e-9
+    steps, _ = train(tmp_path, {**load, "--finetune": None, "--save": LEFT_OUT})
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert abs(steps[0]["loss"] - all_steps[0]["loss"]) > 1e-9
+
+    for changes, message in (
+        ({"--load-megatron": tmp_path}, "no metadata.json"),
+        ({"--dtype": "bfloat16"}, "is in float64, and this run in bfloat16; give --dtype float64, or --finetune"),
+        ({"--save-megatron": tmp_path}, "is not empty, and holds no run of Megatron; give a new folder"),
+    ):
+        done = launch(
+            {**working_flags(tmp_path), "--dtype": "float64", **load, "--save": tmp_path / "new", **changes}, num_ranks=2
+        )
+        assert all(done.exit_codes) and message in done.output and "Traceback" not in done.output, done.output
+    convert("--load", tmp_path / "own", "--save-distributed", tmp_path / "plain")
+    embeddings = {"model.llm.layers.0.word_embeddings.weight": torch.empty(384, 32, dtype=torch.float64)}
+    torch.distributed.checkpoint.load(embeddings, checkpoint_id=tmp_path / "plain", no_dist=True)
+    with open_model(tmp_path / "own") as (session, _):
+        ours = {tensor.key: tensor.pieces[0].values for tensor in model_tensors(session.state)}
+        for key, values in embeddings.items():
+            assert torch.equal(values, ours[key])
