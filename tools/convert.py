@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> None:
     has_optimizer = False
     if not flags.no_load_optim and flags.load_megatron is not None:
         has_optimizer = has_state(flags.load_megatron)
-    elif not flags.no_load_optim and flags.save_megatron is not None and flags.load is not None:
+    elif flags.save_megatron is not None and flags.load is not None and not (flags.no_load_optim or flags.averages):
         has_optimizer = has_optimizer_state(flags.load)
     betas = (0.9, 0.999)  # of a run's flags, which checkpoints do not have
     rates = {"lr": 1.0, "min_lr": 0.0, "weight_decay": 0.01, "eps": 1e-8, "clip_grad": 1.0}
