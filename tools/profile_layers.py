@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,10 @@ from megatron.runtime.profiler import LayerTimes
 from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.model.layers.generator_ends import count_operations
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import ConfigError
+from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Unit
 from tools.command_line import Parser, count, padded_vocab_size, program
 
@@ -72,6 +75,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--vocab-size", type=count, metavar="N", help="padded vocabulary (the model file's, else 50304)")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
+    counting = "instead: write the model file anew, with the operations and weights of generators' modules of diffusers, counted"
+    parser.add_argument("--count-operations", action="store_true", help=counting)
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="curves and measurements of all transformer layers")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
@@ -87,6 +92,14 @@ def main(argv: Sequence[str]) -> None:
     given = build_parser().parse_args(argv)
     graph = read_model(given.model)
     _check(given, graph)
+    if given.count_operations:
+        counted = [unit.module is not None and unit in graph.generators for unit in graph.units]
+        pairs = zip(graph.units, counted, strict=True)
+        if not any(counted):
+            raise ConfigError(f"--count-operations: no generator in {given.model} has a module; leave it out")
+        units = tuple(count_operations(unit) if is_it else unit for unit, is_it in pairs)
+        write_mapping(given.output, replace(graph, units=units).to_dict())
+        return
     platform.install()
     dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
     options = ProfileOptions(

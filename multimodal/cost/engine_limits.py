@@ -146,7 +146,7 @@ ENGINE_LIMITS = (
         "--data-parallel-sharding-strategy optim, or a --schedule with whole backwards and no --fp8-format",
     ),
     EngineLimit(
-        "norms behind branches (Gemma 2 and 3), or modulated layers of a generator",
+        "norms behind branches (Gemma 2 and 3), or joint attention of a generator",
         Instead.LOCAL_UNIT,
         lambda use: use.unit is not None and use.unit.needs_local_layers,
     ),

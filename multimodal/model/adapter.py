@@ -60,10 +60,11 @@ NO_ADAPTER = (None, None, 0.0)
 
 def attach_adapters(layer: Module, modules: Collection[str], *, rank: int, scale: float) -> None:
     """Add adapters, uninitialised, to the linear layers of these names, and freeze all other parameters of the layer."""
-    linears = [(name, module) for name, module in layer.named_modules() if name.rpartition(".")[2] in modules]
+    named = layer.named_modules()
+    linears = [module for name, module in named if name.removesuffix(".conditions").rpartition(".")[2] in modules]
     if linears:
         layer.requires_grad_(False)
-    for _, linear in linears:
+    for linear in linears:
         weight: Tensor = linear.weight  # type: ignore[assignment]
         for name, shape in ((DOWN, (rank, weight.shape[1])), (UP, (weight.shape[0], rank))):
             linear.register_parameter(name, Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device)))

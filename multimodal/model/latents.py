@@ -116,13 +116,15 @@ NUM_TIMES = 1000
 def mix_weights(flow: Flow, times: Tensor) -> Tensor:
     """Return [num_items, 4]: of data and of noise in what a generator sees at these times, and in what it learns.
 
-    A rectified flow: (1 - t) data + t noise, and noise - data. DDPM with the schedule of Stable Diffusion, a(k) at k = 1000 t:
+    A rectified flow: (1 - t) data + t noise, and noise - data. DDPM, a(k) at k = 1000 t:
     sqrt(a) data + sqrt(1 - a) noise, and the noise (epsilon), or sqrt(a) noise - sqrt(1 - a) data (v).
     """
     if flow.prediction == "velocity":
         return torch.stack((1 - times, times, -torch.ones_like(times), torch.ones_like(times)), 1)
-    roots = torch.linspace(flow.beta_start**0.5, flow.beta_end**0.5, NUM_TIMES, dtype=torch.float64, device=times.device)
-    kept = (1 - roots.square()).cumprod(0)[(times * NUM_TIMES).round().long()]
+    power = 2 if flow.beta_schedule == "scaled_linear" else 1
+    ends = flow.beta_start ** (1 / power), flow.beta_end ** (1 / power)
+    betas = torch.linspace(*ends, NUM_TIMES, dtype=torch.float64, device=times.device) ** power
+    kept = (1 - betas).cumprod(0)[(times * NUM_TIMES).round().long()]
     signal, noise = kept.sqrt().to(times.dtype), (1 - kept).sqrt().to(times.dtype)
     learnt = (torch.zeros_like(noise), torch.ones_like(noise)) if flow.prediction == "epsilon" else (-noise, signal)
     return torch.stack((signal, noise, *learnt), 1)

@@ -57,6 +57,9 @@ def autoencoder(folder: Path, *, seed: int = 0, channels: int = CHANNELS) -> Pat
     return folder
 
 
+JOINT = {"joint": True}
+
+
 def image_with(folder: Path, **changes: Any) -> dict[str, Any]:
     latents = {"directory": str(folder), "channels": CHANNELS, "factor": FACTOR}
     sizes = {"patch_size": 4, "merge_size": 1, "in_channels": 1, "min_pixels": 64, "max_pixels": 256}
@@ -68,12 +71,23 @@ def image_with(folder: Path, **changes: Any) -> dict[str, Any]:
     [
         ({"first": 1, "cp": 2, "pp": 2}, {"block_size": 4}),
         ({"first": 0, "tp": 2}, {"sequence_parallel": True, "exchanges_samples": True, "builder": "zb-h1"}),
+        ({"first": 1, "tp": 2, "cp": 2}, {**JOINT, "sequence_parallel": True, "block_size": 2, "recompute": "full"}),
+        ({"first": 1, "tp": 2, "pp": 2}, {**JOINT, "builder": "zb-h1"}),
+        ({"first": 0, "pp": 2}, {**JOINT, "lora": {"rank": 2}, "builder": "gpipe"}),
+        ({"first": 0, "dp": 2}, {**JOINT, "shards_weights": True}),
     ],
-    ids=["cp 2 pp 2", "tp 2 colocated"],
+    ids=["cp 2 pp 2", "tp 2 colocated", "joint cp 2 tp 2", "joint tp 2 pp 2", "joint with adapters", "joint zero 3"],
 )
 def test_gradients_equal_one_process(painter: Any, options: Any, ranks: RankPool, tmp_path: Path) -> None:
+    options = dict(options)
+    of_flow, of_unit = {"has_joint_attention": options.pop("joint", False)}, {"lora": options.pop("lora", None)}
     image = image_with(autoencoder(tmp_path / "vae"))
-    drawing = {**UNITS["painter"], "image": image, "flow": {"condition_tokens": 2, "condition_dropout": 0.3}}
+    drawing = {
+        **UNITS["painter"],
+        **of_unit,
+        "image": image,
+        "flow": {"condition_tokens": 2, "condition_dropout": 0.3, **of_flow},
+    }
     edges = [["vision", "llm"], ["llm", "painter"], ["vision", "painter"]]
     units = {"vision": UNITS["vision"], "llm": UNITS["llm"], "painter": drawing}
     graph = ModelGraph.from_dict({"units": units, "edges": edges})

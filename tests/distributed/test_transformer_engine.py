@@ -20,7 +20,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
-from multimodal.values.plan import UnitPlan
+from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.dealt_case import UNITS, dealt_case, source_of, unit_plan
 from tests.distributed.drop_in_training import LoopCase, LoopResult, train_on_schedule
@@ -125,6 +125,13 @@ CASES = {
     "user buffers, frozen LLM": _case("gpipe", units={"llm": {"freeze_module": True}}, **BUFFERS),
     "frozen LLM, split": _case("zb-h1", shape=BIASES, units={"llm": {"freeze_module": True}}),
 }
+FLOW = {"llm": UNITS["llm"], "painter": {**UNITS["painter"], **BIASES, "flow": {"condition_tokens": 2, "condition_dropout": 0.3}}}
+for name, painter, options in (
+    ("modulated, split, tp 2", {"tp": 2}, {"builder": "zb-h1", "sequence_parallel": True}),
+    ("modulated, recompute", {"pp": 2}, {"recompute": "full"}),
+):
+    plan = Plan({"llm": unit_plan(0), "painter": unit_plan(1, **painter)})
+    CASES[name] = dealt_case(FLOW, plan, transformer_impl="transformer_engine", **options)
 
 
 @pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)

@@ -176,7 +176,7 @@ def _follow(
         return told
 
     if flow.prediction == "velocity":
-        for now, then in pairwise(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()):
+        for now, then in pairwise(_euler_times(stage.unit, num_steps)):
             patches = patches + (then - now) * guided(now)
         return patches
     scheduler = ddim_scheduler(flow)
@@ -186,12 +186,25 @@ def _follow(
     return patches
 
 
+def _euler_times(unit: Unit, num_steps: int) -> list[float]:
+    """Return times from 1 to 0: evenly spaced, or for a module in a pipeline of diffusers its scheduler's (SD3's shift)."""
+    folder = Path(unit.module.directory).parent / "scheduler" if unit.module is not None else None
+    if folder is None or not folder.is_dir():
+        return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, trust_remote_code=False)
+    scheduler.set_timesteps(num_steps)
+    times: list[float] = scheduler.sigmas.tolist()
+    return times
+
+
 def ddim_scheduler(flow: Flow) -> Any:
     """Return diffusers' DDIM for a generator that learns DDPM's noise or v; raises ConfigError without diffusers."""
     require_package("diffusers", extra="diffusion", needed_by="DDIM", error=ConfigError)
     from diffusers import DDIMScheduler
 
-    betas = {"beta_start": flow.beta_start, "beta_end": flow.beta_end, "beta_schedule": "scaled_linear"}
+    betas = {"beta_start": flow.beta_start, "beta_end": flow.beta_end, "beta_schedule": flow.beta_schedule}
     kind = "epsilon" if flow.prediction == "epsilon" else "v_prediction"
     return DDIMScheduler(**betas, prediction_type=kind, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
 

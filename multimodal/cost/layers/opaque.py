@@ -6,7 +6,7 @@ from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbedd
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role
+from multimodal.values.model_graph import Opaque, Role
 from multimodal.values.units.items import Waveform
 
 
@@ -102,7 +102,31 @@ class OpaqueLayer(Layer):
 
 
 class DenoiserLayer(OpaqueLayer):
-    """The same as a generator's last layer."""
+    """The same as a generator's last layer; operations and weights are those that were counted, if the model file has them."""
 
     position = "last"  # type: ignore[assignment]
     roles = (Role.GENERATOR,)
+
+    @property
+    def num_weights(self) -> int:
+        """Those that were counted, vectors among them, or those of the unit's shape."""
+        return self._module.num_weights or super().num_weights
+
+    @property
+    def num_vector_entries(self) -> int:
+        """Those of the unit's shape, if none were counted."""
+        return 0 if self._module.num_weights else super().num_vector_entries
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """A quadratic form of an item's patches, without the conditions before them."""
+        if self._module.operations is None:
+            return super().forward_flops(load)
+        (of_item, of_patch, of_pair), before = self._module.operations, self.unit.num_conditions - 1
+        num_patches = load.num_tokens - before * load.num_sequences
+        num_pairs = load.num_squared - before * (load.num_tokens + num_patches)
+        return LayerFlops(of_item * load.num_sequences + of_patch * num_patches, of_pair * num_pairs)
+
+    @property
+    def _module(self) -> Opaque:
+        assert self.unit.module is not None
+        return self.unit.module

@@ -59,11 +59,15 @@ class TransformerLayer(Layer):
         shape = self.unit.transformer
         head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
         head_norms *= shape.num_attention_heads if shape.qk_norm_spans_heads else 1
+        scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
+        return (4 if shape.has_post_norms else 2) * self.norm_vector_entries() + head_norms + self._num_biases + scales
+
+    @property
+    def _num_biases(self) -> int:
+        shape = self.unit.transformer
         inner = shape.ffn_hidden_size * (2 if shape.is_gated else 1)
         outputs = sum(self._widths), shape.hidden_size, inner, shape.hidden_size
-        biases = sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)
-        scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
-        return (4 if shape.has_post_norms else 2) * self.norm_vector_entries() + head_norms + biases + scales
+        return sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Products with weights are linear in tokens, attention in the squares of sequences."""
@@ -238,6 +242,11 @@ class ModulatedTransformerLayer(TransformerLayer):
     )
 
     @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """Those of a transformer layer; where conditions have weights of their own, two of each."""
+        return {name: shape._replace(num_alike=self._num_streams) for name, shape in super().linear_layers.items()}
+
+    @property
     def num_weights(self) -> int:
         """Those of a transformer layer, and of the maps of the time."""
         return super().num_weights + self._num_time_weights
@@ -245,13 +254,17 @@ class ModulatedTransformerLayer(TransformerLayer):
     @property
     def num_vector_entries(self) -> int:
         """Those of a transformer layer, and the biases of the maps."""
-        return super().num_vector_entries + (1 + NUM_MODULATIONS) * self.unit.transformer.hidden_size
+        of_maps = (1 + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size
+        return super().num_vector_entries + of_maps + (self._num_streams - 1) * self._num_biases
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Count the maps of the time once an item."""
-        found = super().forward_flops(load)
-        extra = 2.0 * (load.num_sequences - load.num_tokens) * self._num_time_weights
-        return found._replace(linear=found.linear + extra)
+        """Count the maps of the time once an item. A token is multiplied by one of two sets of weights."""
+        linear = load.num_tokens * super().num_weights / self._num_streams + load.num_sequences * self._num_time_weights
+        return super().forward_flops(load)._replace(linear=2.0 * linear)
+
+    def adapter_flops(self, load: UnitLoad) -> float:
+        """Count one of two sets of adapters."""
+        return super().adapter_flops(load) / self._num_streams
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
         """Return the work of the one segment: the maps of the time, once an item, are left out."""
@@ -269,4 +282,8 @@ class ModulatedTransformerLayer(TransformerLayer):
 
     @property
     def _num_time_weights(self) -> int:
-        return (1 + NUM_MODULATIONS) * self.unit.transformer.hidden_size**2
+        return (1 + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size**2
+
+    @property
+    def _num_streams(self) -> int:
+        return self.unit.flow.num_streams if self.unit.flow is not None else 1

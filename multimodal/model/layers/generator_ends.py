@@ -2,12 +2,16 @@
 
 import hashlib
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.flop_counter import FlopCounterMode
 
 from multimodal.model.collectives import RankLink, TensorParallelWaits, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
@@ -191,7 +195,7 @@ def random_path(context: LayerContext, num_tokens: int, num_sequences: int) -> d
     return {"patches": patches, "path": NoisePath(times, torch.ones_like(times), items, torch.randn_like(patches))}
 
 
-_CLASSES = "UNet2DConditionModel", "SD3Transformer2DModel"
+_CLASSES = "UNet2DConditionModel", "SD3Transformer2DModel", "DiTTransformer2DModel"
 
 
 class Denoiser(torch.nn.Module):
@@ -231,21 +235,27 @@ class Denoiser(torch.nn.Module):
         for (grid, length), items in alike.items():
             images = torch.stack([join_patches(*own[item], channels=self.image.num_made_channels) for item in items])
             told = torch.stack([conditions[item][: length - math.prod(grid) + 1] for item in items])
-            made = self._predict(images.to(hidden.dtype), batch.path.times[items] * NUM_TIMES, told)
+            made = _predict(self.module, images.to(hidden.dtype), batch.path.times[items] * NUM_TIMES, told)
             found |= {item: cut_image(each, own[item][1], grid) for item, each in zip(items, made, strict=True)}
         predicted = torch.cat([found[item] for item in range(len(grids))]) if grids else hidden[:0, 0, :1].expand_as(data)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
         return HeadOutput((wide - target.to(wide.dtype)).square().sum(), None, predicted=None if self.training else wide.detach())
 
-    def _predict(self, images: Tensor, times: Tensor, told: Tensor) -> Tensor:
-        """images: [num_items, channels, height, width]; times: [num_items]; told: [num_items, num_conditions, hidden_size]."""
-        pooled = getattr(self.module.config, "pooled_projection_dim", None)
-        if pooled is None:
-            made: Tensor = self.module(images, times, told).sample
-        else:
-            last = pad_channels(told[:, -1], max(pooled, told.shape[2]))[:, :pooled]
-            made = self.module(images, told, last, times.to(images.dtype)).sample
-        return made
+
+def _predict(module: Any, images: Tensor, times: Tensor, told: Tensor) -> Tensor:
+    """images: [num_items, channels, height, width]; times: [num_items]; told: [num_items, num_conditions, hidden_size]."""
+    pooled = getattr(module.config, "pooled_projection_dim", None)
+    if hasattr(module.config, "num_embeds_ada_norm"):
+        if images.shape[2] != images.shape[3]:
+            sides = f"{images.shape[3]} x {images.shape[2]}"
+            raise ModelError(f"a DiTTransformer2DModel makes squares, and an item has {sides} values; leave such items out")
+        made: Tensor = module(images, times, told[:, -1]).sample[:, : images.shape[1]]  # behind these are variances
+    elif pooled is None:
+        made = module(images, times, told).sample
+    else:
+        last = pad_channels(told[:, -1], max(pooled, told.shape[2]))[:, :pooled]
+        made = module(images, told, last, times.to(images.dtype)).sample
+    return made
 
 
 class DenoiserKind(LayerKind):
@@ -288,9 +298,41 @@ def _build(unit: Unit) -> Module:
         module: Any = getattr(diffusers, name)(**{key: value for key, value in config.items() if not key.startswith("_")})
     except Exception as problem:  # a config.json may cause any error
         raise ModelError(f"{where}: {name} cannot be built from {unit.module.directory}/config.json ({problem})") from problem
+    for part in module.modules() if name == _CLASSES[2] else ():
+        if hasattr(part, "embedding_table"):  # of classes, the last of which is none: a condition is added to that one's vector
+            part.forward = partial(_add_condition, part)
     channels = unit.image.num_made_channels
-    width = config.get("cross_attention_dim", config.get("joint_attention_dim"))
+    of_heads = config.get("num_attention_heads", 0) * config.get("attention_head_dim", 0) if name == _CLASSES[2] else None
+    width = config.get("cross_attention_dim", config.get("joint_attention_dim", of_heads))
     for key, own, theirs in (("hidden_size", unit.transformer.hidden_size, width), ("channels", channels, config["in_channels"])):
         if own != theirs:
             raise ModelError(f"{where}: {key} is {own}, but the module in {unit.module.directory} takes {theirs}; set it to that")
     return module
+
+
+def _add_condition(classes: Any, condition: Tensor) -> Tensor:
+    """condition: [num_items, hidden_size]."""
+    none: Tensor = classes.embedding_table.weight[-1]
+    return none + condition
+
+
+_COUNTED_SIDES = 1, 2, 3
+"""Patches along the sides of the items whose operations are counted."""
+
+
+def count_operations(unit: Unit) -> Unit:
+    """Return a generator whose `module` has its operations and weights, by torch's counter on no device. Raises ModelError."""
+    assert unit.module is not None and unit.image is not None
+    module: Any = Module.to(_build(unit), device="meta").eval()
+    image, found = unit.image, []
+    for side in _COUNTED_SIDES:
+        pixels = side * math.isqrt(image.num_patch_values // image.num_made_channels)
+        with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
+            told = torch.empty(1, unit.num_conditions, unit.transformer.hidden_size)
+            _predict(module, torch.empty(1, image.num_made_channels, pixels, pixels), torch.empty(1), told)
+        found.append(counter.get_total_flops())
+    counts = np.array(_COUNTED_SIDES, dtype=float) ** 2
+    solved = np.linalg.solve(np.vander(counts, increasing=True), np.array(found, dtype=float))
+    num_weights = sum(parameter.numel() for parameter in module.parameters())
+    counted = replace(unit.module, operations=tuple(abs(each) for each in solved.round().tolist()), num_weights=num_weights)
+    return replace(unit, module=counted)

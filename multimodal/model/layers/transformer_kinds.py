@@ -15,10 +15,12 @@ from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.expert_mlp import ExpertMLP, RowSequences
 from multimodal.model.latents import NUM_TIMES, NoisePath
 from multimodal.model.layers.generator_ends import position_features, random_path
+from multimodal.model.layers.joint_linear import JointColumnParallelLinear, JointRowParallelLinear, JointRows
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
 from multimodal.model.norm import Norm
-from multimodal.model.stage_input import pad_rows
+from multimodal.model.parameter_sharding import ParameterSharding
+from multimodal.model.stage_input import PackedInput, pad_rows
 from multimodal.values.model_graph import Unit
 
 
@@ -117,35 +119,58 @@ class Modulation(torch.nn.Module):
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         self.wide, self.hidden_size = context.options.precision.rotary_dtype, context.config.hidden_size
-        size, num_outputs = self.hidden_size, NUM_MODULATIONS * self.hidden_size
+        assert context.unit.flow is not None
+        size, num_outputs = self.hidden_size, context.unit.flow.num_streams * NUM_MODULATIONS * self.hidden_size
         self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
         self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
         for parameter in self.parameters():
             parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, times: Tensor) -> Tensor:
-        """times: [num_items], in (0, 1); returns [num_items, 6 x hidden_size]."""
+        """times: [num_items], in (0, 1); returns [num_items, 6 x hidden_size], and as many behind for conditions, if joint."""
         places = (NUM_TIMES * times.to(self.wide))[:, None].expand(-1, 2)
         features = position_features(places, hidden_size=self.hidden_size, base=NUM_TIMES, dtype=self.wide)
         inner = deferrable_linear(features.to(self.weight.dtype), self.time_weight, self.time_bias)
-        return deferrable_linear(torch.nn.functional.silu(inner), self.weight, self.bias)
+        made = deferrable_linear(torch.nn.functional.silu(inner), self.weight, self.bias)
+        return torch.cat(made.split(NUM_MODULATIONS * self.hidden_size, dim=1))
 
 
 class ModulatedTransformerKind(TransformerKind):
-    """Reads `batch.path` as well. It is megatron-core's own layer with a `modulation`, and runs as a whole."""
+    """Reads `batch.path` as well, and `target_rows`. It has a `modulation`, and runs as a whole."""
 
     num_segments = 1
 
     def build(self, context: LayerContext, index: int) -> Module:
-        """Build the layer and its modulation."""
-        layer = super().build(context, index)
+        """Build the layer, with weights of their own for conditions if the unit says so, and its modulation."""
+        assert context.unit.flow is not None
+        is_joint = context.unit.flow.has_joint_attention
+        layer = _JointTransformerKind().build(context, index) if is_joint else super().build(context, index)
         layer.modulation = Modulation(context)
         return layer
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Take Transformer Engine's products without the norms before them, whose results are modulated first."""
+        parts = spec.submodules
+        if parts.input_layernorm is not Norm:
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+
+    def sharding(self, unit: Unit, name: str) -> ParameterSharding:
+        """Split weights for conditions as those for patches."""
+        return super().sharding(unit, name.replace(".conditions.", "."))
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Run both branches on packed sequences."""
         path: NoisePath = given.batch.path  # type: ignore[assignment]
-        rows = _items_of_rows(path.items, layer, num_rows=hidden.shape[0])
+        rows = _rows_of_rank(path.items, layer, num_rows=hidden.shape[0])
+        joint = [each for each in layer.modules() if isinstance(each, JointColumnParallelLinear | JointRowParallelLinear)]
+        if joint:
+            split = _joint_rows(given.batch, layer, num_rows=hidden.shape[0])
+            rows = rows + len(path.times) * split.are_conditions
+            for linear in joint:
+                linear.rows = split
         values = layer.modulation(path.times).index_select(0, rows)  # type: ignore[operator]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values[:, None].chunk(NUM_MODULATIONS, dim=-1)
         attended, bias = layer.self_attention(  # type: ignore[operator]
@@ -163,13 +188,35 @@ class ModulatedTransformerKind(TransformerKind):
         return torch.zeros(shape) if name == "modulation.weight" else super().initial_matrix(name, shape)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Return a time for each item."""
-        return random_path(context, num_tokens, num_sequences), None
+        """Return a time for each item, and patches behind its conditions."""
+        length = num_tokens // num_sequences
+        places = torch.arange(num_tokens, device=torch.cuda.current_device())
+        rows = places[places % length >= min(context.unit.num_conditions, length) - 1]
+        return {**random_path(context, num_tokens, num_sequences), "target_rows": rows}, None
 
 
-def _items_of_rows(items: Tensor, layer: Module, *, num_rows: int) -> Tensor:
-    """Return the item of each row of this rank's hidden states; padding counts as the first."""
+class _JointTransformerKind(TransformerKind):
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Give every product weights for conditions beside those for patches."""
+        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+        attention.linear_qkv = mlp.linear_fc1 = JointColumnParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = JointRowParallelLinear
+
+
+def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> JointRows:
+    """num_rows: of this rank's hidden states."""
+    assert batch.target_rows is not None, "there are conditions before the patches"
+    are_conditions = torch.ones(batch.num_tokens, dtype=torch.long, device=batch.target_rows.device)
+    are_conditions = are_conditions.index_fill(0, batch.target_rows, 0)
+    num_all = num_rows * (layer.self_attention.pg_collection.tp.size() if layer.config.sequence_parallel else 1)
+    order = pad_rows(are_conditions, num_all).argsort(stable=True)
+    num_conditions = batch.num_tokens - len(batch.target_rows)
+    return JointRows(order, num_all - num_conditions, _rows_of_rank(are_conditions, layer, num_rows=num_rows).bool())
+
+
+def _rows_of_rank(tokens: Tensor, layer: Module, *, num_rows: int) -> Tensor:
+    """Return the values of tokens at the rows of this rank's hidden states, [num_rows]; padding has zeros."""
     group: Any = layer.self_attention.pg_collection.tp  # type: ignore[union-attr]
     is_sharded = layer.config.sequence_parallel  # type: ignore[union-attr]
-    rows = pad_rows(items, num_rows * group.size() if is_sharded else num_rows)
+    rows = pad_rows(tokens, num_rows * group.size() if is_sharded else num_rows)
     return rows[group.rank() * num_rows :][:num_rows] if is_sharded else rows

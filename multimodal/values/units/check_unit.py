@@ -42,8 +42,16 @@ def _layers(unit: Unit) -> Iterator[Rule]:
         )
         draws = unit.role is Role.GENERATOR and image is not None and unit.flow is not None and unit.lora is None
         yield "module", not draws and (unit.role is not Role.ENCODER or not (takes_images or takes_sound)), problem
+        operations, num_weights = unit.module.operations, unit.module.num_weights
+        problem = "operations are three numbers of generators' modules, beside num_weights; count them anew, or leave both out"
+        is_counted = unit.role is Role.GENERATOR and len(operations or ()) == 3 and num_weights is not None
+        yield "module", (operations, num_weights) != (None, None) and not is_counted, problem
         yield "module", bool(unit.deepstack_layers), "module is one layer; leave deepstack_layers out"
         yield "module", kinds is not None, "module takes the place of all layers but the projector; leave layers out"
+    if unit.flow is not None and unit.flow.has_joint_attention:
+        problem = "has_joint_attention is for conditions before the patches; set condition_tokens to 2 or more, or leave it out"
+        yield "flow", unit.flow.condition_tokens < 2, problem
+        yield "flow", unit.module is not None, "has_joint_attention is for layers of Braid's own; leave it out, or module"
     if unit.new_tokens is not None:
         problem = f"expected the first new token and a larger number, found {list(unit.new_tokens)}; correct them"
         yield "new_tokens", len(unit.new_tokens) != 2 or not range(*unit.new_tokens), problem

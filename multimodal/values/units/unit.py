@@ -66,6 +66,12 @@ class Opaque:
     after_projector: str | None = None
     """The same for the projector's output, [num_tokens, hidden_size of the LLM]."""
 
+    operations: tuple[float, ...] | None = field(default=None, metadata={"minimum": 0, "min_entries": 3})
+    """Of generators, as `tools/profile_layers.py --count-operations` finds them: c, a and b, so that a forward of an item of n
+    patches takes c + a n + b n^2 FLOPs; None: those of the layers in the unit's shape."""
+    num_weights: int | None = field(default=None, metadata=up_to(2**40))
+    """Of generators, found together with these."""
+
     @property
     def callbacks(self) -> tuple[str, ...]:
         """The names of all callbacks that are set."""
@@ -115,11 +121,21 @@ class Flow:
     """The LLM's last tokens, up to the one that opens an item, whose hidden states condition it."""
     condition_dropout: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
     """Share of items that are learnt without conditions, so that sampling can be guided (classifier-free guidance)."""
+    has_joint_attention: bool = False
+    """Conditions have weights of their own in every layer, and attend together with the patches (MMDiT: Stable Diffusion 3,
+    section 4); False: they are tokens like the patches."""
     prediction: Literal["velocity", "epsilon", "v"] = "velocity"
     """The value that is learnt: noise - data of a rectified flow, or with the 1000 steps of DDPM the noise (epsilon), or v."""
     beta_start: float = field(default=0.00085, metadata={"above": 0, "below": 1})
-    """DDPM's first and last beta; their roots are evenly spaced (Stable Diffusion)."""
+    """DDPM's first and last beta."""
     beta_end: float = field(default=0.012, metadata={"above": 0, "below": 1})
+    beta_schedule: Literal["scaled_linear", "linear"] = "scaled_linear"
+    """The roots of betas are evenly spaced (Stable Diffusion), or the betas themselves (DiT)."""
+
+    @property
+    def num_streams(self) -> int:
+        """Number of sets of weights in a layer."""
+        return 2 if self.has_joint_attention else 1
 
 
 _OF_BACKBONES = "vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"
@@ -368,8 +384,8 @@ class Unit:
 
     @property
     def needs_local_layers(self) -> bool:
-        """True if transformer layers are megatron-core's own: they have norms behind their branches, or are modulated."""
-        return self.transformer.has_post_norms or self.flow is not None
+        """True if layers are megatron-core's own: they have norms behind their branches, or conditions weights of their own."""
+        return self.transformer.has_post_norms or (self.flow is not None and self.flow.has_joint_attention)
 
     @property
     def num_conditions(self) -> int:
@@ -411,7 +427,9 @@ def unit_to_dict(unit: Unit) -> dict[str, Any]:
     }
     if (module := entry.pop("module")) is not None:
         optional["module"] = {
-            "class" if key == "class_name" else key: value for key, value in module.items() if value is not None
+            "class" if key == "class_name" else key: list(value) if isinstance(value, tuple) else value
+            for key, value in module.items()
+            if value is not None
         }
     given = {key: list(value) if isinstance(value, tuple) else value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}

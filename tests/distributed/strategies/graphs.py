@@ -18,6 +18,8 @@ PROJECTORS: list[dict[str, Any]] = [
     {"queries": Queries(2, 2, True, hidden_size=12, num_attention_heads=6, ffn_hidden_size=12), "projector_norm": "none"},
 ]
 
+FLOWS = [Flow(count, share, joint) for count in (1, 2, 5) for share in (0.0, 0.5) for joint in {False, count > 1}]
+
 
 @st.composite
 def sounds(draw: st.DrawFn) -> AudioInput:
@@ -39,7 +41,8 @@ def loras(draw: st.DrawFn, unit: str) -> Lora | None:
     if not chosen:
         return None
     projector = draw(st.sampled_from([(), mlp, mlp[1:]])) if unit in ("vision", "audio") else ()
-    targets = (*(f"transformer.{name}" for name in chosen), *(f"projector.{name}" for name in projector))
+    kinds = ("transformer", "modulated_transformer")
+    targets = (*(f"{kind}.{name}" for kind in kinds for name in chosen), *(f"projector.{name}" for name in projector))
     return Lora(draw(st.sampled_from([1, 3])), draw(st.sampled_from([None, 2.0])), targets)
 
 
@@ -117,7 +120,7 @@ def graphs(
             Role.GENERATOR,
             draw(transformers(channels=(4, 8), divisor=divisor)),
             ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
-            flow=draw(st.none() | st.builds(Flow, st.sampled_from([1, 2, 5]), st.sampled_from([0.0, 0.5]))),
+            flow=draw(st.none() | st.sampled_from(FLOWS)),
             lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],

@@ -164,6 +164,15 @@ def test_layers_keep_what_is_predicted(unit: str, kind: str, recompute: Any, sha
     check_layer(graph_of(shape), unit, kind, need=need, freezes=frozen, dtype=dtype, recompute=recompute, within=0.05)
 
 
+@FROZEN
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("flow", [{}, {"condition_tokens": 33, "has_joint_attention": True}], ids=["plain", "joint"])
+def test_modulated_layers_keep_what_is_predicted(flow: dict[str, Any], shape: str, frozen: bool) -> None:
+    units = graph_of(shape).to_dict()["units"]
+    graph = ModelGraph.from_dict({"units": {"llm": units["llm"], "painter": {**units["painter"], "flow": flow}}})
+    check_layer(graph, "painter", "modulated_transformer", need=PASSED if frozen else FULL, freezes=frozen)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_parallel: bool) -> None:

@@ -196,6 +196,10 @@ def test_a_flow_costs_noisy_patches_and_the_times_of_each_image():
     added -= unit_flops(flow, "painter", vocab_size=512).of(sample_load(flow.unit("painter"), SampleLengths(0, (IMAGE,), 20, 15)))
     per_token = 2 * (4 * 32 * 32 + 2 * 32 * 256)
     assert added == pytest.approx(3 * 2 * 4 * per_token + 3 * 2 * 4 * 32 * (44**2 - 40**2) + 3 * 2 * 4 * 64 * 32)
+    joint = with_flow(condition_tokens=5, has_joint_attention=True)
+    load = sample_load(told.unit("painter"), lengths[0])
+    maps = unit_flops(joint, "painter", vocab_size=512).of(load) - unit_flops(told, "painter", vocab_size=512).of(load)
+    assert maps == pytest.approx(3 * 2 * 2 * 6 * 32 * 32), "a token has one of two sets of weights, a time both"
 
 
 def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():

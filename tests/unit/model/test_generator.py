@@ -139,9 +139,43 @@ def test_a_layer_is_modulated_by_the_time_of_its_own_item() -> None:
         torch.testing.assert_close(found[rows], expected + mlp_gate * (mapped if bias is None else mapped + bias))
 
 
+def test_conditions_have_weights_of_their_own_and_attend_with_patches() -> None:
+    """MMDiT's block in torch: each kind of row by its own maps, one attention."""
+    stage = flow_stage(condition_tokens=3, has_joint_attention=True)
+    path, is_patch = two_paths((6, 4)), torch.tensor([0, 0, 1, 1, 1, 1, 0, 0, 1, 1]).bool()
+    hidden = torch.randn(10, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
+    places = torch.zeros(10, 2, dtype=torch.long)
+    batch = PackedInput((6, 4), places, target_rows=is_patch.nonzero()[:, 0], path=path)
+    found, layer = stage.run_layer(1, hidden, stage.prepare(batch, None)), stage.layers["1"]
+    of_items = layer.modulation(path.times).unflatten(0, (2, 2))
+
+    def mapped(linear: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        parts = [torch.nn.functional.linear(rows, each.weight, each.bias) for each in (linear.conditions, linear)]
+        return torch.where(is_patch[:, None], parts[1], parts[0])
+
+    values = of_items[(~is_patch).long(), path.items]
+    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values.chunk(6, dim=1)
+    rows = hidden[:, 0]
+    attention = layer.self_attention
+    qkv = mapped(attention.linear_qkv, layer.input_layernorm(rows) * (1 + scale) + shift)
+    query, key, value = qkv.view(10, attention.num_query_groups_per_partition, -1).split((8, 8, 8), dim=2)
+    context = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(*(each[part].transpose(0, 1) for each in (query, key, value)))
+            for part in (slice(0, 6), slice(6, 10))
+        ],
+        dim=1,
+    )
+    rows = rows + gate * mapped(attention.linear_proj, context.transpose(0, 1).flatten(1))
+    gated, up = mapped(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(rows) * (1 + mlp_scale) + mlp_shift).chunk(2, dim=1)
+    expected = rows + mlp_gate * mapped(layer.mlp.linear_fc2, torch.nn.functional.silu(gated) * up)
+    torch.testing.assert_close(found[:, 0], expected)
+
+
 @pytest.mark.parametrize("kind", ["generator_projector", "modulated_transformer", "generator_head"])
-def test_every_layer_of_a_flow_can_be_profiled(kind: str) -> None:
-    whole = flow_stage()
+@pytest.mark.parametrize("flow", [{}, {"condition_tokens": 3, "has_joint_attention": True}], ids=["", "joint"])
+def test_every_layer_of_a_flow_can_be_profiled(kind: str, flow: dict[str, object]) -> None:
+    whole = flow_stage(**flow)
     context = whole.context
     stage = build_layer(context.graph, "painter", kind, groups=context.groups, options=context.options, vocab_size=32)
     given = synthetic_input(stage, num_tokens=8, num_sequences=2)
