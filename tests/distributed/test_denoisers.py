@@ -200,7 +200,7 @@ def compare_with_diffusers(case: GradientCase, folder: str) -> dict[str, float]:
     differences = {"drawn": float((drawn - torch.cat(pictures)).abs().max()), "loss": float((loss - expected).abs() / expected)}
     ours = dict(stage.layers["1"].module.named_parameters())
     for key, parameter in module.named_parameters():
-        scale = max(1e-3, float(parameter.grad.abs().max()))
+        scale = max(1e-2, float(parameter.grad.abs().max()))  # a key's bias has no gradient but what rounding leaves
         differences[key] = float((ours[key].main_grad - parameter.grad).abs().max()) / scale
     return differences
 
