@@ -248,7 +248,6 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
     ("load_megatron", "pretrained_checkpoint", "both say what a run starts from"),
     ("load_megatron", "load_hf", "both say what a run starts from"),
-    ("load_megatron", "load_adapter", "adapters belong to a folder of Hugging Face"),
     ("bad_sample", "latent_cache", "an image without latents is one that the cache was not written for; write it again"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )

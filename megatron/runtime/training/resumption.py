@@ -59,7 +59,8 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        if checkpoint.load_adapter is not None and not (start is not None and start.is_resumption):
+        has_own = start is not None and start.is_resumption and start.flag != "--load-megatron"
+        if checkpoint.load_adapter is not None and not has_own:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
             logger.info("starting from the adapters of %s", checkpoint.load_adapter)
