@@ -6,6 +6,7 @@ from typing import Any
 _FUNCTIONS = {
     "compose": "multimodal.hugging_face.composition",
     "generate": "megatron.runtime.generation.answering",
+    "make_item": "megatron.runtime.generation.drawing",
     "open_model": "megatron.runtime.generation.whole_model",
 }
 """Public name of this package -> the module that has it, which is read when it is asked for."""

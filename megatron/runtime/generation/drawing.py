@@ -118,9 +118,9 @@ def _image_size(unit: Unit, size: tuple[int, int] | None) -> tuple[int, int]:
 def _silence(unit: Unit, seconds: float | None) -> Sound:
     """Return as long a clip; raises DataError for one that is longer than the generator's."""
     assert unit.image is not None
-    silence = Sound(np.zeros(max(1, round((seconds or 0) * SAMPLING_RATE)), np.float32))
-    sound_grid(len(silence.samples), image=unit.image)
-    return silence
+    num_samples = max(1, round((seconds or 0) * SAMPLING_RATE))
+    sound_grid(num_samples, image=unit.image)
+    return Sound(np.zeros(num_samples, np.float32))
 
 
 def made_in(answering: Answering, index: int) -> list[str]:
