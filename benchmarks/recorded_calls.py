@@ -84,7 +84,7 @@ class Recorder:
     def __init__(self) -> None:
         self.events: Recorded = []
         self.world: Sequence[int] | None = None
-        """Of an elastic run: the node of each rank, of which every one has one rank; calls then name nodes."""
+        """Of an elastic run: the number that each rank keeps in all worlds; calls then name those."""
         self.prefix = ""
         """Of the names of groups, which come again in other worlds."""
         self.is_batched = False
@@ -107,7 +107,7 @@ class Recorder:
         self.add(EventKind.ABORT, Call("abort", self.prefix, ()), -1)
 
     def named(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return ranks, or the nodes that they are."""
+        """Return ranks by the numbers that they keep."""
         return tuple(ranks if self.world is None else (self.world[rank] for rank in ranks))
 
     def add(self, kind: EventKind, call: Call, number: int) -> None:

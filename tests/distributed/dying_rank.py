@@ -103,7 +103,9 @@ def record(recorder: Recorder) -> None:
     form, train, leave = elastic.ElasticRun._form, elastic.ElasticRun._train, Member.leave
 
     def forming(self: Any, verdict: Any, found: Any) -> None:
-        recorder.enter(f"{verdict.generation}:", found.nodes)
+        num_ranks = self._templates.gpus_per_node
+        ranks = [node * num_ranks + local for node in found.nodes for local in range(num_ranks)]
+        recorder.enter(f"{verdict.generation}:", ranks)
         form(self, verdict, found)
 
     def training(self: Any, *args: Any) -> None:
