@@ -160,11 +160,12 @@ def main(argv: Sequence[str]) -> None:
                 session=session,
                 step=step,
                 adapters=gather_adapters(session),
-                scheduler=state,
+                scheduler=state or run.get("rates"),
                 global_batch_size=size,
             )
         else:
-            save_checkpoint(flags.save, step=step, session=session, schedulers_state={}, run_state={}, keep_last=1)
+            run = loaded.run_state if loaded is not None else {}
+            save_checkpoint(flags.save, step=step, session=session, schedulers_state={}, run_state=run, keep_last=1)
     target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save
     print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
 

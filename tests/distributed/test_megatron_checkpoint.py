@@ -113,7 +113,7 @@ def test_a_run_of_megatron_goes_on(
 
         parameters = [each for stage in session.stages.values() for each in stage.parameters()]
         megatron_checkpoint.take_step(parameters, [each.optimizer for each in session.optimizers.values()], step)
-        save_megatron(tmp_path / "next", session=session, step=8, adapters={})
+        save_megatron(tmp_path / "next", session=session, step=8, adapters={}, scheduler=loaded.run_state["rates"])
     pairs = [(folder, tmp_path / "back"), (folder / "third", tmp_path / "next")]
     ranks.run(megatron_checkpoint.compare_trained, kind, pairs, dtype, world_size=1)
 

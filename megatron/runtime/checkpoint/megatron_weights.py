@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,11 +158,13 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
         fresh_units = on_all_ranks(lambda: make_room(session.state, saved=saved), what=what)
         held = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in saved]
         steps = [tensor for tensor in held if tensor.key.startswith("step.")]
+        count = _find_value(common, "step", "common_step")
         for tensor in steps:
-            tensor.pieces[0].values.fill_(_find_step(common, step))
+            tensor.pieces[0].values.fill_(float(step if count is None else count))
         on_this_rank(lambda: fill(tensor for tensor in held if not tensor.key.startswith("step.")), what=what)
         adopt_group_steps(session.state, steps)
-    return LoadedCheckpoint(step, {}, {}, path, tuple(sorted(set().union(*fresh_units))))
+    rates = {key: _find_value(common.get("optimizer"), key) for key in ("max_lr", "min_lr")} if states else {}
+    return LoadedCheckpoint(step, {"rates": rates}, {}, path, tuple(sorted(set().union(*fresh_units))))
 
 
 def has_state(folder: Path) -> bool:
@@ -186,12 +189,12 @@ def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTenso
     return found
 
 
-def _find_step(common: Any, default: int) -> float:
-    """Return the optimizer's number of steps, which lies in one of its parameter groups or beside its state."""
+def _find_value(common: Any, *names: str) -> Any:
+    """Return a value of one of the optimizer's parameter groups, or beside its state; None if there is none."""
     nested = list(common.items() if isinstance(common, dict) else enumerate(common) if isinstance(common, list | tuple) else ())
-    found = [float(each) for key, each in nested if key in ("step", "common_step") and each is not None]
-    inside = (_find_step(each, -1) for _, each in nested)
-    return next((each for each in (*found, *inside) if each >= 0), default)
+    found = (each for key, each in nested if key in names)
+    inside = (_find_value(each, *names) for _, each in nested)
+    return next((each for each in chain(found, inside) if each is not None), None)
 
 
 def check_megatron_target(folder: Path, *, graph: ModelGraph) -> None:
@@ -214,7 +217,7 @@ def save_megatron(
     """Write all parameters, and the optimizer's state if it has stepped, as a checkpoint of Megatron's; collective.
 
     Without that state (also with `adapters`, which are added to the weights) it is a release. scheduler: its state, which
-    counts steps, where Megatron counts samples. Raises CheckpointError on every rank if it fails on any.
+    counts steps, where Megatron counts samples, or its rates alone. Raises CheckpointError on every rank if it fails on any.
     """
     graph, what = session.graph, f"saving to {folder}"
     session.complete_parameters()
@@ -247,7 +250,7 @@ def save_megatron(
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": step}
     if len(steps) == 1:
         common["optimizer"] = _common_state(session, scheduler or {}, step=steps.pop())
-        if scheduler:
+        if scheduler and "num_steps" in scheduler:
             sizes = {key: global_batch_size for key in scheduler if key.endswith("_steps")}
             common["opt_param_scheduler"] = {
                 key: value * sizes[key] if key in sizes else value for key, value in scheduler.items()
