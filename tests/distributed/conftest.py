@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron.runtime import platform
+
+platform.install()  # before anything else imports megatron-core, and the compiler with it
+
 from tests.distributed.launch import fork_server
 from tests.distributed.rank_pool import RankPool
 

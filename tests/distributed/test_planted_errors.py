@@ -46,9 +46,9 @@ DRAWING = ModelGraph.from_dict(
 )
 
 
-def case_of_any_plan() -> GradientCase:
-    """An encoder with DP 2 before an LLM with TP 2, PP 2 and DP 2 that shares two of its ranks; unequal samples."""
-    plan = Plan({"vision": unit_plan(4, dp=2), "llm": unit_plan(0, dp=2, tp=2, pp=2)})
+def case_of_any_plan(*, tp: int = 1) -> GradientCase:
+    """An encoder with DP 2 before an LLM with PP 2 (or TP 2) and DP 2 that shares two of its ranks; unequal samples."""
+    plan = Plan({"vision": unit_plan(2, dp=2), "llm": unit_plan(0, dp=2, tp=tp, pp=2 // tp)})
     one, two = ("vision", 1, 2), ("vision", 2, 2)
     shapes = (
         SampleShape((one,), 4, 3),
@@ -60,7 +60,7 @@ def case_of_any_plan() -> GradientCase:
     assignment = Assignment.from_dict(
         {"vision": [[[(0, 0), (1, 0)], [(3, 0)]], [[(1, 1)]]], "llm": [[[(0, -1), (2, -1)], [(3, -1)]], [[(4, -1), (1, -1)]]]}
     )
-    return GradientCase(GRAPH, plan, assignment, RandomSource(GRAPH, shapes, 12), "1f1b", sequence_parallel=True)
+    return GradientCase(GRAPH, plan, assignment, RandomSource(GRAPH, shapes, 12), "1f1b", sequence_parallel=tp > 1)
 
 
 def case_of_cut_backwards() -> GradientCase:
@@ -79,7 +79,8 @@ def case_of_unlike_replicas() -> GradientCase:
     case = case_of_any_plan()
     wide = Replica((Stage((0, 1), ((0, 4),), 2),))
     deep = Replica((Stage((2,), ((0, 1), (2, 3))), Stage((3,), ((1, 2), (3, 4)))))
-    return replace(case, plan=Plan({**case.plan.units, "llm": UnitPlan((wide, deep))}), builder="interleaved-1f1b")
+    plan = Plan({**case.plan.units, "llm": UnitPlan((wide, deep))})
+    return replace(case, plan=plan, builder="interleaved-1f1b", sequence_parallel=True)
 
 
 def case_of_a_generator() -> GradientCase:
@@ -104,7 +105,7 @@ def case_of_masks() -> GradientCase:
         Replica(tuple(replace(stage, layer_ranges=ranges) for stage, ranges in zip(replica.stages, layers, strict=True)))
         for replica in case.plan.units["llm"].replicas
     )
-    plan = Plan({**case.plan.units, "llm": UnitPlan(replicas, 2)})
+    plan = Plan({**case.plan.units, "llm": UnitPlan(replicas)})
     return replace(case, graph=graph, plan=plan, attention_mask=MaskMode.EMBEDDED)
 
 
@@ -122,15 +123,16 @@ def case_of(kind: str) -> GradientCase:
 
 CASES = {
     "any plan": Planted(case_of_any_plan, in_any_plan.IN_ANY_PLAN),
+    "tensor parallel ranks": Planted(lambda: case_of_any_plan(tp=2), in_any_plan.OF_TENSOR_PARALLEL_RANKS),
     "cut backwards": Planted(case_of_cut_backwards, in_any_plan.IN_CUT_BACKWARDS),
-    "sharded weights": Planted(lambda: replace(case_of_any_plan(), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
+    "sharded weights": Planted(lambda: replace(case_of_any_plan(tp=2), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
     "gradients reduced once": Planted(
         lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), in_some_plans.OF_GRADIENTS_REDUCED_ONCE
     ),
     "unlike replicas": Planted(case_of_unlike_replicas, in_some_plans.OF_UNLIKE_REPLICAS),
     "a generator": Planted(case_of_a_generator, in_any_plan.OF_GENERATORS),
     "context parallelism": Planted(
-        lambda: build_case(vision=unit_plan(0, cp=2), llm=unit_plan(2, cp=2, pp=2), painter=unit_plan(0, cp=2)),
+        lambda: build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, pp=2), painter=unit_plan(0, cp=2)),
         in_some_plans.IN_CONTEXT_PARALLELISM,
     ),
     "cut items": Planted(lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)), in_some_plans.OF_CUT_ITEMS),

@@ -36,6 +36,9 @@ def _serve(pipe: Any, folder: Path, size: int) -> None:
     from tests.engine_on_cpu.install import install
 
     install(folder)
+    from megatron.runtime import platform
+
+    platform.install()  # before anything else imports megatron-core, and the compiler with it
     from tests.distributed.rank_pool import RankError, RankPool
 
     pool: RankPool | None = None

@@ -152,6 +152,9 @@ def across_samples(right: Any, self: CoreAttention, backend: str, *given: Any) -
     return right(self, backend, *tensors, PackedLengths(lengths=(sum(packed.lengths),)))
 
 
+OF_TENSOR_PARALLEL_RANKS: Mapping[str, Error] = {
+    "a norm is not summed under sequence parallelism": replaced(UnitGradients, "start_reduction", one_norm_not_summed),
+}
 IN_ANY_PLAN: Mapping[str, Error] = {
     "a sample is dropped": reassigned(without_last_sample),
     "a sample runs twice": reassigned(with_a_sample_twice),
@@ -161,7 +164,6 @@ IN_ANY_PLAN: Mapping[str, Error] = {
     "the loss is averaged over replicas": scaled_loss(mean_over_replicas),
     "gradients are not summed over replicas": replaced(gradients, "start_gradient_reduction", lambda *_: lambda: None),
     "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
-    "a norm is not summed under sequence parallelism": replaced(UnitGradients, "start_reduction", one_norm_not_summed),
     "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
     "packed samples attend to each other": replaced(CoreAttention, "_attend", across_samples),
 }

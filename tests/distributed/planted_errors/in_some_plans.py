@@ -115,10 +115,10 @@ OF_SHARDED_WEIGHTS: Mapping[str, Error] = {
     "only the last microbatch's gradients stay": replaced(ShardedLayer, "start_reduction", last_microbatch_alone),
     "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "start_reduction", norms_not_summed),
     "shares of weights come together in another order": replaced(ShardedLayer, "finish_gathering", weights_of_the_rank_before),
-    "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
 }
 OF_GRADIENTS_REDUCED_ONCE: Mapping[str, Error] = {
     "gradients are not added up until they are reduced": replaced(ShardedLayer, "take_gradients", earlier_gradients_forgotten),
+    "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
 }
 
 
