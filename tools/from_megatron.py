@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
-from megatron.runtime.flags.megatron_flags import FREEZES, KNOWN_ELSEWHERE
+from megatron.runtime.flags.megatron_flags import FREEZES, megatron_flags
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.file_form import write_mapping
@@ -56,7 +56,8 @@ _HOLDS = {
     "prompt-path": "texts are those of the data",
     "tokenizer-prompt-format": "the tokenizer's folder has the model's own chat template; another one is --chat-template",
 }
-_BY_VALUE = {name: key[2:] for key, names in KNOWN_ELSEWHERE.items() for name in names.split() if re.fullmatch(r"--[\w-]+", key)}
+_KNOWN = megatron_flags()["known_elsewhere"]
+_BY_VALUE = {name: key[2:] for key, names in _KNOWN.items() for name in names.split() if re.fullmatch(r"--[\w-]+", key)}
 
 
 class Conversion:

@@ -33,6 +33,14 @@ def test_only_braids_packages_are_installed():
     assert all(f"{name}.".startswith(("multimodal.", "megatron.runtime.")) for name in packages)
 
 
+def test_all_that_packages_read_is_installed():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    globs = [(ROOT / package.replace(".", "/"), pattern) for package, patterns in data.items() for pattern in patterns]
+    installed = {path for folder, pattern in globs for path in folder.glob(pattern)}
+    files = {path for path in list_text_files() if path.relative_to(ROOT).parts[0] in ("multimodal", "megatron")}
+    assert {path for path in files if path.suffix != ".py"} <= installed
+
+
 def is_left_out_of_the_image(path):
     """As docker reads .dockerignore, for the patterns that are there: a name at the root, or with **/ in any folder."""
     patterns = (ROOT / ".dockerignore").read_text().split()

@@ -19,7 +19,7 @@ from megatron.runtime.flags.arguments import build_plan, parse_arguments, with_e
 from megatron.runtime.flags.configuration import GROUPS, ModelConfig, ParallelismConfig, RunConfig, TrainingConfig
 from megatron.runtime.flags.field_flags import field_docstrings, field_flags
 from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
-from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, MULTIMODAL, NOT_AVAILABLE
+from megatron.runtime.flags.megatron_flags import megatron_flags
 from multimodal.attention.attention_backend import BACKEND_NAMES
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
@@ -165,8 +165,9 @@ except SystemExit as ended:
 
 GRAPH = ModelGraph.from_dict({"units": {"vision": {**ENCODER, "image": {}}, "language": BACKBONE}})
 SPELLINGS = frozenset(FlagParser(GRAPH).actions)
-TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
-LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
+ANSWERED = megatron_flags()
+OF_MEGATRON = (table for name, table in ANSWERED.items() if name not in ("known_elsewhere", "multimodal"))
+LISTED = [pattern for table in OF_MEGATRON for names in table.values() for pattern in names.split()]
 LIST_FLAGS = """
 import argparse
 from megatron.training.arguments import add_megatron_arguments
@@ -197,14 +198,15 @@ def test_answers_name_flags_and_keys_that_exist() -> None:
     spellings = SPELLINGS | set(FlagParser(None).actions)
     answers = [
         word.strip("();,.")
-        for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE, MULTIMODAL)
+        for name, table in ANSWERED.items()
+        if name != "in_model_file"
         for words in table
         for word in words.split()
     ]
     named = [word for word in answers if word.startswith("--")]
     assert len(named) > 40
     assert set(named) <= spellings
-    assert set(IN_MODEL_FILE) <= {field.name for kind in (Transformer, Unit) for field in dataclasses.fields(kind)}
+    assert set(ANSWERED["in_model_file"]) <= {field.name for kind in (Transformer, Unit) for field in dataclasses.fields(kind)}
 
 
 def test_megatron_s_switches_freeze_units() -> None:
