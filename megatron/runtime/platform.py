@@ -88,10 +88,7 @@ _installed = False
 
 
 def install() -> None:
-    """Make megatron-core usable on this machine; does nothing with CUDA, or if called again.
-
-    Raises RuntimeError if a target is missing in the installed megatron-core.
-    """
+    """Make megatron-core usable without CUDA, once. Raises RuntimeError if the installed megatron-core lacks a target."""
     global _installed
     if _installed or torch.cuda.is_available():
         return

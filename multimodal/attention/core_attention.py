@@ -150,10 +150,7 @@ class CoreAttention(torch.nn.Module):
 
 
 class WindowedAttention(torch.nn.Module):
-    """Tokens attend only inside their window, by another core attention; no rank needs tokens of others.
-
-    inner: the attention among tokens of one window.
-    """
+    """Tokens attend only inside their window, by the core attention `inner`; no rank needs tokens of others."""
 
     def __init__(self, *, inner: ModuleSpec, **options: Any) -> None:
         super().__init__()

@@ -168,10 +168,7 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = None) -> Tokenizer:
-    """Build the tokenizer that `--tokenizer-type` and `--tokenizer-model` name, with all special tokens.
-
-    Raises ConfigError for a file that is missing or unreadable.
-    """
+    """Build the tokenizer of `--tokenizer-type` and `--tokenizer-model`; raises ConfigError if its file cannot be read."""
     if tokenizer_type == "ByteTokenizer":
         return ByteTokenizer()
     assert tokenizer_model is not None, "a rule of the flags asks for it"

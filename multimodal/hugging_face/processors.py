@@ -143,10 +143,7 @@ def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: An
 
 
 def _with_sound(unit: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an encoder with the sound processing of a feature extractor.
-
-    Raises ModelError for unsupported processing.
-    """
+    """Return an encoder with the sound processing of a feature extractor; raises ModelError for what is unsupported."""
     audio = unit["audio"]
     if audio.get("waveform") is not None:
         require(features, _SAMPLES, where="the feature extractor's ")

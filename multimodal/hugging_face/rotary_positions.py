@@ -75,10 +75,7 @@ def rotary_entries(config: Config, *, where: str) -> dict[str, Any]:
 
 
 def read_rotary(config: Config, *, where: str) -> dict[str, Any]:
-    """Return the fields of rotary positions, wherever a version of transformers put them.
-
-    Raises ModelError for unsupported ones.
-    """
+    """Return the fields of rotary positions, wherever transformers puts them; raises ModelError for unsupported ones."""
     parameters = rotary_entries(config, where=where)
     given = parameters.get("rope_type", parameters.get("type"))
     kind = _OTHER_NAMES.get(given, given) if given is None or isinstance(given, str) else None

@@ -43,10 +43,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
-    """Return the plain form of an LLM; raises ModelError for unsupported values.
-
-    where: the place of the configuration in a config.json, for messages.
-    """
+    """Return the plain form of an LLM; raises ModelError, with its place `where` in a config.json, for unsupported values."""
     known = {name: family for name, family in TEXT_FAMILIES.items() if family.fits_inside or not where}
     family = known.get(config.get("model_type", ""))
     if family is None:

@@ -27,10 +27,7 @@ class NodeKind(IntEnum):
 def simulate_events(
     *, num_links: int, **arrays: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Return the start and end of every node, and the position of every lane.
-
-    arrays: `EventArrays` of schedule/simulate_events.py; num_links: not used.
-    """
+    """Return the start and end of every node, and the position of every lane. arrays: `EventArrays`; num_links: not used."""
     run = _Run({name: array.tolist() for name, array in arrays.items()})
     for lane in range(len(run.entries)):
         run.advance(lane, 0.0)

@@ -111,10 +111,7 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
 
 
 def simulate_seconds(compiled: CompiledSchedule, costs: StepCosts) -> float:
-    """Return only `simulate_schedule`'s iteration time, for a schedule that is simulated under many sets of costs.
-
-    Raises the same errors as `simulate_schedule`.
-    """
+    """Return `simulate_schedule`'s iteration time alone, for a schedule under many sets of costs; raises the same errors."""
     timed = compiled.with_costs(costs)
     return _iteration_seconds(timed, _run(timed))
 

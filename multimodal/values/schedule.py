@@ -13,7 +13,7 @@ from multimodal.values.arrays.rows import Bytes, Integers, integers, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
 from multimodal.values.shape import StepShape
-from multimodal.values.work.read_cuts import check_coverages, read_cuts
+from multimodal.values.work.read_cuts import read_cuts
 from multimodal.values.work.step_work import StepWork, step_work
 
 __all__ = ["NO_WAIT", "Lane", "Schedule", "Slot", "SlotMode", "lane_of", "read_cuts", "show_slots", "slot_error"]
@@ -67,8 +67,7 @@ class Schedule:
         if (ranks := tuple(lane.ranks for lane in rows)) != shape.plan.lanes:
             found, wanted = (" | ".join(",".join(map(str, lane)) for lane in lanes) for lanes in (ranks, shape.plan.lanes))
             raise ScheduleError(f"the schedule's lanes have ranks {found}, the plan's {wanted}; build it for this plan")
-        check_coverages(rows, shape)
-        shape = shape.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), shape.plan))
+        shape = shape.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), shape))
         numbers = step_work(shape).numbers(lowered=lowered)
         starts, slots = row_starts([len(lane.slots) for lane in rows]), [slot for lane in rows for slot in lane.slots]
         numbered = [numbers.get(slot.action, -1) for slot in slots]
@@ -200,7 +199,8 @@ def _misplaced(lanes: Sequence[Lane], shape: StepShape, numbers: Mapping[Action,
             problem = ""
             if action not in numbers:
                 dialect = "lowered" if lowered else "compute"
-                problem = f"unknown action: no such action belongs to this step in the {dialect} dialect; remove it"
+                fix = "remove it" if action.covers is None else "let the parts of a place cover all of it once"
+                problem = f"unknown action: no such action belongs to this step in the {dialect} dialect; {fix}"
             elif index not in (wanted := shape.lanes_of(*action[1:4])):
                 where = ", ".join(map(str, wanted))
                 problem = f"wrong lane: it stands in lane {index} but belongs to lane {where}; move it there"

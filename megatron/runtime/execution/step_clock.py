@@ -79,10 +79,7 @@ class StepClock:
 
 
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
-    """Split a lane's events into compute, communication (sending, collectives) and waiting for receives.
-
-    Work and waits inside a computation are part of it.
-    """
+    """Split a lane's events into compute (with work and waits inside it), communication (sending, collectives) and receiving."""
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
     kinds = {
         Resource.COMPUTE: "compute",

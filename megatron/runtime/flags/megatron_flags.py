@@ -32,10 +32,7 @@ def megatron_flags() -> dict[str, dict[str, str]]:
 
 
 def explain_megatron_flag(name: str) -> str:
-    """Explain a flag of Megatron (or another program); empty for a flag in no table.
-
-    name: without dashes in front.
-    """
+    """Explain a flag of Megatron (or another program), given without dashes in front; empty for a flag in no table."""
     for table, answer in ANSWERS.items():
         for key, names in megatron_flags()[table].items():
             if any(fnmatchcase(name, pattern) for pattern in names.split()):

@@ -28,10 +28,7 @@ class RankPlace:
 
 
 def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them the process is alone.
-
-    Raises ConfigError for an invalid variable.
-    """
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them it is alone. Raises ConfigError if invalid."""
     size = _whole_number(environ, "WORLD_SIZE", default=1)
     if not 1 <= size <= MOST_RANKS:
         raise ConfigError(

@@ -101,10 +101,7 @@ class Supervisor:
         return 0 if 0 in codes else max(codes, default=0)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Return the store's answer; raises RuntimeError if the store is gone or frozen.
-
-        No thread is left that asks, as ranks may be forked from this process.
-        """
+        """Return the store's answer; leaves no thread that asks, as ranks may be forked. RuntimeError if it is gone or frozen."""
         return ask_within(self._patience_seconds, question)
 
     def _flag(self, name: str) -> str | None:

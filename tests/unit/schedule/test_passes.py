@@ -61,8 +61,8 @@ def test_a_missing_sample_subset_is_refused() -> None:
         "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0#0; B vision/0/0/1; RG vision/0/0\n"
         "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
     )
-    with pytest.raises(ScheduleError, match="B vision/0/0/0#0: missing subset: its microbatch has 2 sample subsets"):
-        schedule_from_text(text, deferred())
+    with pytest.raises(ScheduleError, match="B vision/0/0/0#1: missing: lane 0 must do it"):
+        validate_schedule(schedule_from_text(text, deferred()))
 
 
 def test_fill_puts_weight_gradients_into_receive_waits() -> None:

@@ -155,7 +155,7 @@ def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[
     except ScheduleError as refused:
         assert not expected
         assert re.match(ACTION, str(refused)), "it names an action"
-        assert re.search(SHOWN, str(refused)) or re.search("unknown action|missing subset", str(refused)), "and shows its place"
+        assert re.search(SHOWN, str(refused)) or "unknown action" in str(refused), "and shows its place"
     else:
         assert expected
 

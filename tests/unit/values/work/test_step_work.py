@@ -49,7 +49,7 @@ def test_the_numbers_say_what_dependencies_say_of_ranges_of_segments(built: tupl
 
 def check_numbers(schedule: Schedule) -> None:
     step, work = schedule.shape, schedule.work
-    assert step.cuts == read_cuts((action for lane in schedule.lanes for action in lane.actions), schedule.shape.plan)
+    assert step.cuts == read_cuts((action for lane in schedule.lanes for action in lane.actions), schedule.shape)
     for lowered in (False, True):
         actions = work.actions if lowered else work.computed
         assert [[work.actions[need] for need in row] for row in rows(*work.needs_in(lowered=lowered))] == [
