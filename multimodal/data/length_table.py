@@ -44,7 +44,18 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     image_encoder = next((unit for unit in graph.item_encoders if not _is_audio(unit)), None)
     audio_encoder = next((unit for unit in graph.item_encoders if _is_audio(unit)), None)
     samples = []
-    for index, (where, row) in enumerate(_read_rows(path)):
+    if path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    elif path.name.endswith((".csv", ".csv.gz")):
+        rows = _read_csv(path)
+    else:
+        raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file; convert it, or give it the right name")
+    if rows and not set(rows[0][1]) & set(_COLUMNS):
+        actual = ", ".join(map(str, rows[0][1]))
+        raise DataError(
+            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {actual}; name one of them in the header"
+        )
+    for index, (where, row) in enumerate(rows):
         try:
             found = (*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder))
             items = pass_items(graph, found)
@@ -118,21 +129,6 @@ def _is_audio(unit: Unit) -> bool:
 
 _Rows = list[tuple[str, Mapping[str, Any]]]
 """(place for messages, column -> value)."""
-
-
-def _read_rows(path: Path) -> _Rows:
-    if path.suffix == ".parquet":
-        rows = _read_parquet(path)
-    elif path.name.endswith((".csv", ".csv.gz")):
-        rows = _read_csv(path)
-    else:
-        raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file; convert it, or give it the right name")
-    if rows and not set(rows[0][1]) & set(_COLUMNS):
-        actual = ", ".join(map(str, rows[0][1]))
-        raise DataError(
-            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {actual}; name one of them in the header"
-        )
-    return rows
 
 
 def _read_csv(path: Path) -> _Rows:

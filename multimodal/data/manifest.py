@@ -74,13 +74,24 @@ class ManifestSource:
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
         if cache:
-            facts = self._facts(astuple(options))
+            # Everything that the index depends on, beside the tokenizer.
+            units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in graph.units]
+            units += [repr((unit.name, unit.queries)) for unit in graph.units if unit.queries is not None]
+            units += [repr(edge) for edge in graph.edges if graph.backbone.name not in edge]
+            facts = [str(self._files.path.absolute()), self._files.digest, *units, repr(astuple(options))]
             self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build)
         else:
             self._samples = join_indices(self._build())
         self.skipped = self._samples.skipped
         self.num_cut = self._samples.num_cut
-        self._check_usable()
+        if not len(self) and not self.skipped:
+            raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
+        if not len(self):
+            reasons = [f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items()]
+            raise DataError(
+                f"{self._files.path}: no usable sample ({'; '.join(reasons)}); use other data, another --model or a larger "
+                "--seq-length"
+            )
 
     def __len__(self) -> int:
         """Count the usable samples."""
@@ -127,23 +138,6 @@ class ManifestSource:
         """Return what decodes an item."""
         return WantedItem(self._samples.item(index, item_index), self._samples.where(index))
 
-    def _facts(self, options: tuple[object, ...]) -> list[str]:
-        """List everything that the index depends on, beside the tokenizer."""
-        units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in self._graph.units]
-        units += [repr((unit.name, unit.queries)) for unit in self._graph.units if unit.queries is not None]
-        units += [repr(edge) for edge in self._graph.edges if self._graph.backbone.name not in edge]
-        return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
-
     def _build(self, done: int = 0) -> Iterator[SampleIndex]:
         """Yield the index block by block; done: samples at the beginning that are indexed."""
         return self._watch(self._indexing.index_all(islice(self._files.samples(), done, None), local=self._indexer))
-
-    def _check_usable(self) -> None:
-        if not len(self) and not self.skipped:
-            raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
-        if not len(self):
-            reasons = [f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items()]
-            raise DataError(
-                f"{self._files.path}: no usable sample ({'; '.join(reasons)}); use other data, another --model or a larger "
-                "--seq-length"
-            )

@@ -46,10 +46,6 @@ def read_llava(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for unsupported values."""
     require(config, _COMPUTED)
     llm = read_inner_text(config, model_type="llama")
-    return {"units": {"vision": _read_tower(config, llm["hidden_size"]), "llm": llm}}
-
-
-def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     where, given = "vision_config: ", config.get("vision_config") or {}
     model_type = given.get("model_type")
     tower = TOWERS[PIXTRAL] if model_type == PIXTRAL else tower_named(model_type, where=where)
@@ -63,11 +59,16 @@ def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
             "model of that kind"
         )
     return {
-        **vision,
-        "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
-        "num_layers": used,
-        "projector_hidden_size": text_size,
-        "projector_norm": "none",
+        "units": {
+            "vision": {
+                **vision,
+                "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
+                "num_layers": used,
+                "projector_hidden_size": llm["hidden_size"],
+                "projector_norm": "none",
+            },
+            "llm": llm,
+        }
     }
 
 

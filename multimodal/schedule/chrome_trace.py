@@ -22,7 +22,15 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     Arrows lead from sends to receives that waited for them. The timeline itself is stored under a key that trace viewers ignore,
     so that `read_timeline` returns it exactly. path: compressed if it ends with .gz.
     """
-    events = [*_names(timeline), *map(_event, timeline.events), *_arrows(timeline)]
+    records: list[dict[str, Any]] = []
+    for lane, ranks in enumerate(timeline.lanes):
+        label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        held = sorted({event.action.unit for event in timeline.events if event.lane == lane})
+        records.append({"ph": "M", "pid": lane, "name": "process_name", "args": {"name": f"{' + '.join(held)} ({label})"}})
+        records.append({"ph": "M", "pid": lane, "name": "process_sort_index", "args": {"sort_index": lane}})
+        for resource, thread in _THREADS.items():
+            records.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
+    events = [*records, *map(_event, timeline.events), *_arrows(timeline)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}).encode()
     Path(path).write_bytes(gzip.compress(text) if Path(path).suffix == ".gz" else text)
 
@@ -40,18 +48,6 @@ def read_timeline(path: str | Path) -> Timeline:
             f"{path}: is no timeline ({type(problem).__name__}: {problem}); give a timeline_step_N.json.gz of --report-dir, "
             "or what tools/simulate.py --trace wrote"
         ) from problem
-
-
-def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    for lane, ranks in enumerate(timeline.lanes):
-        label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        held = sorted({event.action.unit for event in timeline.events if event.lane == lane})
-        records.append({"ph": "M", "pid": lane, "name": "process_name", "args": {"name": f"{' + '.join(held)} ({label})"}})
-        records.append({"ph": "M", "pid": lane, "name": "process_sort_index", "args": {"sort_index": lane}})
-        for resource, thread in _THREADS.items():
-            records.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
-    return records
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -84,36 +84,28 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
         is_later_range = event.action.stage > first_stages[(event.lane, *event.action[1:3])]
         is_computed = ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE
         is_inside = is_computed and event.end_seconds <= ends.get(event.lane, 0.0)
-        _draw_event(axes, event, units, seconds_per_inch, is_later_range=is_later_range, is_inside=is_inside)
+        kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
+        look = action_look(kind, units.index(event.action.unit))
+        if is_inside or (is_later_range and is_computed):
+            look["edgecolor"] = _FRAME_COLOR
+        height, line_width = (0.5, 0.3) if is_inside else (0.8, 0.6)
+        axes.barh(event.lane, seconds, left=start, height=height, linewidth=line_width, **look)
+        label = str(event.action.microbatch)  # the width of a digit is 0.64 of its type size
+        points = min(_LARGEST_NUMBER_POINTS, 72 * seconds / seconds_per_inch / (0.64 * len(label) + 0.3))
+        if is_computed and points >= _SMALLEST_NUMBER_POINTS:
+            axes.text(
+                start + seconds / 2,
+                event.lane,
+                label,
+                ha="center",
+                va="center_baseline",
+                fontsize=points,
+                color="#222222" if kind is ActionKind.FORWARD else "white",
+                clip_on=True,
+            )
         if is_computed:
             ends[event.lane] = max(event.end_seconds, ends.get(event.lane, 0.0))
     _dress(axes, timeline, title)
-
-
-def _draw_event(
-    axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float, *, is_later_range: bool, is_inside: bool
-) -> None:
-    kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
-    look = action_look(kind, units.index(event.action.unit))
-    if is_later_range and ACTION_TABLE[kind].resource is Resource.COMPUTE:
-        look["edgecolor"] = _FRAME_COLOR
-    if is_inside:
-        look["edgecolor"] = _FRAME_COLOR
-    height, line_width = (0.5, 0.3) if is_inside else (0.8, 0.6)
-    axes.barh(event.lane, seconds, left=start, height=height, linewidth=line_width, **look)
-    label = str(event.action.microbatch)  # the width of a digit is 0.64 of its type size
-    points = min(_LARGEST_NUMBER_POINTS, 72 * seconds / seconds_per_inch / (0.64 * len(label) + 0.3))
-    if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
-        axes.text(
-            start + seconds / 2,
-            event.lane,
-            label,
-            ha="center",
-            va="center_baseline",
-            fontsize=points,
-            color="#222222" if kind is ActionKind.FORWARD else "white",
-            clip_on=True,
-        )
 
 
 def action_look(kind: ActionKind, unit_index: int) -> dict[str, Any]:

@@ -294,6 +294,11 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         return sum(value(each) * each.iteration_seconds for each in simulations) / whole if whole else 0.0
 
     first = simulations[0]
+    lanes = first.compiled.schedule.lanes
+    held = [sorted({action.place[:3] for action in lane.actions}) for lane in lanes]
+    rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for place, seconds in first.stage_seconds.items():
+        rows.setdefault((place.unit, place.replica, place.stage), []).append((place.microbatch, seconds))
     return {
         "iteration_seconds": whole / len(simulations),
         "update_seconds": update_seconds,
@@ -305,8 +310,20 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         "num_lanes": first.num_lanes,
         "num_microbatches": max(each.num_microbatches for each in simulations),
         "iterations": [_step(each, update_seconds) for each in simulations],
-        "lanes": _lanes(first),
-        "stages": _stages(first),
+        "lanes": [
+            {
+                "ranks": list(lane.ranks),
+                "stages": [f"{unit} {replica} stage {stage}" for unit, replica, stage in held[index]],
+                "busy_seconds": first.busy_seconds[index],
+                "peak_activation_bytes": first.peak_activation_bytes[index],
+                "peak_memory_bytes": first.peak_total_bytes[index],
+            }
+            for index, lane in enumerate(lanes)
+        ],
+        "stages": [
+            {"unit": unit, "replica": replica, "stage": stage, "microbatch_seconds": [seconds for _, seconds in sorted(found)]}
+            for (unit, replica, stage), found in sorted(rows.items())
+        ],
     }
 
 
@@ -319,28 +336,3 @@ def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:
         "peak_memory_bytes": simulation.peak_memory_bytes,
         "num_microbatches": simulation.num_microbatches,
     }
-
-
-def _lanes(simulation: Simulation) -> list[Mapping[str, Any]]:
-    lanes = simulation.compiled.schedule.lanes
-    held = [sorted({action.place[:3] for action in lane.actions}) for lane in lanes]
-    return [
-        {
-            "ranks": list(lane.ranks),
-            "stages": [f"{unit} {replica} stage {stage}" for unit, replica, stage in held[index]],
-            "busy_seconds": simulation.busy_seconds[index],
-            "peak_activation_bytes": simulation.peak_activation_bytes[index],
-            "peak_memory_bytes": simulation.peak_total_bytes[index],
-        }
-        for index, lane in enumerate(lanes)
-    ]
-
-
-def _stages(simulation: Simulation) -> list[Mapping[str, Any]]:
-    rows: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for place, seconds in simulation.stage_seconds.items():
-        rows.setdefault((place.unit, place.replica, place.stage), []).append((place.microbatch, seconds))
-    return [
-        {"unit": unit, "replica": replica, "stage": stage, "microbatch_seconds": [seconds for _, seconds in sorted(found)]}
-        for (unit, replica, stage), found in sorted(rows.items())
-    ]

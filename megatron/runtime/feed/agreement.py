@@ -60,7 +60,16 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
     largest, smallest, wait_us, largest_stop = told.tolist()
     if largest != -smallest:
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, _positions(step.assignment))
+        dist.all_gather_object(
+            gathered,
+            {
+                (unit, *atom): (replica_index, microbatch_index, index)
+                for unit, replicas in step.assignment.units.items()
+                for replica_index, replica in enumerate(replicas)
+                for microbatch_index, microbatch in enumerate(replica)
+                for index, atom in enumerate(microbatch)
+            },
+        )
         differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
         rank, difference = next(differing, (0, ""))
         if not difference:
@@ -84,16 +93,6 @@ def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
 
 _Positions = Mapping[tuple[str, int, int], tuple[int, int, int]]
 """(unit, sample, item) -> (replica, microbatch, index within it)."""
-
-
-def _positions(assignment: Assignment) -> _Positions:
-    return {
-        (unit, *atom): (replica_index, microbatch_index, index)
-        for unit, replicas in assignment.units.items()
-        for replica_index, replica in enumerate(replicas)
-        for microbatch_index, microbatch in enumerate(replica)
-        for index, atom in enumerate(microbatch)
-    }
 
 
 def _difference(first: _Positions, other: _Positions) -> str:

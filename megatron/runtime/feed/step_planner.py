@@ -78,7 +78,10 @@ class NodeDecisions:
         Raises what `decide` raises, on every rank. Where the folder cannot be used, each rank decides for itself.
         """
         try:
-            key, found = self._folder / self._digest(lengths), None
+            digest, arrays = hashlib.blake2b(self._subject), lengths.arrays
+            for each in (getattr(arrays, field.name) for field in fields(arrays)):
+                digest.update(np.ascontiguousarray(each).tobytes() if isinstance(each, np.ndarray) else repr(each).encode())
+            key, found = self._folder / digest.hexdigest(), None
         except (TypeError, OverflowError):  # lengths that `decide` refuses, and says why
             return decide()
         with suppress(OSError):
@@ -103,12 +106,6 @@ class NodeDecisions:
             for file in self._folder.iterdir():
                 file.unlink(missing_ok=True)
             self._folder.rmdir()
-
-    def _digest(self, lengths: LengthBatch) -> str:
-        digest, arrays = hashlib.blake2b(self._subject), lengths.arrays
-        for each in (getattr(arrays, field.name) for field in fields(arrays)):
-            digest.update(np.ascontiguousarray(each).tobytes() if isinstance(each, np.ndarray) else repr(each).encode())
-        return digest.hexdigest()
 
 
 CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]

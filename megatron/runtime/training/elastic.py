@@ -115,7 +115,19 @@ class ElasticRun:
     def _take_part(self) -> bool:
         """Take part in a generation until it ends; returns True if training has ended."""
         try:
-            verdict = self._member.arrive(self._report())
+            outcome = self._run.trainer.outcome if self._run else None
+            has_state = self._is_whole or self._held is not None
+            verdict = self._member.arrive(
+                Report(
+                    done_steps=self._done_steps if has_state else None,
+                    outcome=asdict(outcome) if outcome is not None else None,
+                    formed=self._formed,
+                    pipelines=tuple(asdict(each) for each in self._pipelines),
+                    waits=self._waits,
+                    is_spare=self._is_spare,
+                    timeout_seconds=self._prepared.config.parallelism.elastic_timeout,
+                )
+            )
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
             # Others have begun to update the weights, and this rank has not.
             if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
@@ -132,19 +144,6 @@ class ElasticRun:
         except Exception as problem:
             self._member.leave(problem)
             return False
-
-    def _report(self) -> Report:
-        outcome = self._run.trainer.outcome if self._run else None
-        has_state = self._is_whole or self._held is not None
-        return Report(
-            done_steps=self._done_steps if has_state else None,
-            outcome=asdict(outcome) if outcome is not None else None,
-            formed=self._formed,
-            pipelines=tuple(asdict(each) for each in self._pipelines),
-            waits=self._waits,
-            is_spare=self._is_spare,
-            timeout_seconds=self._prepared.config.parallelism.elastic_timeout,
-        )
 
     @property
     def _done_steps(self) -> int:

@@ -133,17 +133,7 @@ def partition_padded(additive: Sequence[int], padded: Sequence[int], *, num_bins
     bounds = range(cost(0, 1), cost(0, len(padded)) + 1)
     bins = cut(bounds[bisect_left(bounds, True, key=lambda bound: len(cut(bound)) <= num_bins)])
     bins += [[] for _ in range(num_bins - len(bins))]
-    _fill_empty_bins(bins, additive, padded)
-    return bins
-
-
-def bin_cost(items: Sequence[int], additive: Sequence[int], padded: Sequence[int]) -> int:
-    """Return the cost of a bin of these items, longest first: their additive costs, and their number times the largest padded."""
-    return sum(additive[item] for item in items) + (len(items) * padded[items[0]] if items else 0)
-
-
-def _fill_empty_bins(bins: list[list[int]], additive: Sequence[int], padded: Sequence[int]) -> None:
-    """Give every empty bin half of the costliest bin that has more than one item."""
+    # Every empty bin gets half of the costliest bin that has more than one item.
     divisible = [(-bin_cost(members, additive, padded), -index) for index, members in enumerate(bins) if len(members) > 1]
     heapify(divisible)
     for index, members in enumerate(bins):
@@ -154,3 +144,9 @@ def _fill_empty_bins(bins: list[list[int]], additive: Sequence[int], padded: Seq
             for part in (whole, index):
                 if len(bins[part]) > 1:
                     heappush(divisible, (-bin_cost(bins[part], additive, padded), -part))
+    return bins
+
+
+def bin_cost(items: Sequence[int], additive: Sequence[int], padded: Sequence[int]) -> int:
+    """Return the cost of a bin of these items, longest first: their additive costs, and their number times the largest padded."""
+    return sum(additive[item] for item in items) + (len(items) * padded[items[0]] if items else 0)

@@ -111,12 +111,7 @@ class ChatFormat:
         generation prompt is not what precedes that text.
         """
         self._template, self._tokenizer = template, tokenizer
-        self._check_prompt()
-        self._placeholders = find_placeholders(folder, tokenizer)
-        self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
-
-    def _check_prompt(self) -> None:
-        """Compare as tokens: a space before an answer may be part of its first token."""
+        # Compared as tokens: a space before an answer may be part of its first token.
         text, spans, prompt = self._template.render_example()
         tokens, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=False)
         asked, _ = self._tokenizer.encode_rendered(prompt, adds_special_tokens=False)
@@ -128,6 +123,8 @@ class ChatFormat:
                 f"ends in {prompt[-40:]!r}, so that a trained model would be asked otherwise than it was taught; make both alike "
                 "(add_generation_prompt, or where {% generation %} begins), give another --chat-template FILE, or none"
             )
+        self._placeholders = find_placeholders(folder, tokenizer)
+        self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
 
     @property
     def placeholder_ids(self) -> dict[str, int]:

@@ -375,15 +375,11 @@ def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None)
         )
     if not path.is_file():
         raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
-    if (found := _archive_kind(path)) is not None:
-        raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
-    return SampleFiles(path, JsonFile(path), remote)
-
-
-def _archive_kind(path: DataPath) -> str | None:
     try:
         with path.open("rb") as file:
             start = file.read(8)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
-    return next((kind for magic, kind in _ARCHIVES if start.startswith(magic)), None)
+    if (found := next((kind for magic, kind in _ARCHIVES if start.startswith(magic)), None)) is not None:
+        raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
+    return SampleFiles(path, JsonFile(path), remote)

@@ -148,7 +148,15 @@ def find_table_files(path: DataPath) -> TableFiles | None:
     if (path / "state.json").is_file():
         if isinstance(path, RemotePath):
             raise DataError(f"{path}: Arrow files are mapped into memory, and so must lie on this machine; save them as Parquet")
-        return TableFiles(path, _files_of_state(path / "state.json"), is_arrow=True)
+        state = path / "state.json"
+        try:
+            names = [str(entry["filename"]) for entry in json.loads(state.read_bytes())["_data_files"]]
+        except (ValueError, KeyError, TypeError) as problem:
+            raise DataError(f"{state}: is not as save_to_disk writes it ({problem!r}); save the data set again") from problem
+        for name in names:
+            if Path(name).name != name or not (path / name).is_file():
+                raise DataError(f"{state}: names {name}, which is not beside it; copy the whole data set")
+        return TableFiles(path, [path / name for name in names], is_arrow=True)
     files: list[DataPath] = [*path.glob("*.parquet")] or [*path.glob("data/*.parquet")]
     files.sort(key=str)
     splits = sorted({match[1] or match[2] for file in files if (match := _SPLIT_OF_NAME.match(file.name))})
@@ -159,17 +167,6 @@ def find_table_files(path: DataPath) -> TableFiles | None:
 
 def _several_splits(path: DataPath, choices: list[str]) -> DataError:
     return DataError(f"{path}: a data set of several splits; give --data-path one of them: {' or '.join(choices)}")
-
-
-def _files_of_state(state: Path) -> list[Path]:
-    try:
-        names = [str(entry["filename"]) for entry in json.loads(state.read_bytes())["_data_files"]]
-    except (ValueError, KeyError, TypeError) as problem:
-        raise DataError(f"{state}: is not as save_to_disk writes it ({problem!r}); save the data set again") from problem
-    for name in names:
-        if Path(name).name != name or not (state.parent / name).is_file():
-            raise DataError(f"{state}: names {name}, which is not beside it; copy the whole data set")
-    return [state.parent / name for name in names]
 
 
 def _without_bytes(value: Any, address: tuple[int | str, ...]) -> Any:

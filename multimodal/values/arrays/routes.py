@@ -101,18 +101,15 @@ class _ByEnd(Mapping[MicrobatchPlace, tuple[Made, ...]]):
     def __getitem__(self, place: MicrobatchPlace) -> tuple[Made, ...]:
         unit, replica, microbatch = place
         if (unit, replica) not in self._made_replicas:
-            self._make_replica(unit, replica, first=self._microbatches.number(place) - microbatch)
+            first = self._microbatches.number(place) - microbatch
+            count = int(self._microbatches.counts[unit].counts[replica])
+            starts = np.searchsorted(self._ends, np.arange(first, first + count + 1)).tolist()
+            made = self._make(self._order[starts[0] : starts[-1]])
+            for index, (start, end) in enumerate(pairwise(starts)):
+                if end > start:
+                    self._made[MicrobatchPlace(unit, replica, index)] = tuple(made[start - starts[0] : end - starts[0]])
+            self._made_replicas.add((unit, replica))
         return self._made[place]
-
-    def _make_replica(self, unit: str, replica: int, *, first: int) -> None:
-        """Make the routes of the replica whose first microbatch has the number `first`."""
-        count = int(self._microbatches.counts[unit].counts[replica])
-        starts = np.searchsorted(self._ends, np.arange(first, first + count + 1)).tolist()
-        made = self._make(self._order[starts[0] : starts[-1]])
-        for index, (start, end) in enumerate(pairwise(starts)):
-            if end > start:
-                self._made[MicrobatchPlace(unit, replica, index)] = tuple(made[start - starts[0] : end - starts[0]])
-        self._made_replicas.add((unit, replica))
 
     def __iter__(self) -> Iterator[MicrobatchPlace]:
         return iter(self._microbatches.places(np.unique(self._ends)))
