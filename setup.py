@@ -4,7 +4,7 @@ from glob import glob
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-# Optional: without a C++ compiler Braid still installs and runs the Python reference of every kernel.
+# Optional: without a C++ compiler Braid still installs, and runs Python references of the kernels that most runs need.
 kernels = Pybind11Extension(
     "multimodal._kernels",
     # The one that takes longest first, beside all others.

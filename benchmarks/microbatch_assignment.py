@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,7 +40,6 @@ from published_microbatch_assignment import (
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.balance.algorithms import entrain_assignment
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.algorithms.post_balance import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds, pipeline_steps, reorder_microbatches
@@ -161,9 +159,9 @@ def _cut(samples: NDArray[np.int64], num_microbatches: int) -> tuple[Groups, Gro
     return microbatches, microbatches
 
 
-def _entrain(assign_samples: Callable[..., object], *, lower_count: bool = False) -> Assign:
+def _entrain(*, lower_count: bool = False) -> Assign:
     def assign(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
-        placed = assign_samples(
+        placed = assign_entrain(
             llm,
             encoder_loads=encoder,
             num_replicas=num_replicas,
@@ -185,11 +183,6 @@ def group_samples(placed: Any) -> Sequence[tuple[Groups, Groups]]:
     return groups
 
 
-def _assign_in_python(llm: Loads, **arguments: object) -> object:
-    with mock.patch.object(entrain_assignment, "kernels", None):
-        return assign_entrain(llm, **arguments)
-
-
 def _published_entrain(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
     return published_entrain(llm.tolist(), encoder=encoder.tolist(), num_replicas=num_replicas, num_microbatches=num_microbatches)
 
@@ -200,9 +193,8 @@ METHODS: Mapping[str, Assign] = {
     "DistTrain as published (ascending), Python": _published_disttrain,
     "DistTrain, descending": _disttrain,
     "Entrain as published, Python": _published_entrain,
-    "Braid's Entrain, K_eff": _entrain(assign_entrain, lower_count=True),
-    "Braid's Entrain, Python": _entrain(_assign_in_python),
-    "Braid's Entrain": _entrain(assign_entrain),
+    "Braid's Entrain, K_eff": _entrain(lower_count=True),
+    "Braid's Entrain": _entrain(),
 }
 
 

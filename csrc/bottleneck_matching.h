@@ -1,4 +1,4 @@
-// Least largest bottleneck, then least total cost. Reference: multimodal/balance/algorithms/pairwise_deferral.py
+// Least largest bottleneck (Entrain 4.5.2), then least total cost (shortest augmenting paths).
 
 #pragma once
 

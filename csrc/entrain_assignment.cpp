@@ -10,7 +10,8 @@ namespace braid {
 
 namespace {
 
-// The microbatches of all pairs, the lightest pairs at both ends. Reference: multimodal/balance/algorithms/pairwise_deferral.py
+// The microbatches of all pairs in the order of execution, which Entrain leaves open: the lightest pair comes first, so that all
+// stages start soon, and the second lightest last, since nothing fills the waits for the last backwards (DistTrain 5.2).
 Samples order_pairs(const std::vector<Samples>& pairs, const std::vector<double>& work) {
     std::vector<double> negative_totals;
     for (const Samples& pair : pairs) negative_totals.push_back(-sum_in_order(work.data(), pair));

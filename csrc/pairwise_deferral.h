@@ -1,5 +1,9 @@
 // Which microbatches run as a pair, and which samples the second takes over (Entrain 4.5.2).
-// Reference: multimodal/balance/algorithms/pairwise_deferral.py
+//
+// Sorted by LLM load, the upper half of the microbatches is overloaded (S_ol), the lower half underloaded (S_ul). For every pair
+// (i, j) the samples of i are found whose loads add up closest to (w_i - w_j) / 2 (perhaps none); V_ij is the larger of the two
+// loads after that. A matching of S_ol with S_ul is chosen whose largest V_ij is least (the paper's T*) and, since many do that,
+// whose loads deviate least from the mean, in squares. Pairs below T* also defer if that evens them out.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The sums of subsets of some loads. Reference: multimodal/balance/algorithms/pairwise_deferral.py
+// The sums of subsets of some loads: a sorted list of true sums, instead of Entrain's table over rounded ones (4.5.2).
 
 #pragma once
 

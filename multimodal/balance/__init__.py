@@ -16,6 +16,7 @@ from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.balance.placement import balance_unlike, has_unequal_shares
+from multimodal.kernels import kernels
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
@@ -66,6 +67,8 @@ class BalancerRow:
     """Placements on which a search tries it first; on others it is tried on the best plans only."""
     is_for_these_alone: bool = False
     """True if neither a search nor `auto` should try it on other placements."""
+    needs_kernels: bool = False
+    """True if it has no form without the C++ kernels."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
         """Place a global batch, in more microbatches if `tokens_per_microbatch` asks for it; raises AssignmentError."""
@@ -80,7 +83,9 @@ class BalancerRow:
 
     def suits(self, placements: Collection[Placement]) -> bool:
         """Return True if `auto` and searches try it on such plans."""
-        return not self.needs_costs and (not self.is_for_these_alone or not self.tried_first_on.isdisjoint(placements))
+        if self.needs_costs or (self.needs_kernels and kernels is None):
+            return False
+        return not self.is_for_these_alone or not self.tried_first_on.isdisjoint(placements)
 
 
 def _fit_tokens(work: BatchWork, balance: Callable[[BatchWork], Assignment]) -> Assignment:
@@ -168,6 +173,7 @@ BALANCERS: dict[str, BalancerRow] = {
         meaning="microbatches even for encoders and LLM apart: some samples run one microbatch later in the LLM",
         source="Entrain, Alg. 4",
         defers=True,
+        needs_kernels=True,
         tried_first_on=frozenset({Placement.SHARED_RANKS}),
     ),
     "auto": BalancerRow(

@@ -9,9 +9,12 @@ from pathlib import Path
 from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from megatron.runtime.flags.field_flags import flag_of, value_of
+from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.entrain_assignment import NEEDS_KERNELS
 from multimodal.cost.engine_limits import ENGINE_LIMITS, FP8_SCALES, EngineLimit, Instead, LayerUse
 from multimodal.data.global_batches import parse_split
 from multimodal.data.sample_source import DIGITS_PROGRAM, PILLOW_MAX_PIXELS
+from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 
@@ -96,6 +99,9 @@ _WITH_WEIGHTS = [
 RULES: Mapping[str, Condition] = {
     "--producers decode for those who know their token; add --producer-token FILE, "
     "the one that they were started with": lambda c: bool(c.data.producers) and c.data.producer_token is None,
+    f"--balance {{c.training.balance}}: {NEEDS_KERNELS}, or choose another": lambda c: (
+        kernels is None and BALANCERS[c.training.balance].needs_kernels
+    ),
     "--micro-batch-size {c.training.micro_batch_size} is larger than --global-batch-size {c.training.global_batch_size}; lower "
     "the former or raise the latter": lambda c: c.training.micro_batch_size > c.training.global_batch_size,
     "--skip-train leaves nothing to do; add --eval-iters N or --save-hf DIR, or leave it out": lambda c: (
