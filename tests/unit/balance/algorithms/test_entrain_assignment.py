@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
 from tests.unit.without_kernels import without_kernels
