@@ -1,5 +1,6 @@
 """A training loop written against Megatron, on its own pipeline functions and on Braid schedules: equal losses and gradients."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from tests.distributed.drop_in_training import NUM_STEPS, LoopCase, LoopResult, train_on_schedule
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankError, RankPool
 
 INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 """What Megatron's own interleaved function needs on two stages."""
@@ -75,17 +76,28 @@ def test_replicas_that_are_not_alike_train_as_alike_ones(ranks: RankPool, per_to
     """One stage on rank 0 and two on the others, with tied embeddings: the second step's losses follow from all gradients."""
     tolerance = 1e-7 if per_token else 1e-9  # Megatron divides by tokens in float32, here by those of a replica first
     case = LoopCase(1, num_layers=2, per_token_loss=per_token)
-    model = _graph(2)
-    end = len(model.backbone.layers)
-    whole, cut = Replica((Stage((0,), ((0, end),)),)), Replica((Stage((1,), ((0, 2),)), Stage((2,), ((2, end),))))
     expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=2)
-    plan = Plan({"llm": UnitPlan((whole, cut))})
-    found: list[LoopResult] = ranks.run(train_on_schedule, case, "1f1b", model, plan, world_size=3)
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, "1f1b", *_unlike_plan(2), world_size=3)
     for mine, theirs in zip((found[0], found[2]), expected, strict=True):
         assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
     for name, gradient in expected[0].gradients.items():
         np.testing.assert_allclose(found[0].gradients[name], gradient, rtol=0, atol=tolerance, err_msg=name)
         np.testing.assert_allclose(_of_stages(found[1:], name), gradient, rtol=0, atol=tolerance, err_msg=name)
+
+
+def test_layers_elsewhere_than_in_unlike_replicas_are_refused(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as refused:
+        ranks.run(train_on_schedule, LoopCase(1, num_layers=2), "1f1b", *_unlike_plan(1), world_size=3)
+    for rank in range(3):
+        assert re.search(rf"rank {rank}: (?s:.)*not alike: rank 1 has layers \[1\], .*; cut the model", str(refused.value))
+
+
+def _unlike_plan(cut: int) -> tuple[ModelGraph, Plan]:
+    """Return a model of two layers, on rank 0 whole, and on ranks 1 and 2 cut before a layer of the plan."""
+    model = _graph(2)
+    end = len(model.backbone.layers)
+    replicas = Replica((Stage((0,), ((0, end),)),)), Replica((Stage((1,), ((0, cut),)), Stage((2,), ((cut, end),))))
+    return model, Plan({"llm": UnitPlan(replicas)})
 
 
 def _of_stages(found: list[LoopResult], name: str) -> np.ndarray:
