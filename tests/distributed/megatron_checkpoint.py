@@ -16,14 +16,19 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mimo.config.base_configs import MimoModelConfig
+from megatron.core.models.mimo.model.base import MimoModel
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -70,9 +75,24 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
         return gpt(config(**GATED, **more), spec)
     language, vision = config(**GATED), config(num_query_groups=4)
     vision.vision_model_type, language.language_model_type = "clip", "llama"
+    parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     projector = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=1, ffn_hidden_size=48, use_cpu_initialization=True
     )
+    if kind == "mimo":
+        inner = {"vocab_size": VOCABULARY, "max_sequence_length": 64, "position_embedding_type": "rope"}
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+        seen = {"img_h": 28, "img_w": 28, "patch_dim": 14, "ln_pre_impl": WrappedTorchNorm}
+        seen |= {"transformer_config": vision, "transformer_layer_spec": get_vit_layer_with_local_spec()}
+        encoder = ModuleSpec(CLIPViTModel, params=seen)
+        way_in = {"config": projector, "submodules": parts, "projector_type": "mlp", "input_size": 32}
+        projections = [ModuleSpec(MultimodalProjector, params=way_in)]
+        modalities = {
+            name: ModuleSpec(VisionModalitySubmodules, submodules={"encoders": {name: encoder}, "input_projections": projections})
+            for name in ("left", "right")
+        }
+        own = ModuleSpec(GPTModel, params={"config": language, "transformer_layer_spec": spec, **inner})
+        return MimoModel(MimoModelConfig(language_model_spec=own, modality_submodules_spec=modalities))
     with patch.object(llava_model, "CLIPViTModel", partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)):
         return llava_model.LLaVAModel(
             language,
@@ -83,7 +103,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
             get_vit_layer_with_local_spec(),
             True,
             projector,
-            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            parts,
             img_h=28,
             img_w=28,
             patch_dim=14,

@@ -34,6 +34,11 @@ UNITS: dict[str, dict[str, Any]] = {
     "tied": {"llm": {**LLM, **BIASED, "untie_embeddings_and_output_weights": False}},
     "experts": {"llm": {**LLM, "experts": EXPERTS}},
     "llava": {"vision": {**VISION, "image": {**IMAGE, "has_patch_bias": False}}, "llm": LLM},
+    "mimo": {
+        "left": {**VISION, "image": {**IMAGE, "has_patch_bias": False}},
+        "right": {**VISION, "image": {**IMAGE, "has_patch_bias": False}},
+        "llm": LLM,
+    },
 }
 QKV = "self_attention.linear_qkv"
 NAMES = {
@@ -46,6 +51,11 @@ NAMES = {
         f"vision.layers.2.{QKV}.weight": (f"vision_model.decoder.layers.{QKV}.weight", 1),
         "vision.layers.3.mlp.linear_fc2.weight": ("vision_projection.encoder.linear_fc2.weight", ...),
         "llm.layers.3.norm.weight": ("language_model.decoder.final_layernorm.weight", ...),
+    },
+    "mimo": {
+        "left.layers.0.weight": ("modality_submodules.left.encoders.left.conv1.weight", ...),
+        "right.layers.3.mlp.linear_fc2.weight": ("modality_submodules.right.input_projections.0.encoder.linear_fc2.weight", ...),
+        "llm.layers.1.mlp.linear_fc1.weight": ("language_model.decoder.layers.mlp.linear_fc1.weight", 0),
     },
 }
 """Some names here -> those in a checkpoint, and which part of it."""
@@ -64,7 +74,7 @@ def convert(*words: str | Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("groups", (2, 1)), ("tied", (1, 2)), ("experts", (1, 1)), ("llava", (1, 1))], ids=str
+    ("kind", "sizes"), [("groups", (2, 1)), ("tied", (1, 2)), ("experts", (1, 1)), ("llava", (1, 1)), ("mimo", (1, 1))], ids=str
 )
 def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
     folder = tmp_path / "run"
@@ -91,6 +101,7 @@ def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Pat
         ("tied", torch.float32, (1, 1, 1), 2),
         ("experts", torch.bfloat16, (1, 1, 2), 2),
         ("llava", torch.bfloat16, (1, 1, 1), 2),
+        ("mimo", torch.bfloat16, (1, 1, 1), 2),
     ],
     ids=str,
 )

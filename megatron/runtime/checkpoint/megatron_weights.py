@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.mimo.submodules.base import ModalitySubmodules
 
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
 from megatron.runtime.checkpoint.distributed_folder import read_folder, write_folder
@@ -55,6 +56,10 @@ _FIRST = {"weight": "conv1.weight", "bias": "conv1.bias", "class_token": "class_
 """Parameters of an encoder's first layer -> Megatron's."""
 _IMAGES = ("vision_model.", "vision_projection.encoder.")
 """Prefixes of an encoder and of its projector in LLaVAModel."""
+
+
+_STACKS_IN_MIMO = hasattr(ModalitySubmodules, "sharded_state_dict")
+"""True where MimoModel's encoders have one tensor for all layers, as in newer versions of megatron-core."""
 
 
 class Place(NamedTuple):
@@ -237,7 +242,8 @@ def save_megatron(
     for tensor in held:
         kind, _, rest = tensor.key.partition(".")
         places = list(find_places(f"model.{rest}", graph, prefixes))
-        is_uniform = len({*graph.unit(rest.split(".")[0]).layers[1:-1]}) < 2
+        unit = graph.unit(rest.split(".")[0])
+        is_uniform = len({*unit.layers[1:-1]}) < 2 and (unit is graph.backbone or len(graph.encoders) < 2 or _STACKS_IN_MIMO)
         # under both names of norms, which Transformer Engine's and local layers may call differently
         for place in places[::2] if is_uniform or len(places) == 1 else places[1::2]:
             shape = (*place.sizes, *_shape_there(tensor, graph))
