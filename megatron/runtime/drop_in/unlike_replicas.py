@@ -36,9 +36,11 @@ class UnlikeReplicas:
 
     def copy_weights(self, chunks: Sequence[Any]) -> None:
         """Give all replicas the weights of the first one; collective over the unit. Raises ConfigError as `reduce` does."""
+        if self._replica < 0:
+            return
         self._raise(self._find_misplaced(chunks))
         with torch.no_grad():
-            self._add_up(chunks, lambda parameter: parameter, float(self._replica == 0))
+            self._add_up([*self._layers(chunks)], lambda parameter: parameter, float(self._replica == 0))
 
     def reduce(self, chunks: Sequence[Any], count: Tensor | int) -> None:
         """Make the gradients of every replica the mean of all; collective over the unit.
@@ -53,35 +55,37 @@ class UnlikeReplicas:
         counts = torch.zeros(self._size, dtype=torch.float64, device=platform.device())
         counts[self._replica] = count
         dist.all_reduce(counts, dist.ReduceOp.MAX, group=self._unit)
-        self._add_up(chunks, lambda parameter: parameter.main_grad, float(counts[self._replica] / counts.sum()))
+        trained = [pair for pair in self._layers(chunks) if pair[0].requires_grad]
+        self._add_up(trained, lambda parameter: parameter.main_grad, float(counts[self._replica] / counts.sum().clamp(min=1)))
 
-    def _add_up(self, chunks: Sequence[Any], value_of: Callable[[Any], Tensor], weight: float) -> None:
-        for group, parameters in self._by_group(chunks):
+    def _add_up(self, placed: Sequence[tuple[Any, int | None]], value_of: Callable[[Any], Tensor], weight: float) -> None:
+        for group, parameters in self._by_group(placed):
             values = [value_of(each) for each in parameters]
-            flat = _flatten_dense_tensors(values).mul_(weight)
+            flat = _flatten_dense_tensors(values)
+            flat = flat.mul_(weight) if weight else flat.zero_()  # whatever it was
             dist.all_reduce(flat, group=group)
             torch._foreach_copy_(values, list(_unflatten_dense_tensors(flat, values)))
-        for tied in (each for each, _ in self._layers(chunks) if getattr(each, "shared_embedding", False)):
+        for tied in (each for each, _ in placed if getattr(each, "shared_embedding", False)):
             embedding = parallel_state.get_embedding_group()
             dist.broadcast(value_of(tied), dist.get_global_rank(embedding, 0), group=embedding)
 
-    def _by_group(self, chunks: Sequence[Any]) -> Iterable[tuple[Any, list[Any]]]:
-        """Return this rank's parameters by the ranks that hold their layers, in the order of the layers."""
+    def _by_group(self, placed: Iterable[tuple[Any, int | None]]) -> Iterable[tuple[Any, list[Any]]]:
+        """Return parameters with a layer by the ranks that hold it, in the order of the layers."""
         found: dict[int, tuple[Any, list[Any]]] = {}
-        placed = [(layer, parameter) for parameter, layer in self._layers(chunks) if layer is not None]
-        for layer, parameter in sorted(placed, key=lambda pair: pair[0]):
+        of_layers = [(layer, parameter) for parameter, layer in placed if layer is not None]
+        for layer, parameter in sorted(of_layers, key=lambda pair: pair[0]):
             group = self._groups[layer]
             found.setdefault(id(group), (group, []))[1].append(parameter)
         return found.values()
 
     def _layers(self, chunks: Sequence[Any]) -> Iterator[tuple[Any, int | None]]:
-        """Yield trained parameters and the layers of the plan that have them; None for the copy of embeddings in a last stage."""
+        """Yield parameters and the layers of the plan that have them; None for the copy of embeddings in a last stage."""
         for chunk in chunks:
             model = next((each for each in chunk.modules() if isinstance(each, LanguageModule)), chunk)
             layer_of = {id(each): layer.layer_number for layer in model.decoder.layers for each in layer.parameters()}
             ends = (getattr(model.decoder, "final_layernorm", None), getattr(model, "output_layer", None))
             layer_of |= {id(each): self._last for end in ends if end is not None for each in end.parameters()}
-            for parameter in (each for each in chunk.parameters() if each.requires_grad):
+            for parameter in chunk.parameters():
                 is_copy = getattr(parameter, "shared_embedding", False) and not parallel_state.is_pipeline_first_stage()
                 yield parameter, None if is_copy else layer_of.get(id(parameter), 0)
 
@@ -95,7 +99,7 @@ class UnlikeReplicas:
 
     def _find_unlike(self, chunks: Sequence[Any]) -> str | None:
         problem = None
-        for group, parameters in self._by_group(chunks):
+        for group, parameters in self._by_group(self._layers(chunks)):
             total = sum(each.detach().double().sum() for each in parameters)
             bounds = torch.stack([total, -total])
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
