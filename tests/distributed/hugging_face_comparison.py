@@ -173,12 +173,12 @@ def step_in_torch(
 
 
 def update_in_torch(model: Any, *, rate: float, decay: float, betas: tuple[float, float]) -> None:
-    """Update a model by the gradients that it has; vectors (norms, biases, class tokens) do not decay, as in Megatron."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.squeeze().dim() > 1], "weight_decay": decay},
-        {"params": [parameter for parameter in parameters if parameter.squeeze().dim() == 1], "weight_decay": 0.0},
-    ]
+    """Update a model by the gradients that it has; vectors (norms, biases) but class tokens do not decay, as in Megatron."""
+    groups = [{"params": list[torch.Tensor](), "weight_decay": 0.0}, {"params": list[torch.Tensor](), "weight_decay": decay}]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            decays = parameter.squeeze().dim() > 1 or name.endswith(("class_embedding", "cls_token"))
+            groups[decays]["params"].append(parameter)
     torch.optim.AdamW(groups, lr=rate, betas=betas, eps=1e-8).step()
 
 

@@ -86,8 +86,7 @@ class UnitGradients:
         by_layer = self._by_layer.get(stage_index)
         if by_layer is not None and by_layer.is_expecting:
             return by_layer.complete()
-        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
-        return start_gradient_reduction(self.wrapped[stage_index])
+        return self._start_at_once(stage_index, layers)
 
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
         """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts the rest."""
@@ -98,6 +97,10 @@ class UnitGradients:
             )
         self._by_layer[stage_index].expect_last_backward()
         return nothing_to_wait_for
+
+    def _start_at_once(self, stage_index: int, layers: LayerRange | None) -> Callable[[], None]:
+        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
+        return start_gradient_reduction(self.wrapped[stage_index])
 
     def _buckets(self, stage_index: int) -> Sequence[Bucket]:
         return list(buckets_of_replicas(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel))

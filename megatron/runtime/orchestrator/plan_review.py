@@ -69,14 +69,17 @@ class PlanReview:
     def add(self, step: Step, timeline: Timeline, *, seconds: float, tflops: float) -> None:
         """Add a measured step, on rank 0."""
         self._seconds.append(seconds)
-        request, options = self._request, self._request.run_options(self.planned.choice.run)
-        lengths = tuple(step.lengths.values())
-        costs = ModelCosts(step.shape, step.assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
+        costs = self._costs(step)
         for event in timeline.events:
             if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
                 unit = event.action.unit
                 self._measured[unit] = self._measured.get(unit, 0.0) + event.end_seconds - event.start_seconds
                 self._predicted[unit] = self._predicted.get(unit, 0.0) + costs.compute(event.action).seconds
+
+    def _costs(self, step: Step) -> ModelCosts:
+        request, options = self._request, self._request.run_options(self.planned.choice.run)
+        lengths = tuple(step.lengths.values())
+        return ModelCosts(step.shape, step.assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     @property
     def _request(self) -> PlanningRequest:
