@@ -88,7 +88,7 @@ class Launches(TorchDispatchMode):
 
 
 def computes(function: Any) -> bool:
-    """Return whether an operation reads or writes values: views and new empty tensors do not."""
+    """Return True if an operation reads or writes values: views and new empty tensors do not."""
     name = function.overloadpacket.__name__
     if name.startswith(("empty", "new_empty", "_unsafe_view", "detach", "_local_scalar", "is_", "record_stream")):
         return False

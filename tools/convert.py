@@ -25,10 +25,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.checkpoint.distributed_folder import export_checkpoint, has_optimizer_state
-from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.checkpoint.distributed_folder import export_checkpoint, has_optimizer_state, read_index_of
 from megatron.runtime.checkpoint.megatron_weights import has_state, load_megatron, save_megatron
-from megatron.runtime.checkpoint.storage import read_index
 from megatron.runtime.generation.whole_model import (
     StoredModel,
     empty_session,
@@ -100,8 +98,11 @@ def main(argv: Sequence[str]) -> None:
     if (flags.load_megatron is None) != (flags.model is None):
         raise ConfigError("--load-megatron and --model belong together: names and shapes follow from the model file; give both")
     if flags.save_distributed is not None:
-        if flags.load is None:
-            raise ConfigError("--save-distributed holds what a run's checkpoint does; give one with --load")
+        if flags.load is None or flags.averages or flags.no_load_optim:
+            raise ConfigError(
+                "--save-distributed holds all that a run's checkpoint does; give one with --load, without --averages and "
+                "--no-load-optim"
+            )
         export_checkpoint(flags.load, flags.save_distributed)
         print(f"{flags.load} is now also in {flags.save_distributed}")
         return
@@ -143,10 +144,8 @@ def main(argv: Sequence[str]) -> None:
         elif flags.load_megatron is not None:
             loaded = load_megatron(flags.load_megatron, session=session, load_optimizer=has_optimizer)
         else:
-            averages = flags.averages
-            loaded = load_checkpoint(
-                flags.load, session=session, load_optimizer=has_optimizer, load_rng=False, takes_averages=averages
-            )
+            rest = {"load_rng": False, "takes_averages": flags.averages}
+            loaded = load_checkpoint(flags.load, session=session, load_optimizer=has_optimizer, **rest)
         step = loaded.step if loaded is not None and has_optimizer else 0
         if flags.save_hf is not None:
             save_hugging_face(flags.save_hf, session=session, like=like)
@@ -172,9 +171,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _check_averages(folder: Path | None) -> None:
     """Raise ConfigError if a run has no averages."""
-    found = read_newest(folder) if folder is not None else None
-    index = read_index(found[0], files=found[1].files, crc32=found[1].index_crc32) if found is not None else {}
-    if not any(map(is_average, index)):
+    if folder is None or not any(map(is_average, read_index_of(folder)[1])):
         raise ConfigError("--averages is of --load, the checkpoints of a run with --generator-ema-decay; leave it out")
 
 

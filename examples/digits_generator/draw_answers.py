@@ -47,7 +47,7 @@ Picture = npt.NDArray[np.floating]
 
 
 class Request(NamedTuple):
-    """What the model is asked for, and what would be right."""
+    """A request to draw, and its right answer."""
 
     prompt: str
     answer: str

@@ -21,9 +21,7 @@ from examples.digits.handwritten_digits import (
     in_turn,
     possible_layouts,
 )
-from examples.digits.handwritten_digits import (
-    open_samples as open_digits,
-)
+from examples.digits.handwritten_digits import open_samples as open_digits
 from multimodal.data.conversation import GeneratedSegment, ItemSegment, Segment, TextSegment
 from multimodal.data.sample_source import SampleRequest, SampleSource
 from multimodal.values.errors import ConfigError

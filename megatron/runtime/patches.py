@@ -16,6 +16,7 @@ from megatron.runtime import platform
 from megatron.runtime.drop_in.balanced_data import Length, count_numbers
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
 from megatron.runtime.drop_in.unit_groups import UnitGroups
+from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
@@ -23,10 +24,9 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.validate import validate_plan
 
-_ORIGINALS: dict[str, Callable[..., Any]] = {
-    name: getattr(schedules, name) for name in ("get_forward_backward_func", "forward_backward_pipelining_without_interleaving")
-}
-"""What loops import by name: most the first; Megatron-Bridge's of MegatronMIMO calls the second, whatever the schedule."""
+_CHOICE, _PIPELINE = "get_forward_backward_func", "forward_backward_pipelining_without_interleaving"
+"""Functions that loops import by name: most the first; Megatron-Bridge's of MegatronMIMO calls the second itself."""
+_ORIGINALS: dict[str, Callable[..., Any]] = {name: getattr(schedules, name) for name in (_CHOICE, _PIPELINE)}
 _installed = _ORIGINALS
 _groups: UnitGroups | None = None
 _units: dict[str, UnitPlan] | None = None
@@ -74,7 +74,7 @@ def apply(
         raise ConfigError("patches.apply(plan=...): a plan is applied already, and plans do not nest; call patches.undo() first")
     platform.install()
     measure = None if balance == UNBALANCED else length or count_numbers
-    signature = inspect.signature(_ORIGINALS["get_forward_backward_func"])
+    signature = inspect.signature(_ORIGINALS[_CHOICE])
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         """Return Braid's function, which works for all sizes: it reads them from the process groups and its model."""
@@ -88,9 +88,8 @@ def apply(
         validate_plan(plan, graph=graph, world_size=dist.get_world_size())
         _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
         _units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == graph.backbone.name)}
-    unlike = None if _groups is None or _units is None else _groups.unlike.get([*_units][-1])
-    function = ForwardBackward(schedule=schedule, length=measure, units=_units, unlike=unlike).forward_backward
-    _install(dict(zip(_ORIGINALS, (get_forward_backward_func, function), strict=True)))
+    function = ForwardBackward(schedule=schedule, length=measure, units=_units, unlike=_unlike_replicas()).forward_backward
+    _install({_CHOICE: get_forward_backward_func, _PIPELINE: function})
     return {} if _groups is None else _groups.collections
 
 
@@ -109,7 +108,7 @@ def copy_weights(model: Module | Sequence[Module]) -> None:
 
     model: this rank's chunks. Call it before the optimizer copies weights. Megatron gives replicas alike weights by itself.
     """
-    if _groups is not None and _units is not None and (unlike := _groups.unlike.get([*_units][-1])) is not None:
+    if (unlike := _unlike_replicas()) is not None:
         unlike.copy_weights([model] if isinstance(model, Module) else model)
 
 
@@ -120,6 +119,11 @@ def undo() -> None:
     if _groups is not None:
         _groups.close()
         _groups = _units = None
+
+
+def _unlike_replicas() -> UnlikeReplicas | None:
+    """Return the LLM's replicas, if those of the applied plan are not alike."""
+    return None if _groups is None or _units is None else _groups.unlike.get([*_units][-1])
 
 
 def _install(functions: dict[str, Callable[..., Any]]) -> None:

@@ -120,6 +120,19 @@ def batch_of(*, times: torch.Tensor, told: torch.Tensor, width: int = WIDTH, row
     return PackedInput(lengths, positions, patches=data, items_made=made, path=path, **rest), conditions
 
 
+def predict_by(module: Any, name: str, sample: torch.Tensor, given: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """given: [num_items, 3, width]; to a DiT its last row beside the vector of no class, as a class of its own."""
+    if name == "SD3":
+        pooled = torch.nn.functional.pad(given[:, -1], (0, 8))
+        return module(sample, encoder_hidden_states=given, pooled_projections=pooled, timestep=step).sample
+    if name == "UNet":
+        return module(sample, step, encoder_hidden_states=given).sample
+    tables = {key: table for key, table in module.named_parameters() if "embedding_table" in key}
+    told = {key: torch.cat((table[-1] + given[:, -1], table)) for key, table in tables.items()}
+    asked = {"timestep": step, "class_labels": torch.arange(len(given))}
+    return torch.func.functional_call(module, told, (sample,), asked).sample[:, :1]
+
+
 def compare_with_diffusers(case: GradientCase, folder: str) -> dict[str, float]:
     """Return the largest differences of loss and gradients from diffusers' own; on one rank."""
     import diffusers
@@ -135,6 +148,7 @@ def compare_with_diffusers(case: GradientCase, folder: str) -> dict[str, float]:
     loss.backward()
     kind = getattr(diffusers, {"UNet": "UNet2DConditionModel"}.get(name, f"{name}Transformer2DModel"))
     module = kind.from_pretrained(folder, low_cpu_mem_usage=False).double().eval()
+    predict = partial(predict_by, module, name)
     projector = stage.layers["0"]
     projected = (torch.nn.functional.linear(conditions, projector.weight.detach(), projector.bias.detach())).unflatten(0, (3, 3))
     if flow.prediction == "velocity":
@@ -147,18 +161,6 @@ def compare_with_diffusers(case: GradientCase, folder: str) -> dict[str, float]:
         scheduler.alphas_cumprod = (1 - steps[name == "DiT"]).cumprod(0)
     counts, made = [math.prod(grid) for grid in batch.items_made.grids], batch.items_made
     start = torch.randn(batch.patches.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def predict(sample: torch.Tensor, given: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """given: [num_items, 3, width]; to a DiT its last row beside the vector of no class, as a class of its own."""
-        if name == "SD3":
-            pooled = torch.nn.functional.pad(given[:, -1], (0, 8))
-            return module(sample, encoder_hidden_states=given, pooled_projections=pooled, timestep=step).sample
-        if name == "UNet":
-            return module(sample, step, encoder_hidden_states=given).sample
-        tables = {key: table for key, table in module.named_parameters() if "embedding_table" in key}
-        told = {key: torch.cat((table[-1] + given[:, -1], table)) for key, table in tables.items()}
-        asked = {"timestep": step, "class_labels": torch.arange(len(given))}
-        return torch.func.functional_call(module, told, (sample,), asked).sample[:, :1]
 
     def draw(image: torch.Tensor, item: int) -> torch.Tensor:
         """As diffusers' pipelines do, from the same noise."""

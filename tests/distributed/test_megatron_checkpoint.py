@@ -190,7 +190,9 @@ def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None
             {**working_flags(tmp_path), "--dtype": "float64", **load, "--save": tmp_path / "new", **changes}, num_ranks=2
         )
         assert all(done.exit_codes) and message in done.output and "Traceback" not in done.output, done.output
-    convert("--load", tmp_path / "own", "--save-distributed", tmp_path / "plain")
+    words = ["--load", tmp_path / "own", "--save-distributed", tmp_path / "plain"]
+    assert convert_main([*map(str, words), "--averages"]) == 2
+    convert(*words)
     embeddings = {"model.llm.layers.0.word_embeddings.weight": torch.empty(384, 32, dtype=torch.float64)}
     torch.distributed.checkpoint.load(embeddings, checkpoint_id=tmp_path / "plain", no_dist=True)
     with open_model(tmp_path / "own") as (session, _):

@@ -50,7 +50,7 @@ def read_index_of(folder: Path) -> tuple[Path, TensorIndex]:
 
 
 def has_optimizer_state(folder: Path) -> bool:
-    """Return whether a run's checkpoint has its optimizer's state; raises CheckpointError."""
+    """Return True if a run's checkpoint has its optimizer's state; raises CheckpointError."""
     return any(key.startswith("exp_avg.") for key in read_index_of(folder)[1])
 
 

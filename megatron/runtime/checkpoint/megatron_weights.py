@@ -173,7 +173,7 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
 
 
 def has_state(folder: Path) -> bool:
-    """Return whether a checkpoint has an optimizer's state that a run could go on with; raises CheckpointError."""
+    """Return True if a checkpoint has an optimizer's state that a run could go on with; raises CheckpointError."""
     path = find_folder(folder)
     return path.name != "release" and any(map(_STATE.fullmatch, dist_checkpointing.load_tensors_metadata(str(path))))
 

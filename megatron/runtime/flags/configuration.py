@@ -507,6 +507,11 @@ class CheckpointConfig:
     save_adapter: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets adapters, and whatever else was trained, after the last step as Hugging Face's PEFT loads them."""
 
+    @property
+    def saves_steps(self) -> bool:
+        """True if checkpoints are written after steps, of either form."""
+        return bool(self.save or self.save_megatron)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:

@@ -226,7 +226,7 @@ def average_key(key: str) -> str:
 
 
 def is_average(key: str) -> bool:
-    """Return whether a tensor is the average of a weight."""
+    """Return True if a tensor is the average of a weight."""
     return key.startswith(f"{AVERAGE}.")
 
 

@@ -181,8 +181,7 @@ def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepR
 
 def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None:
     config, number = run.config, progress.step
-    saves = config.checkpoint.save or config.checkpoint.save_megatron
-    save_interval = config.checkpoint.save_interval or DEFAULT_SAVE_INTERVAL if saves else None
+    save_interval = config.checkpoint.save_interval or DEFAULT_SAVE_INTERVAL if config.checkpoint.saves_steps else None
     is_due = config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval)
     if is_due and progress.evaluated_step != number:
         progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
@@ -191,8 +190,7 @@ def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None
 
 
 def _save_last(run: Run, progress: Progress) -> None:
-    saves = run.config.checkpoint.save or run.config.checkpoint.save_megatron
-    if saves and progress.saved_step != progress.step and progress.step > progress.first_step:
+    if run.config.checkpoint.saves_steps and progress.saved_step != progress.step and progress.step > progress.first_step:
         progress.saved_step = save_due(run, progress.step)
     if run.background_save is not None:
         run.background_save.finish()

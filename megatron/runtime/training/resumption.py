@@ -35,6 +35,8 @@ class Start(NamedTuple):
     """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from weights only, at step 0."""
+    is_of_megatron: bool = False
+    """True for a checkpoint of Megatron's."""
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -59,7 +61,7 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        has_own = start is not None and start.is_resumption and start.flag != "--load-megatron"
+        has_own = start is not None and start.is_resumption and not start.is_of_megatron
         if checkpoint.load_adapter is not None and not has_own:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
@@ -105,16 +107,17 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
         (checkpoint.load, "--load") if checkpoint.finetune else (checkpoint.pretrained_checkpoint, "--pretrained-checkpoint")
     )
     given, given_flag = (given, given_flag) if given else (checkpoint.load_hf, "--load-hf")
-    given, given_flag = (given, given_flag) if given else (checkpoint.load_megatron, "--load-megatron")
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
-        if given:
-            logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, given)
+        if weights := given or checkpoint.load_megatron:
+            logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, weights)
         return Start(own, own_flag, is_resumption=True)
     if given:
-        if given_flag not in ("--load-hf", "--load-megatron") and find_newest_checkpoint(given) is None:
+        if given_flag != "--load-hf" and find_newest_checkpoint(given) is None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
-        return Start(given, given_flag, is_resumption=given_flag == "--load-megatron" and not checkpoint.finetune)
+        return Start(given, given_flag, is_resumption=False)
+    if checkpoint.load_megatron:
+        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune, is_of_megatron=True)
     if own and own != checkpoint.save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
@@ -138,7 +141,7 @@ def _load(run: Run, start: Start) -> None:
             check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
     load_optimizer = start.is_resumption and checkpoint.load_optim
-    if start.flag == "--load-megatron":
+    if start.is_of_megatron:
         loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:

@@ -103,7 +103,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def takes_kernels(logits: Tensor) -> bool:
-    """Return whether Triton's kernels compute the loss: on CUDA, but in float64."""
+    """Return True if Triton's kernels compute the loss: on CUDA, but in float64."""
     return logits.is_cuda and logits.dtype != torch.float64 and HAS_TRITON
 
 

@@ -334,5 +334,5 @@ def count_operations(unit: Unit) -> Unit:
     counts = np.array(_COUNTED_SIDES, dtype=float) ** 2
     solved = np.linalg.solve(np.vander(counts, increasing=True), np.array(found, dtype=float))
     num_weights = sum(parameter.numel() for parameter in module.parameters())
-    counted = replace(unit.module, operations=tuple(abs(each) for each in solved.round().tolist()), num_weights=num_weights)
+    counted = replace(unit.module, operations=tuple((solved.round() + 0.0).tolist()), num_weights=num_weights)
     return replace(unit, module=counted)

@@ -73,7 +73,7 @@ def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
 
 
 def can_build(builder: str, shape: StepShape) -> bool:
-    """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
+    """Return True if a run may have the schedule and its builder allows the plan; most allow every plan."""
     row = BUILDERS[builder]
     if not (row.is_folded or row.fewest_encoders > 1 or not row.takes_fed_encoders):
         return True

@@ -111,7 +111,7 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
 
 
 def divides(size: int, unit: Unit) -> bool:
-    """Return whether a unit can have this tensor parallel size."""
+    """Return True if a unit can have this tensor parallel size."""
     numbers = *unit.divided_widths.values(), unit.transformer.hidden_size
     return all(number % size == 0 for number in numbers)
 
