@@ -69,6 +69,9 @@ def build_parser() -> Parser:
     how.add_argument("--balance", required=True, choices=BALANCERS, help="The balancer.")
     how.add_argument("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
     how.add_argument(
+        "--refine-encoders", action="store_true", help="Balance encoders by themselves, whoever places the LLM's work."
+    )
+    how.add_argument(
         "--unit-costs",
         type=_costs,
         default={},
@@ -143,6 +146,7 @@ def main(argv: Sequence[str]) -> None:
     options = BalanceOptions(
         num_microbatches=flags.microbatches,
         granularity=Granularity(flags.balance_granularity),
+        refines_encoders=flags.refine_encoders,
         unit_costs=costs,
         ranks_per_node=flags.gpus_per_node,
         vocab_size=padded_vocab_size(flags, graph),

@@ -108,6 +108,8 @@ class BalanceOptions:
     """For balancers that can lower the number (`BalancerRow.defers`)."""
     merges_encoders: bool = False
     """True if encoders count as one, whose work is the sum of theirs; for balancers that defer (Entrain 4.5)."""
+    refines_encoders: bool = False
+    """True if encoders are balanced by themselves where a balancer would place them beside the LLM."""
     unit_costs: Mapping[str, LengthCost] = field(default_factory=lambda: MappingProxyType({}))
     """Unit -> its cost as a function of lengths in tokens; other units cost their FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -9,8 +10,9 @@ import numpy as np
 from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import Granularity
-from multimodal.balance.batch_work import BatchWork
-from multimodal.values.arrays.rows import Integers, row_starts, take_rows
+from multimodal.balance.batch_work import BatchWork, sum_floats_by
+from multimodal.balance.length_cost import LengthCost
+from multimodal.values.arrays.rows import Integers, group_rows, integers, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -33,8 +35,12 @@ Microbatches = tuple[Integers, Integers]
 
 
 def follow_llm(llm: Groups, work: BatchWork, *, plan: Plan, encoded: Groups | None = None) -> Assignment:
-    """Place encoders and generators beside the LLM's microbatches; encoded: the samples that encoders process, if others."""
-    return _place_units(follow_samples, llm, work, plan=plan, encoded=llm if encoded is None else encoded)
+    """Place encoders and generators beside the LLM's microbatches; encoded: the samples that encoders process, if others.
+
+    With `refines_encoders`, encoders are balanced on their own in the order of these samples.
+    """
+    place_encoder = balance_items if work.options.refines_encoders else follow_samples
+    return _place_units(place_encoder, llm, work, plan=plan, encoded=llm if encoded is None else encoded)
 
 
 def place_every_unit(llm: Groups, work: BatchWork, *, plan: Plan) -> Assignment:
@@ -142,6 +148,9 @@ def balance_items(microbatches: Microbatches, work: BatchWork, unit: str, held: 
     Each replica takes its items in the order in which the LLM needs them, and cuts them into runs of nearly equal work: as many
     as if each LLM microbatch with items had one and they were dealt over the replicas, or of the encoder's own size. A replica
     with a share of n takes n of as many equal parts of the work, and of the microbatches, as the shares add up to.
+
+    Few items make uneven runs. So where replicas have equal shares and microbatches no size of their own, `_balance_rounds`
+    competes, and what has less work on the busiest replica and in the largest microbatch together is taken.
     """
     num_replicas = held.data_parallel_size
     starts, needed = _items_of(microbatches, work, unit)
@@ -151,16 +160,54 @@ def balance_items(microbatches: Microbatches, work: BatchWork, unit: str, held: 
     group_of_item = np.arange(len(needed))
     if work.options.granularity is Granularity.SAMPLE:
         _, group_of_item = np.unique(work.of_unit(unit).samples, return_inverse=True)
+    of_groups, cost = work.amounts(unit, group_of_item), work.cost(unit)
     shares = held.microbatch_shares or (1,) * num_replicas
     num_parts = np.repeat(shares, num_replicas // len(shares))
-    bins = post_balance(work.amounts(unit, group_of_item), num_bins=int(num_parts.sum()), cost=work.cost(unit))
+    bins = post_balance(of_groups, num_bins=int(num_parts.sum()), cost=cost)
     replicas = np.repeat(np.arange(num_replicas), num_parts)[bins[group_of_item[needed]]]
     items = needed[np.argsort(replicas, kind="stable")]
     sizes = np.bincount(replicas, minlength=num_replicas)
     if (size := work.options.encoder_micro_batch_sizes.get(unit)) is not None:
         return cut_replicas(items, np.ones(len(items), np.int64), sizes, counts=-(-sizes // size))
     counts = -(-int(np.count_nonzero(np.diff(starts))) * num_parts // int(num_parts.sum()))
-    return cut_replicas(items, work.amounts(unit)[items], sizes, counts=counts)
+    of_items = work.amounts(unit)
+    cut = cut_replicas(items, of_items[items], sizes, counts=counts)
+    if len(set(shares)) > 1:
+        return cut
+    in_rounds = _balance_rounds(needed, group_of_item, of_groups, cost, num_rounds=int(counts.max()), num_replicas=num_replicas)
+    return min(cut, in_rounds, key=lambda groups: _busiest(groups, of_items, cost))
+
+
+def _balance_rounds(
+    needed: Integers, group_of_item: Integers, of_groups: Integers, cost: LengthCost, *, num_rounds: int, num_replicas: int
+) -> Groups:
+    """Cut all items, in the order of need, into rounds of nearly equal work, and balance each round over the replicas.
+
+    So microbatch k of every replica holds items of round k: those that the LLM needs at about the same time. Of each round, the
+    replica with the least work so far takes the largest microbatch. O(items log items).
+    """
+    _, first = np.unique(group_of_item[needed], return_index=True)
+    order = np.argsort(first)  # of groups, by the first of their items
+    rounds, _ = cut_evenly(of_groups[order], integers((0, len(order))), integers((num_rounds,)))
+    places, total = np.zeros(len(order), np.int64), np.zeros(num_replicas)
+    for index, (start, end) in enumerate(pairwise(rounds.tolist())):
+        own = order[start:end]
+        bins = post_balance(of_groups[own], num_bins=num_replicas, cost=cost)
+        loads = cost.row_costs(*group_rows(bins.astype(np.int64), of_groups[own], num_replicas))
+        owners = np.zeros(num_replicas, np.int64)
+        owners[np.argsort(-loads, kind="stable")] = np.argsort(total, kind="stable")
+        total[owners] += loads
+        places[own] = owners[bins] * num_rounds + index
+    starts, items = group_rows(places[group_of_item[needed]], needed, num_replicas * num_rounds)
+    busy = np.flatnonzero(np.diff(starts))
+    counts = np.bincount(busy // num_rounds, minlength=num_replicas)
+    return Groups(items, np.append(starts[busy], len(items)), row_starts(counts))
+
+
+def _busiest(groups: Groups, amounts: Integers, cost: LengthCost) -> float:
+    """Return the work of the busiest replica and of the largest microbatch together: what a pipeline takes, filling included."""
+    of_microbatches = cost.row_costs(groups.atom_starts, amounts[groups.atoms])
+    return float(of_microbatches.max() + sum_floats_by(row_numbers(groups.microbatch_starts), of_microbatches).max())
 
 
 def cut_replicas(atoms: Integers, amounts: Integers, sizes: Integers, *, counts: Integers) -> Groups:
@@ -195,7 +242,7 @@ def balance_unlike(work: BatchWork, *, plan: Plan, balance: Callable[..., Assign
     shares = shares_of(graph, plan, graph.backbone.name)
     count = work.count_microbatches(1) if options.num_microbatches is None else options.num_microbatches * len(shares)
     counts = share_microbatches(max(count, len(shares)), shares)
-    alone = replace(options, num_microbatches=sum(counts), tokens_per_microbatch=None, predictor=None)
+    alone = replace(options, num_microbatches=sum(counts), tokens_per_microbatch=None, predictor=None, refines_encoders=False)
     one_replica = {unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units}
     whole = balance(replace(work, options=alone), plan=Plan(one_replica))
     microbatches = whole.units[graph.backbone.name][0]

@@ -218,7 +218,8 @@ class TrainingConfig:
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balance: str = field(default=UNBALANCED, metadata={"choices": lambda: tuple(BALANCERS)})
     """Method that distributes samples and items over replicas and microbatches; NAME:key=value,key gives it the options of the
-    next five flags, too: granularity, costs (one for each unit), rearrange-nodes, num-microbatches, merge-encoders."""
+    next six flags, too: granularity, costs (one for each unit), rearrange-nodes, num-microbatches, merge-encoders,
+    refine-encoders."""
     balance_granularity: Literal["item", "sample"] = "item"
     """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
     unit_costs: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT=FORM[:W]"})
@@ -233,6 +234,9 @@ class TrainingConfig:
     merge_encoders: bool = False
     """--balance entrain: balance all encoders as one, by the sum of their work (--schedule encoders-colocated also runs them
     so)."""
+    refine_encoders: bool = False
+    """Balance encoders over their replicas by themselves where the --balance would place them beside the LLM: disttrain and
+    entrain as published leave their replicas uneven where these are not the LLM's."""
     cluster: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "C.yaml"})
     """The machine whose durations --balance auto, the order of --balance disttrain and schedules made from durations go by; by
     default one like this."""

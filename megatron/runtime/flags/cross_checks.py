@@ -282,6 +282,8 @@ def _problems_of_shares(config: RunConfig, graph: ModelGraph, plan: Plan) -> Ite
         whole = ", ".join(name for name, other in BALANCERS.items() if other.keeps_samples_whole)
         what = f"the replicas of unit '{unlike[0]}' differ" if unlike else "the plan gives the LLM's replicas shares of their own"
         yield f"--balance {balance} cannot deal unequal shares of a batch: {what}; choose one of {whole}"
+    elif has_unequal_shares(graph, plan) and config.training.refine_encoders:
+        yield "--refine-encoders cannot deal unequal shares of a batch, which the plan gives its replicas; leave it out"
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     if batch < num_replicas:
         yield (

@@ -31,6 +31,7 @@ BALANCE_OPTIONS: Mapping[str, tuple[str, str]] = {
     "granularity": ("--balance-granularity", "item or sample"),
     "num-microbatches": ("--balance-num-microbatches", "given, effective or predicted"),
     "merge-encoders": ("--merge-encoders", ""),
+    "refine-encoders": ("--refine-encoders", ""),
     "costs": ("--unit-costs", "UNIT=FORM[:W]"),
     "rearrange-nodes": ("--rearrange-nodes", ""),
 }

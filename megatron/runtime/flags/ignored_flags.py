@@ -65,8 +65,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     *_where(
         "balance",
-        lambda c: not BALANCERS[c.training.balance].places_items,
-        {"balance_granularity": f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one"},
+        lambda c: BALANCERS[c.training.balance].places_items,
+        {"refine_encoders": f"--balance {_PLACE_ITEMS} balance encoders by themselves anyway; choose another one"},
+    ),
+    *_where(
+        "balance refine_encoders",
+        lambda c: not BALANCERS[c.training.balance].places_items and not c.training.refine_encoders,
+        {"balance_granularity": f"only --balance {_PLACE_ITEMS} and --refine-encoders balance an encoder by itself; choose one"},
     ),
     *_where(
         "balance",
@@ -232,6 +237,7 @@ ENCODER_FLAGS = {
     "balance_num_microbatches": "it lowers the number where one sample's items would fill a microbatch",
     "rearrange_nodes": "it moves their batches",
     "merge_encoders": "it balances them as one",
+    "refine_encoders": "it balances them by themselves",
     "eval_blank_images": "it blanks what they take",
 }
 """Fields that have no meaning without an encoder -> the reason."""

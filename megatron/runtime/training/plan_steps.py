@@ -49,6 +49,7 @@ def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
         granularity=Granularity(training.balance_granularity),
         microbatch_count=MicrobatchCount(training.balance_num_microbatches),
         merges_encoders=training.merge_encoders,
+        refines_encoders=training.refine_encoders,
         unit_costs=training.declared_costs,
         ranks_per_node=ranks_on_node(),
         vocab_size=run.session.options.vocab_size,

@@ -16,7 +16,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         *("--plan", "--colocate-units", "--sequence-parallel", "--data-parallel-sharding-strategy", "--schedule"),
         *("--schedule-passes", "--recompute-granularity", "--micro-batch-size", "--balance", "--balance-granularity"),
-        *("--balance-num-microbatches", "--merge-encoders", "--unit-costs", "--rearrange-nodes"),
+        *("--balance-num-microbatches", "--merge-encoders", "--refine-encoders", "--unit-costs", "--rearrange-nodes"),
         *("--context-parallel-distribution", "--context-parallel-block-size", "--lengths-from", "--num-workers"),
         *("--save", "--tensorboard-dir", "--report-dir", "--cluster", "--producers", "--producer-token"),
     }

@@ -1,6 +1,6 @@
 """Placement of encoders and generators: examples, and arrays against the same rules atom by atom."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 
 import numpy as np
@@ -147,17 +147,52 @@ def plain_assignment(case: Case, *, balances: bool) -> Assignment:
         of_groups = [round(scale * sum(amounts[atom] for atom in group)) for group in together.values()]
         cost = options.unit_costs.get(unit, LengthCost())
         bin_of_group = post_balance(of_groups, num_bins=num_replicas, cost=cost) if flat else np.zeros(0)
+        scaled = {atom: round(scale * amounts[atom]) for atom in flat}
         groups, count = list(together.values()), -(-sum(map(bool, items)) // num_replicas)
         made = []
         for replica in range(num_replicas):
             members = np.flatnonzero(bin_of_group == replica)
             atoms = sorted((atom for index in members for atom in groups[index]), key=flat.index)
-            of_atoms = [1 if size else round(scale * amounts[atom]) for atom in atoms]
+            of_atoms = [1 if size else scaled[atom] for atom in atoms]
             most = -(-len(atoms) // size) if size else count
             starts, _ = cut_evenly(np.array(of_atoms, np.int64), np.array([0, len(atoms)]), np.array([most]))
             made.append(tuple(tuple(atoms[first:last]) for first, last in pairwise(starts)))
         units[unit] = tuple(made)
+        if flat and size is None:
+            ordered = sorted(zip(groups, of_groups, strict=True), key=lambda pair: min(map(flat.index, pair[0])))
+            in_rounds = plain_rounds(ordered, cost, num_rounds=count, num_replicas=num_replicas, order=flat)
+            units[unit] = min(units[unit], in_rounds, key=lambda placed: busiest(placed, scaled, cost))
     return Assignment({unit: units[unit] for unit in (*(each.name for each in graph.encoders), *units)})
+
+
+def cost_of(amounts: Sequence[int], cost: LengthCost) -> float:
+    return float(cost.row_costs(np.array([0, len(amounts)]), np.array(amounts, np.int64))[0])
+
+
+def busiest(replicas: Sequence[Sequence[Microbatch]], amounts: Mapping[Atom, int], cost: LengthCost) -> float:
+    """The work of the busiest replica and of the largest microbatch."""
+    costs = [[cost_of([amounts[atom] for atom in microbatch], cost) for microbatch in replica] for replica in replicas]
+    return max(map(sum, costs)) + max(map(max, filter(None, costs)))
+
+
+def plain_rounds(
+    groups: Sequence[tuple[list[Atom], int]], cost: LengthCost, *, num_rounds: int, num_replicas: int, order: list[Atom]
+) -> tuple[tuple[Microbatch, ...], ...]:
+    """Groups in the order of need, cut into rounds, each of which is balanced over the replicas."""
+    amounts = [amount for _, amount in groups]
+    starts, _ = cut_evenly(np.array(amounts), np.array([0, len(groups)]), np.array([num_rounds]))
+    made: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
+    totals = [0.0] * num_replicas
+    for first, last in pairwise(starts):
+        bins = post_balance(amounts[first:last], num_bins=num_replicas, cost=cost)
+        members = [first + np.flatnonzero(bins == number) for number in range(num_replicas)]
+        costs = [cost_of([amounts[index] for index in own], cost) for own in members]
+        idlest = sorted(range(num_replicas), key=totals.__getitem__)
+        for owner, number in zip(idlest, sorted(range(num_replicas), key=lambda each: -costs[each]), strict=True):
+            totals[owner] += costs[number]
+            atoms = sorted((atom for index in members[number] for atom in groups[index][0]), key=order.index)
+            made[owner] += [tuple(atoms)] if atoms else []
+    return tuple(map(tuple, made))
 
 
 @pytest.mark.parametrize(("place", "balances"), [(follow_llm, False), (place_every_unit, True)])

@@ -15,7 +15,7 @@ from multimodal.balance.measure_balance import NodeBytes, measure_traffic, moved
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
-from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import THREE, TWO, random_lengths
@@ -169,6 +169,23 @@ def test_merged_encoders_are_balanced_by_the_sum_of_their_work(graph, build_plan
 
     assert sums() == [900, 1600]
     assert sums(merges_encoders=True) == [1200, 1300]
+
+
+@pytest.mark.parametrize("name", ["disttrain", "entrain"])
+def test_refined_encoders_are_even_where_the_paper_deals_in_turn(graph, build_plan, build_sample, name) -> None:
+    """Three encoder replicas beside an LLM of two, and pictures of many sizes."""
+    lengths = [build_sample(index, 50, ("vision", 100 + 50 * (index * index % 17))) for index in range(36)]
+    plan = build_plan(vision=3, audio=1, llm=2)
+
+    def placed(**given) -> tuple[PlacedAtoms, float]:
+        options = BalanceOptions(num_microbatches=6, unit_costs={"vision": LengthCost()}, **given)
+        found = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
+        validate_assignment(found, lengths, graph=graph, plan=plan)
+        return found.placed["llm"], unit_imbalance(found, BatchWork(graph, lengths, options), unit="vision").replica
+
+    (llm, dealt), (same_llm, refined) = placed(), placed(refines_encoders=True)
+    assert llm == same_llm
+    assert dealt > 1.03 and refined < 1.01
 
 
 def balanced(graph, lengths) -> Assignment:
