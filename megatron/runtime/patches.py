@@ -88,9 +88,12 @@ def apply(
         validate_plan(plan, graph=graph, world_size=dist.get_world_size())
         _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
         _units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == graph.backbone.name)}
-    function = ForwardBackward(schedule=schedule, length=measure, units=_units, unlike=_unlike_replicas()).forward_backward
+    collections = {} if _groups is None else _groups.collections
+    function = ForwardBackward(
+        schedule=schedule, length=measure, units=_units, collections=collections, unlike=_unlike_replicas()
+    ).forward_backward
     _install({_CHOICE: get_forward_backward_func, _PIPELINE: function})
-    return {} if _groups is None else _groups.collections
+    return collections
 
 
 def unit(name: str) -> AbstractContextManager[None]:

@@ -93,8 +93,10 @@ def train_on_schedule(
     CUDA's random states. model, plan: set up Megatron's groups in place of its `initialize_model_parallel`.
     """
     parallel_state.destroy_model_parallel()
+    parts: dict[str, bool] = {}
     if schedule is not None:
-        patches.apply(schedule=schedule, model=model, plan=plan, balance=balance)
+        groups = patches.apply(schedule=schedule, model=model, plan=plan, balance=balance)
+        parts = {"add_encoder": "vision" in groups, "add_decoder": "llm" in groups} if groups else {}
     try:
         put = WeightGradientQueue.put
         with (
@@ -104,13 +106,16 @@ def train_on_schedule(
             patch.object(Tensor, "cuda", lambda tensor: tensor),
             patch.object(transformer_block, "get_cpu_offload_context", None),  # which asks for streams
         ):
-            return replace(train(case, under_plan=model is not None), num_deferred=deferred.call_count)
+            return replace(train(case, parts, under_plan=model is not None), num_deferred=deferred.call_count)
     finally:
         patches.undo()
 
 
-def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
-    """The loop: nothing in it knows of Braid, but for the weights of replicas that a plan made unlike."""
+def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -> LoopResult:
+    """The loop: nothing in it knows of Braid, but for the weights of replicas that a plan made unlike.
+
+    parts: of LLaVAModel that this rank has; empty: the encoder is on the first stage.
+    """
     if not under_plan:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=case.tensor_parallel_size,
@@ -118,7 +123,7 @@ def train(case: LoopCase, *, under_plan: bool = False) -> LoopResult:
             virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
         )
     try:
-        chunks = _build_chunks(case)
+        chunks = _build_chunks(case, parts)
         patches.copy_weights(chunks)
         num_synchronizations = _connect(chunks, case)
         losses, forwards = [], []
@@ -149,7 +154,7 @@ def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, 
     return [float(entry["lm loss"]) for entry in found]
 
 
-def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
+def _build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDataParallel]:
     config = TransformerConfig(
         num_layers=case.num_layers or case.pipeline_parallel_size * case.num_chunks,
         hidden_size=16,
@@ -170,7 +175,7 @@ def _build_chunks(case: LoopCase) -> list[DistributedDataParallel]:
         **case.options,
     )
     config.delay_wgrad_compute = case.delays_weight_gradients
-    build = _build_llava if case.has_images else partial(_build_gpt, case.has_engine)
+    build = partial(_build_llava, parts) if case.has_images else partial(_build_gpt, case.has_engine)
     return [_build_chunk(config, build, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
 
 
@@ -181,7 +186,7 @@ def _build_gpt(has_engine: bool, config: TransformerConfig, **ends: Any) -> GPTM
     return GPTModel(config, layer, **more, **ends)
 
 
-def _build_llava(config: TransformerConfig, **ends: Any) -> llava_model.LLaVAModel:
+def _build_llava(parts: dict[str, bool], config: TransformerConfig, **ends: Any) -> llava_model.LLaVAModel:
     of_encoder = {"num_layers": 1, "tensor_model_parallel_size": config.tensor_model_parallel_size, "params_dtype": torch.float64}
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False, "bias_dropout_fusion": False}
     vision = TransformerConfig(hidden_size=16, num_attention_heads=4, gradient_accumulation_fusion=False, **of_encoder, **plain)
@@ -206,8 +211,7 @@ def _build_llava(config: TransformerConfig, **ends: Any) -> llava_model.LLaVAMod
             img_w=IMAGE_SIZE,
             patch_dim=IMAGE_SIZE // 2,
             language_position_embedding_type="rope",
-            add_encoder=ends["pre_process"],
-            **ends,
+            **{"add_encoder": ends["pre_process"]} | parts | ends,
         )
 
 

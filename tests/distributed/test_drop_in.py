@@ -66,9 +66,36 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
     assert_same_training(case, ranks, schedule="1f1b", under=(model, plan))
 
 
-def _graph(num_layers: int) -> ModelGraph:
+@pytest.mark.parametrize(
+    ("encoders", "options"),
+    [([[0], [1]], {}), ([[0]], {}), ([[2]], VARIABLE)],
+    ids=["first stage", "one replica", "own ranks"],
+)
+def test_encoders_fill_bubbles_of_a_loops_llm(ranks: RankPool, encoders: list[list[int]], options: dict[str, Any]) -> None:
+    """LLaVAModel's encoder, with the LLM's first stage or on ranks of its own, as a unit whose work goes where lanes wait."""
+    case = LoopCase(2, has_images=True, options=options)
+    width = len(encoders)
+    model = _graph(2, has_images=True)
+    cuts = split_layers(model.backbone.layers, num_stages=2)
+    llm = tuple(Replica((Stage((d,), cuts[:1]), Stage((d + width,), cuts[1:]))) for d in range(width))
+    vision = tuple(Replica((Stage(tuple(each), ((0, len(model.unit("vision").layers)),)),)) for each in encoders)
+    plan = Plan({"vision": UnitPlan(vision), "llm": UnitPlan(llm)})
+    expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=2 * width)
+    found: list[LoopResult] = ranks.run(train_on_schedule, case, "optimus", model, plan, world_size=plan.num_ranks)
+    for mine, theirs in zip(found, expected, strict=False):
+        assert np.array(mine.losses) == pytest.approx(np.array(theirs.losses), rel=0, abs=1e-9)
+    for rank, theirs in enumerate(expected):
+        for name, gradient in theirs.gradients.items():
+            holder = found[encoders[rank][0] if ".vision_" in name else rank]
+            np.testing.assert_allclose(holder.gradients[name], gradient, rtol=0, atol=1e-9, err_msg=name)
+
+
+def _graph(num_layers: int, *, has_images: bool = False) -> ModelGraph:
     llm = {"role": "backbone", "num_layers": num_layers, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
-    return ModelGraph.from_dict({"units": {"llm": llm}})
+    units: dict[str, Any] = {"llm": llm}
+    if has_images:
+        units = {"vision": llm | {"role": "encoder", "num_layers": 1, "image": {"patch_size": 2}}} | units
+    return ModelGraph.from_dict({"units": units})
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron.core.utils import get_model_config
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.balanced_data import Length, deal_microbatches
+from megatron.runtime.drop_in.module_roles import LANGUAGE, is_mimo, modules_of_plan
 from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
 from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
@@ -46,14 +48,16 @@ class ForwardBackward:
         schedule: str,
         length: Length | None = None,
         units: Mapping[str, UnitPlan] | None = None,
+        collections: Mapping[str, ProcessGroupCollection] | None = None,
         unlike: UnlikeReplicas | None = None,
     ) -> None:
         """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn.
 
         units: of the applied plan, the one with the loss last, which modules on ranks of their own must follow; None: no plan.
-        unlike: that one's replicas, if they are not alike.
+        collections: the process groups of those that this rank is in; unlike: the last unit's replicas, if they are not alike.
         """
-        self._schedule, self._length, self._units, self._unlike = schedule, length, units, unlike
+        self._schedule, self._length, self._units, self._unlike = schedule, length, units or {}, unlike
+        self._collections = collections or {}
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
@@ -63,7 +67,7 @@ class ForwardBackward:
         self,
         *,
         forward_step_func: Callable[..., Any],
-        data_iterator: DataIterator | list[DataIterator],
+        data_iterator: DataIterator | list[DataIterator] | Mapping[str, DataIterator | list[DataIterator]],
         model: torch.nn.Module | list[torch.nn.Module],
         num_microbatches: int,
         seq_length: int,
@@ -87,23 +91,32 @@ class ForwardBackward:
         Raises ConfigError if an option would be ignored, before any message is sent.
         """
         chunks = model if isinstance(model, list) else [model]
-        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        llm = [LANGUAGE, *self._units][-1]
+        of_modules: dict[str, Any] = dict(data_iterator) if isinstance(data_iterator, Mapping) else {}
+        given = of_modules.pop(llm, None) if isinstance(data_iterator, Mapping) else data_iterator
+        iterators = given if isinstance(given, list) else [given]
         if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
             raise ConfigError(
                 "use_megatron_fsdp=True cannot be used with Braid's schedules: it gathers and releases weights in the order of "
                 "Megatron's own; leave it out (--use-distributed-optimizer shards the optimizer), or call patches.undo()"
             )
         config = get_model_config(chunks[0])
-        is_whole = getattr(p2p_communicator, "module_to_grid_map", None) is None
+        is_told = getattr(p2p_communicator, "module_to_grid_map", None) is not None
+        modules = () if is_told else modules_of_plan(self._units, chunks[0])
+        is_whole = not is_told and not modules
         inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step)
         if is_whole:
             groups = _process_groups(p2p_communicator, pg_collection)
             stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
-            modules: tuple[LoopModule, ...] = (LoopModule(UNIT, (stages,), len(chunks)),)
+            modules = (LoopModule(UNIT, (stages,), len(chunks)),)
             inputs = replace(inputs, context_parallel_size=groups.cp.size())
+        elif modules:
+            own = {LANGUAGE if name == llm else name: each for name, each in self._collections.items()}
+            groups = own.get(LANGUAGE) or next(iter(own.values()))
+            inputs = _inputs_of_modules(inputs, modules, own)
         else:
             modules, groups, inputs = read_modules(p2p_communicator, pg_collection, inputs)
-            if self._units is not None:
+            if self._units:
                 check_modules(modules, self._units)
         shape = PipelineShape(modules, num_microbatches, forward_only)
         if len(iterators) != len(chunks):
@@ -124,16 +137,20 @@ class ForwardBackward:
             cp_group=groups.cp,
         )
         if self._length is not None:
+            if of_modules:
+                raise ConfigError("patches.apply(balance=...) needs one data iterator for all modules of a rank; leave it out")
             if self._unlike is not None:
                 raise ConfigError("patches.apply(balance=...) needs replicas that are alike; leave it out, or apply another plan")
             group = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
             dealt = deal_microbatches(iterators, count=num_microbatches, length=self._length, group=group)
             inputs = replace(inputs, data_iterators=dealt)
+        if inputs.takes_roles:
+            inputs = _divide_data(inputs, modules, of_modules)
         has_channel = shape.has_messages or self._unlike is not None  # of which another may have messages
         channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if has_channel else None
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
-        is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and step.module is shape.llm
-        told = groups if is_whole else pg_collection
+        is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and shape.llm.is_here
+        told = groups if is_whole or pg_collection is None else pg_collection
         _run_step(step, tp_group=groups.tp, told=told, is_last_rank=is_last_rank, force_all_reduce=force_all_reduce)
         if self._unlike is not None and not forward_only:
             self._unlike.reduce(chunks, step.num_tokens if config.calculate_per_token_loss else num_microbatches)
@@ -186,11 +203,46 @@ def read_modules(
         replace(
             inputs,
             context_parallel_size=collection.get_language_model_cp_size() if collection.has_language_model() else None,
+            is_by_module=True,
             split=lambda output, module, size: bridges[module]._split_tensor_at_batch_dim(output, size),
             batch_dimension=lambda module: bridges[module]._batch_dim if module in bridges else 0,
-            tensor_parallel_group=groups.tp,
+            tensor_parallel_groups={name: groups.tp},
         ),
     )
+
+
+def _inputs_of_modules(
+    inputs: LoopInputs, modules: Sequence[LoopModule], groups: Mapping[str, ProcessGroupCollection]
+) -> LoopInputs:
+    """Return how the plan's units run as modules of the loop's model. groups: of those that this rank is in."""
+    first = tuple(replica[:1] for replica in modules[-1].replicas)
+    if not inputs.config.variable_seq_lengths and any(module.replicas != first for module in modules[:-1]):
+        raise ConfigError(
+            "encoders on other ranks than the LLM's first stage send outputs of any size; set variable_seq_lengths=True"
+        )
+    is_by_module = is_mimo(inputs.chunks[0])
+    return replace(
+        inputs,
+        context_parallel_size=1,
+        is_by_module=is_by_module,
+        takes_roles=True,
+        batch_dimension=lambda module: int(not is_by_module or module == LANGUAGE),
+        tensor_parallel_groups={name: each.tp for name, each in groups.items()},
+    )
+
+
+def _divide_data(inputs: LoopInputs, modules: Sequence[LoopModule], of_modules: Mapping[str, DataIterator]) -> LoopInputs:
+    """Let each encoder of this rank read microbatches of its own, or, of an iterator for all, the same as the LLM."""
+    encoders = [each for each in modules[:-1] if each.is_here and each.name not in of_modules]
+    if modules[-1].is_here and (wrong := [each for each in encoders if len(each.replicas) != len(modules[-1].replicas)]):
+        raise ConfigError(
+            f"'{wrong[0].name}' and the LLM have unlike numbers of replicas and share ranks, so that their microbatches differ; "
+            f"give data_iterator={{'{wrong[0].name}': ..., (the LLM's unit): ...}}"
+        )
+    first, *rest = inputs.data_iterators
+    own, *copies = [None] * (len(encoders) + 1) if first is None else tee(first, len(encoders) + 1)
+    found = {**of_modules, **{each.name: copy for each, copy in zip(encoders, copies, strict=True)}}
+    return replace(inputs, data_iterators=[own, *rest], module_iterators=found)
 
 
 def check_modules(modules: Sequence[LoopModule], units: Mapping[str, UnitPlan]) -> None:

@@ -5,6 +5,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
@@ -41,6 +43,11 @@ class LoopModule(NamedTuple):
     def num_stages(self) -> int:
         """Pipeline parallel size."""
         return len(self.replicas[0])
+
+    @property
+    def is_here(self) -> bool:
+        """True if this rank is in the module."""
+        return any(dist.get_rank() in ranks for replica in self.replicas for ranks in replica)
 
 
 @dataclass(frozen=True)
@@ -121,8 +128,8 @@ def _check_lane(lane: Lane, *, name: str) -> None:
                 "whole, and its backward in halves at most; give patches.apply(schedule=...) '1f1b', 'zb-h1' or another such one"
             )
     forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
-    for stage in sorted({action.stage for action in forwards}):
-        microbatches = [action.microbatch for action in forwards if action.stage == stage]
+    for unit, stage in sorted({(action.unit, action.stage) for action in forwards}):
+        microbatches = [action.microbatch for action in forwards if (action.unit, action.stage) == (unit, stage)]
         if any(first > second for first, second in pairwise(microbatches)):
             raise ConfigError(
                 f"schedule '{name}' runs the microbatches of virtual stage {stage} in the order {microbatches}, but the loop's "

@@ -1,9 +1,9 @@
 """One rank's step of a pipeline's schedule, computed by the loop's own forward step and model chunks."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
+from megatron.runtime.drop_in.module_roles import acting_as
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.split_backward import find_overlapped, prepare_split, without_overlap
 from megatron.runtime.execution.lane_run import LaneRun
@@ -32,16 +33,16 @@ class GradientSync:
 
     Without grad_sync_func, a chunk's last backward reduces gradients as it computes them. With it, reductions are launched where
     the schedule says, except for the first stage of a pipeline that is not interleaved, which has no bubble after its last
-    backward. Of split backwards none computes a chunk's last gradients alone, so reductions are launched where the schedule says.
+    backward. The schedule says where, too, if no backward computes a chunk's last gradients alone (split, or of several modules).
     """
 
-    def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module], is_split: bool = False) -> None:
+    def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module], is_late: bool = False) -> None:
         """config: ModelParallelConfig whose two functions may be None, one for all chunks, or a list with one per chunk."""
         no_sync = config.no_sync_func
         self._make_contexts: list[Callable[[], Any]] = no_sync if isinstance(no_sync, list) else [no_sync] if no_sync else []
         launch = config.grad_sync_func
         self._launch: list[Callable[..., None] | None] = launch if isinstance(launch, list) else [launch] * len(chunks)
-        if is_split:
+        if is_late:
             self._launch = [given or _overlapped_sync(chunk) for given, chunk in zip(self._launch, chunks, strict=True)]
         self._chunks = chunks
         self._held: ExitStack | None = None
@@ -177,11 +178,18 @@ class LoopInputs:
     collect_non_loss_data: bool
     first_val_step: bool | None
     context_parallel_size: int | None = None
+    is_by_module: bool = False
+    """True if inputs and outputs of the loop's model come by the names of its modules."""
     split: Callable[[Tensor, str, int], Sequence[Tensor]] | None = None
-    """Cuts an output of the module named for so many replicas of the next; None: the loop's model has no modules."""
+    """Cuts an output of the module named for so many replicas of the next; None: each output is for one."""
+    takes_roles: bool = False
+    """True if the loop's model has to be told which of its modules a forward step is to run."""
+    module_iterators: Mapping[str, Any] = field(default_factory=dict)
+    """Data iterators of modules that do not take theirs from their chunk's."""
     batch_dimension: Callable[[str], int] = lambda _: 0
     """Dimension of a module's outputs along which those of several replicas are put together."""
-    tensor_parallel_group: dist.ProcessGroup | None = None
+    tensor_parallel_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Those of modules of this rank."""
 
 
 class _OpenMicrobatch(NamedTuple):
@@ -217,17 +225,20 @@ class PipelineStep(LaneRun):
         super().__init__(broker=broker, clock=StepClock(lane=0))
         lane = schedule.lanes[schedule.shape.plan.lane_of_rank[dist.get_rank()]]
         self.inputs, self.message_shapes, self.shape, self.step, self.lane = inputs, message_shapes, shape, schedule.shape, lane
-        self.module = next(module for module in shape.modules if module.name == lane.actions[0].unit)
+        self.modules = {module.name: module for module in shape.modules}
+        is_shared = len({action.unit for action in lane.actions}) > 1
         self.forward_data: list[Any] = []
         """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
         has_halves = any(action.kind is ActionKind.INPUT_GRADIENT for action in lane.actions)
         self.is_split = has_halves or getattr(inputs.config, "delay_wgrad_compute", False)
-        self.overlapped = find_overlapped(inputs.chunks) if self.is_split else []
+        self.is_late = self.is_split or is_shared
+        """True if no backward computes a chunk's last gradients alone."""
+        self.overlapped = find_overlapped(inputs.chunks) if self.is_late else []
         if self.is_split:
             for chunk in inputs.chunks:
                 prepare_split(chunk, inputs.config)
-        self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_split=self.is_split)
+        self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_late=self.is_late)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
         self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))
         """Chunks for which param_sync_func was not called, in the order of their first forwards."""
@@ -235,7 +246,7 @@ class PipelineStep(LaneRun):
         self._gather_next()
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.has_messages else None
         self.checkpoints = dict(zip(forwards, _checkpointed_forwards(lane, num_keeping=num_keeping), strict=True))
-        self.last_backwards = {action.stage: action for action in lane.actions if action.kind is ActionKind.BACKWARD}
+        self.last_of_chunk = {(action.kind, self._chunk_index(action)): action for action in lane.actions}
 
     def execute(self) -> None:
         """Run the lane; gradients accumulate where the model keeps them."""
@@ -250,13 +261,17 @@ class PipelineStep(LaneRun):
             self.started.add(chunk_index)
             self._gather_next()
         queue = WeightGradientQueue() if self.is_split and not self.shape.forward_only else None
-        with self.clock.span(action), defer_weight_gradients(queue):
+        role: AbstractContextManager[None] = nullcontext()
+        if inputs.takes_roles:
+            is_last = place.stage == self._num_stages(place) - 1
+            role = acting_as(inputs.chunks[chunk_index], place.unit, is_first=place.stage == 0, is_last=is_last)
+        with self.clock.span(action), defer_weight_gradients(queue), role:
             output, num_tokens = schedules.forward_step(
                 inputs.forward_step_func,
-                inputs.data_iterators[chunk_index],
+                inputs.module_iterators.get(place.unit, inputs.data_iterators[chunk_index]),
                 inputs.chunks[chunk_index],
                 self.shape.num_microbatches,
-                received if inputs.split else received.get(place.unit),
+                received if inputs.is_by_module else next(iter(received.values()), None),
                 self.forward_data,
                 inputs.config,
                 cp_group_size=inputs.context_parallel_size,
@@ -266,7 +281,7 @@ class PipelineStep(LaneRun):
                     inputs.first_val_step, self.shape.forward_only, action.microbatch == 0
                 ),
                 current_microbatch=action.microbatch,
-                vp_stage=chunk_index if self.module.num_chunks > 1 else None,
+                vp_stage=chunk_index if self.modules[place.unit].num_chunks > 1 else None,
                 is_last_stage=self._is_last_stage(action),
             )
         self.num_tokens += num_tokens
@@ -305,24 +320,24 @@ class PipelineStep(LaneRun):
             parts = [self.collect(MessageKey("backward", each, place)) for each in self._targets(place)]
             gradient = self._join(parts, place.unit)
         sync: AbstractContextManager[None] = nullcontext()
-        if self.is_split:
+        if self.is_late:
             sync = without_overlap(self.overlapped)
-        elif self.last_backwards[action.stage] == action:
+        elif self.last_of_chunk[action.kind, self._chunk_index(action)] == action:
             sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
         with sync, self.clock.span(action):
-            if inputs.split is not None:
+            if inputs.is_by_module:
                 gradients = None if gradient is None else {place.unit: gradient}
                 assert _backward_of_modules is not None
                 found = _backward_of_modules(opened.inputs, opened.output, gradients, inputs.config, place.unit)
             else:
                 of_input = _backward_step(
-                    input_tensor=opened.inputs.get(place.unit),
+                    input_tensor=next(iter(opened.inputs.values()), None),
                     output_tensor=opened.output,
                     output_tensor_grad=gradient,
                     model_type=get_model_type(inputs.chunks[0]),
                     config=inputs.config,
                 )
-                found = {place.unit: of_input}
+                found = dict.fromkeys(opened.inputs, of_input)
         for name, received in opened.inputs.items():
             # A microbatch without any trained parameters has no gradient, but the stage before waits for one.
             whole = torch.zeros_like(received) if found[name] is None else found[name]
@@ -333,7 +348,8 @@ class PipelineStep(LaneRun):
 
     def reduce_gradients(self, action: Action) -> None:
         """Start the loop's grad_sync_func; the loop's finalizing waits for it."""
-        self.gradient_sync.launch(self._chunk_index(action))
+        if self.last_of_chunk[action.kind, self._chunk_index(action)] == action:
+            self.gradient_sync.launch(self._chunk_index(action))
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message: each rank of a pipeline sends its own data."""
@@ -345,7 +361,7 @@ class PipelineStep(LaneRun):
     def complete(self, key: MessageKey) -> Tensor:
         """Return the tensor that a message brought; between modules each tensor parallel rank received a share of its rows."""
         is_between = key.source.unit != key.target.unit
-        return self.broker.complete(key, self.inputs.tensor_parallel_group if is_between else None)
+        return self.broker.complete(key, self.inputs.tensor_parallel_groups[key.target.unit] if is_between else None)
 
     def _sources(self, place: Place) -> list[Place]:
         """Return the places whose outputs a forward takes, module by module."""
@@ -357,7 +373,7 @@ class PipelineStep(LaneRun):
 
     def _targets(self, place: Place) -> list[Place]:
         """Return the places that take a forward's output."""
-        if place.stage < self.module.num_stages * self.module.num_chunks - 1:
+        if place.stage < self._num_stages(place) - 1:
             return [place._replace(stage=place.stage + 1)]
         found = self.step.routes.targets_of[place.microbatch_place]
         return [Place(each.unit, each.replica, 0, each.microbatch) for each in found]
@@ -387,20 +403,24 @@ class PipelineStep(LaneRun):
 
     def _chunk_index(self, action: Action) -> int:
         """Return the index of the action's chunk on this rank."""
-        return action.stage // self.module.num_stages
+        return action.stage // self.modules[action.unit].num_stages
+
+    def _num_stages(self, place: Place) -> int:
+        """Return the virtual stages of a place's module."""
+        return self.modules[place.unit].num_stages * self.modules[place.unit].num_chunks
 
     def _is_last_stage(self, action: Action) -> bool:
         """True if an action's virtual stage computes the loss."""
-        return self.module is self.shape.llm and action.stage == self.module.num_stages * self.module.num_chunks - 1
+        return action.unit == self.shape.llm.name and action.stage == self._num_stages(action.place) - 1
 
     def _checked_output(self, output: Any, module: str) -> Tensor:
         """Check that the next stage can receive the output: a message of another size would hang or crash it."""
-        if self.inputs.split is not None:
+        if self.inputs.is_by_module:
             output = output.get(module) if isinstance(output, dict) else output
         shape, dtype = self.message_shapes[1], self.inputs.config.pipeline_dtype
         is_tensor = isinstance(output, Tensor)
-        dimensions = (NUM_DIMENSIONS, NUM_DIMENSIONS - 1)[: 1 if self.inputs.split is None else 2]
-        is_variable = self.inputs.config.variable_seq_lengths
+        dimensions = (NUM_DIMENSIONS, NUM_DIMENSIONS - 1)[: 1 + self.inputs.is_by_module]
+        is_variable = self.inputs.config.variable_seq_lengths or module != self.shape.llm.name
         fits = is_tensor and (output.dim() in dimensions if is_variable else output.numel() == torch.Size(shape).numel())
         if not fits or output.dtype != dtype:
             found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
