@@ -62,10 +62,14 @@ class MimoLayout(NamedTuple):
     llm_dp: int
     llm_tp: int = 1
     num_encoders: int = 1
+    shares_ranks: bool = False
+    """True: a plan lays all modules over all ranks."""
 
     @property
     def num_ranks(self) -> int:
         """Of all modules."""
+        if self.shares_ranks:
+            return self.llm_pp * self.llm_dp * self.llm_tp
         return self.num_encoders * self.vision_dp + self.llm_pp * self.llm_dp * self.llm_tp
 
 
@@ -121,18 +125,31 @@ class MimoTraining:
         self.case, self.layout = case, layout
         self.encoders = [name for name in case.graph.unit_names if name != case.graph.backbone.name]
         assert len(self.encoders) == layout.num_encoders
+        self.communicator, self.collection, self.grids = None, None, None
+        if layout.shares_ranks:
+            names = {name: LANGUAGE if name == case.graph.backbone.name else name for name in case.graph.unit_names}
+            self.groups = {names[name]: each for name, each in (groups or {}).items()}
+            self.model = self._build_model(weights)
+        else:
+            self._place_modules(weights, groups)
+        self.optimizer = build_optimizer(self.model)
+
+    def _place_modules(self, weights: Weights, groups: Mapping[str, ProcessGroupCollection] | None) -> None:
+        """Give each module ranks of its own, as MIMO does."""
+        case, layout = self.case, self.layout
         self.grids = {
             name: _make_grid(place * layout.vision_dp, num_stages=1, num_replicas=layout.vision_dp)
             for place, name in enumerate(self.encoders)
         }
         first = layout.vision_dp * layout.num_encoders
         self.grids[LANGUAGE] = _make_grid(first, num_stages=layout.llm_pp, num_replicas=layout.llm_dp, num_shards=layout.llm_tp)
-        self.name = [*(name for name in self.encoders for _ in range(layout.vision_dp)), LANGUAGE][min(dist.get_rank(), first)]
-        grid = self.grids[self.name]
-        self.groups = ProcessGroupCollection(**{name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp", "ep", "expt_dp")})
-        self.groups.dp_cp = grid.get_pg(["dp", "cp"])
-        self.groups = (groups or {}).get(case.graph.backbone.name if self.name == LANGUAGE else self.name, self.groups)
-        self.groups.embd = self.groups.pos_embd = None
+        name = [*(name for name in self.encoders for _ in range(layout.vision_dp)), LANGUAGE][min(dist.get_rank(), first)]
+        grid = self.grids[name]
+        own = ProcessGroupCollection(**{name: grid.get_pg(name) for name in ("tp", "cp", "pp", "dp", "ep", "expt_dp")})
+        own.dp_cp = grid.get_pg(["dp", "cp"])
+        own = (groups or {}).get(case.graph.backbone.name if name == LANGUAGE else name, own)
+        own.embd = own.pos_embd = None
+        self.groups = {name: own}
         self.model = self._build_model(weights)
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
@@ -141,45 +158,51 @@ class MimoTraining:
             dim_mapping={"s": 0, "b": 1, "h": 2},
             module_output_ndim=dict.fromkeys(self.encoders, 2),
         )
-        self.collection = MultiModuleProcessGroupCollection({self.name: self.groups}, LANGUAGE if self.name == LANGUAGE else None)
-        self.optimizer = build_optimizer(self.model)
+        self.collection = MultiModuleProcessGroupCollection(self.groups, LANGUAGE if name == LANGUAGE else None)
 
-    def prepare(self, source: RandomSource) -> list["MimoMicrobatch"]:
+    def prepare(self, source: RandomSource) -> dict[str, list["MimoMicrobatch"]]:
         """Return this rank's part of a global batch: samples in order, a microbatch to each replica of the LLM in turn.
 
         An encoder's replica has those of several replicas of the LLM at once.
         """
-        width, rank, size = self.layout.llm_dp, self.groups.dp.rank(), self.groups.dp.size()
-        share = width * MICRO_BATCH_SIZE // size
-        return [
-            MimoMicrobatch.load(source, range(first, first + share), of=self.name)
-            for first in range(rank * share, len(source), width * MICRO_BATCH_SIZE)
-        ]
+        width = self.layout.llm_dp * MICRO_BATCH_SIZE
+        return {
+            name: [
+                MimoMicrobatch.load(source, range(first, first + width // groups.dp.size()), of=name)
+                for first in range(groups.dp.rank() * width // groups.dp.size(), len(source), width)
+            ]
+            for name, groups in self.groups.items()
+        }
 
-    def train_step(self, microbatches: Sequence["MimoMicrobatch"]) -> float:
+    def train_step(self, microbatches: Mapping[str, Sequence["MimoMicrobatch"]]) -> float:
         """Train on a global batch; returns the loss that this rank has summed up, 0 but on the LLM's last stage."""
         num_targets = sum(shape.num_target_tokens for shape in self.case.shapes)
         self.optimizer.zero_grad()
-        found = schedules.get_forward_backward_func(pp_size=self.communicator.total_stages, vp_size=None)(
+        stages = self.layout.llm_pp if self.communicator is None else self.communicator.total_stages
+        data = {self.case.graph.backbone.name if name == LANGUAGE else name: iter(each) for name, each in microbatches.items()}
+        found = schedules.get_forward_backward_func(pp_size=stages, vp_size=None)(
             forward_step_func=_forward_step,
-            data_iterator=iter(microbatches),
+            data_iterator=data if len(data) > 1 else next(iter(data.values())),
             model=self.model,
-            num_microbatches=len(microbatches),
+            num_microbatches=len(next(iter(microbatches.values()))),
             seq_length=self.case.sequence_length,
             micro_batch_size=MICRO_BATCH_SIZE,
             p2p_communicator=self.communicator,
             pg_collection=self.collection,
         )
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        assert len(gradients) == len(list(self.model.parameters()))
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=self.groups.dp)
-        scale_gradients([(gradients, self.groups.dp.size())], num_targets=num_targets)
+        gradients = []
+        for name, groups in self.groups.items():
+            module = self.model.language_model if name == LANGUAGE else self.model.modality_submodules[name]
+            gradients.append(([parameter.grad for parameter in module.parameters()], groups.dp.size()))
+            for gradient in gradients[-1][0]:
+                dist.all_reduce(gradient, group=groups.dp)
+        scale_gradients(gradients, num_targets=num_targets)
         self.optimizer.step()
         return sum(found) / num_targets
 
     def _build_model(self, weights: Weights) -> MimoModel:
-        stage, num_stages = self.groups.pp.rank(), self.layout.llm_pp
+        num_stages, language_groups = self.layout.llm_pp, self.groups.get(LANGUAGE, next(iter(self.groups.values())))
+        stage = language_groups.pp.rank()
         config = language_config(
             self.case,
             num_stages=num_stages,
@@ -191,11 +214,11 @@ class MimoTraining:
             "config": config,
             "pre_process": stage == 0,
             "post_process": stage == num_stages - 1,
-            "pg_collection": self.groups,
+            "pg_collection": language_groups,
             **language_arguments(self.case),
         }
         encoders = {
-            name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups, "name": name})
+            name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups.get(name), "name": name})
             for name in self.encoders
         }
         model = MimoModel(
@@ -209,10 +232,11 @@ class MimoTraining:
                 module_to_grid_map=self.grids,
             )
         ).double()
-        if self.name == LANGUAGE:
-            load_language_weights(model.language_model, self.case, weights["llm"], stage=stage)
-        else:
-            model.modality_submodules[self.name].encoders["vit"].load(weights[self.name])
+        for name in self.groups:
+            if name == LANGUAGE:
+                load_language_weights(model.language_model, self.case, weights["llm"], stage=stage)
+            else:
+                model.modality_submodules[name].encoders["vit"].load(weights[name])
         return model
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from tests.distributed.braid_training import NUM_STEPS, TWO_ENCODERS, WITH_IMAGES, braid_losses, initial_weights
 from tests.distributed.gradient_case import single_rank_plan
 from tests.distributed.rank_pool import RankPool
@@ -39,18 +39,26 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
         (MimoLayout(1, 1, 1, llm_tp=2), "eager-1f1b", "none"),
         (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b", "none"),
         (MimoLayout(2, 1, 2), "1f1b", "whole-sample"),
+        (MimoLayout(4, 2, 2, shares_ranks=True), "optimus", "none"),
     ],
 )
 def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
     ranks: RankPool, layout: MimoLayout, schedule: str, balance: str
 ) -> None:
-    """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike."""
+    """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike.
+
+    With an LLM of several stages on the encoders' ranks, which MIMO has not, encoders compute in its bubbles.
+    """
     case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
     (weights,) = ranks.run(initial_weights, case, world_size=1)
     plan = None
-    if balance != "none":
-        sizes = {"vision": UnitSizes(data_parallel_size=layout.vision_dp), "llm": UnitSizes(data_parallel_size=layout.llm_dp)}
-        plan = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
+    if balance != "none" or layout.shares_ranks:
+        sizes = {
+            "vision": UnitSizes(data_parallel_size=layout.vision_dp),
+            "llm": UnitSizes(data_parallel_size=layout.llm_dp, pipeline_parallel_size=layout.llm_pp),
+        }
+        lay = plan_colocated if layout.shares_ranks else plan_disaggregated
+        plan = lay(case.graph, sizes=sizes, world_size=layout.num_ranks)
     found = ranks.run(mimo_losses, case, weights, layout, schedule, balance, plan, world_size=layout.num_ranks)
     if layout.vision_dp <= layout.llm_dp and balance == "none":
         expected = ranks.run(mimo_losses, case, weights, layout, world_size=layout.num_ranks)

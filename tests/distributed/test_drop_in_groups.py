@@ -4,6 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import Linear
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.balanced_data import count_numbers, find_problem
 from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_modules, check_options, read_modules
+from megatron.runtime.drop_in.module_roles import modules_of_plan
 from megatron.runtime.drop_in.pipeline_schedule import (
     RUNNABLE,
     LoopModule,
@@ -234,6 +236,27 @@ def test_modules_elsewhere_than_in_the_plan_are_refused() -> None:
         check_modules([modules[0]._replace(replicas=(((0,),),)), modules[1]], OWN_RANKS.units)
     with pytest.raises(ConfigError, match="unit 'audio' of the applied plan is not there"):
         check_modules([modules[0]._replace(name="audio"), modules[1]], OWN_RANKS.units)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ({"vision": (((0,),),), "llm": (((0, 1), (2, 3)),)}, "shares some ranks of a stage"),
+        ({"vision": (((0,), (1,)),), "llm": (((2,), (3,)),)}, "1 replicas of 2 stages; give it one stage"),
+        ({"vision": (((0,),),), "llm": (((1,),), ((2,),))}, "as many replicas as the LLM .2. or a multiple"),
+        ({"vision": (((0,),),), "llm": (((1,), (2,)),)}, ""),
+    ],
+)
+def test_encoders_that_a_loops_model_cannot_run_are_refused(ranks: Any, message: str) -> None:
+    units = {
+        name: UnitPlan(tuple(Replica(tuple(Stage(stage, ((0, 1),)) for stage in each)) for each in replicas))
+        for name, replicas in ranks.items()
+    }
+    model: Any = SimpleNamespace(add_encoder=True, add_decoder=False)
+    other: Any = SimpleNamespace()
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        assert [module.name for module in modules_of_plan(units, model)] == ["vision", "language"]
+    assert modules_of_plan(units, other) == ()
 
 
 def test_a_balance_that_takes_samples_apart_is_refused(loop: ModuleType) -> None:

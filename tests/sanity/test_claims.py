@@ -129,6 +129,7 @@ Prediction
 Megatron drop-in
   runs training loops written for Megatron = distributed/test_drop_in.py::test_training_equals_that_on_megatrons_own_function
   microbatches balanced over replicas = distributed/test_drop_in.py::test_balanced_microbatches_train_the_same
+  encoders compute in the LLM's bubbles = distributed/test_drop_in.py::test_encoders_fill_bubbles_of_a_loops_llm
   process groups set up = distributed/test_drop_in_groups.py::test_every_unit_gets_the_groups_of_its_grid
   what it cannot honour it refuses = distributed/test_drop_in_groups.py::test_options_that_would_be_ignored_are_refused
 Balancers
