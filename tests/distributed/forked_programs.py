@@ -21,6 +21,7 @@ import pretrain_mllm  # first, as it says how much torch is to log
 
 # isort: split
 import torch
+import torch._dynamo  # optimizers do
 from PIL import Image
 
 import megatron.runtime.training.elastic  # noqa: F401 - what ranks of elastic runs need beside what those of other runs do

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # optimizers import it, which takes a second: once, before ranks are forked
 import torch.distributed as dist
 
 from megatron.runtime import platform

@@ -219,7 +219,7 @@ def test_what_a_run_calls_ends_with_nccl(ranks: RankPool, name: str) -> None:
         recorded = pool.run(record, function, *given, world_size=num_ranks)
     calls = [event.call for events in recorded for event in events if event.kind is EventKind.CALL]
     assert any(call.messages for call in calls) and any(not call.messages for call in calls)
-    for num_queues, creates_lazily in itertools.product((1, 33), (False, True)):
+    for num_queues, creates_lazily in ((1, False), (33, True)):
         stuck, seconds = replayed(recorded, num_queues=num_queues, creates_lazily=creates_lazily)
         assert not stuck, (num_queues, creates_lazily, stuck)
         assert seconds >= max(sum(event.seconds for event in events) for events in recorded) * (1 - 1e-9)

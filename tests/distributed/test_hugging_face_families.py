@@ -154,8 +154,11 @@ LIKE_OTHERS = (
     "siglip to its end",
     "dinov2 and qwen2",
     "qwen2.5-vl, tied",
+    "qwen3-vl, tied",
+    "qwen3 with experts and windows",
+    "internvl of six billion",
 )
-"""Others of the kind have more to them; Qwen3-VL is tied, too."""
+"""Others of the kind have more to them; Gemma is tied, too."""
 SQUARE = {"height": models.GRID * models.PATCH, "width": models.GRID * models.PATCH}
 CUT_OUT = {"do_center_crop": True, "size": {"shortest_edge": models.LARGER}, "crop_size": SQUARE}
 PROCESSORS = {"registers and llama": {**CUT_OUT, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}}

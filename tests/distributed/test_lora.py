@@ -30,6 +30,7 @@ def with_adapters(case: GradientCase, **loras: Lora) -> GradientCase:
     return replace(case, graph=replace(case.graph, units=units))
 
 
+@pytest.mark.deep(when=lambda sizes: sizes == "tp 2 and 4")  # planted errors are of its kind
 @pytest.mark.parametrize(("sizes", "change"), CASES)
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
     case = build_case(sizes, **{**CHANGES[change], **CASES[sizes, change]})

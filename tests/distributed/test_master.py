@@ -20,7 +20,7 @@ def examples(number: int) -> settings:
     return settings(max_examples=int(os.environ.get("BRAID_MASTER_EXAMPLES", number)), suppress_health_check=list(HealthCheck))
 
 
-@examples(90)
+@examples(64)
 @given(case=gradient_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)
@@ -39,7 +39,7 @@ def test_generators_take_what_encoders_give(ranks: RankPool, case: GradientCase)
     assert_matches(case, ranks)
 
 
-@examples(24)
+@examples(16)
 @given(case=gradient_cases(has_unlike_replicas=False), once=st.booleans())
 def test_replicas_share_weights(ranks: RankPool, case: GradientCase, once: bool) -> None:
     """Of any numbers of microbatches, in any order; they join each other's computations (ZeRO-3), reduce in all or the last."""

@@ -84,6 +84,7 @@ def test_layers_are_measured_ever_more_rarely() -> None:
     assert due == {120, 140, 180, 260, 420, 740}
 
 
+@pytest.mark.deep(when=lambda source: not source)
 @pytest.mark.parametrize("source", [{}, {"--lengths-from": "decode", "--num-workers": LEFT_OUT}], ids=["index", "decode"])
 def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone, source: dict[str, object]) -> None:
     """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
@@ -257,9 +258,3 @@ def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, alone: Alone) -> 
     assert found[0] == pytest.approx(expected[0], abs=1e-9)
     assert found[2] != pytest.approx(expected[2], abs=1e-9)
     assert found[2] < found[0]
-
-
-def test_resuming_under_the_same_plan_changes_nothing(tmp_path: Path, whole_run: Alone) -> None:
-    flags = {**ON_FOUR, "--save": tmp_path / "saved", "--load": tmp_path / "saved"}
-    for more, part in (({"--exit-interval": 2}, slice(2)), ({}, slice(2, 4))):
-        assert values_of(train_beside(whole_run, tmp_path, flags | more, num_ranks=4)[0]) == values_of(whole_run[1])[part]

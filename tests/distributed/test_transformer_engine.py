@@ -57,6 +57,7 @@ IN_ALL_VERSIONS = (
 """Layers that do the most."""
 LIKE_OTHERS = (
     *("head norms, sequence parallel", "recompute, split, biases", "recompute attention", "frozen encoder"),
+    "two stages, frozen LLM",
     *(
         "experts, weights shared",
         "adapters, split, tp 2, biases",

@@ -39,6 +39,7 @@ def _serve(pipe: Any, folder: Path, size: int) -> None:
     from megatron.runtime import platform
 
     platform.install()  # before anything else imports megatron-core, and the compiler with it
+    import tests.distributed.test_transformer_engine  # noqa: F401 - before ranks are forked: each would import it by itself
     from tests.distributed.rank_pool import RankError, RankPool
 
     pool: RankPool | None = None

@@ -68,6 +68,7 @@ def test_every_path_is_one_that_a_run_has(name: str, monkeypatch: pytest.MonkeyP
     assert parse_arguments([*TRAINING, *PATHS[name]], environ={"WORLD_SIZE": "1", "RANK": "0"}).training.train_iters > 1
 
 
+@pytest.mark.deep  # ranks are rehearsed below
 def test_a_training_check_runs(tmp_path: Path) -> None:
     [check] = [each for each in gpu_check.all_checks(tmp_path, is_quick=True) if each.name == "float32"]
     run = Forked("pretrain_mllm.py", check.command[2:], {"CUDA_VISIBLE_DEVICES": ""}, output=tmp_path / "said")

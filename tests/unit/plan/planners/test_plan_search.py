@@ -160,7 +160,7 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
 
 
 def test_the_bound_of_a_run_is_below_its_step():
-    asked = request(num_gpus=2, global_batch_size=8)
+    asked = request(num_gpus=2, global_batch_size=8, time_budget_seconds=0.1)
     trials = Trials(asked)
     for name, row in PLANNERS.items():
         run = row(asked)
@@ -203,7 +203,6 @@ def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
 
 CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
 SOME = {
-    ("braid", "text-only"),
     *((name, "two") for name in ("disttrain", "megatron", "entrain")),
     ("disttrain", "three"),
 }
