@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+import benchmarks.baselines  # noqa: F401 (adds its planners)
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import linprog
 
+import benchmarks.baselines  # noqa: F401 (adds its planners)
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS

@@ -17,6 +17,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import benchmarks.baselines  # noqa: F401 (adds its planners)
 from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster

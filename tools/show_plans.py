@@ -99,7 +99,7 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
         f"\n{size_of_checkpoint(run, request).describe()}"
     )
-    if not run.repeats_encoders:
+    if run.can_run:
         console.print(run.training_flags(cluster))
     columns = ("tp", "cp", "pp", "virtual_stages", "dp", *(["ep"] if run.plan.units_with_shared_experts else []), "gpus")
     titles = ("virtual" if each == "virtual_stages" else "GPUs" if each == "gpus" else each for each in columns)

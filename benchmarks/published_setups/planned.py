@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+import benchmarks.baselines  # noqa: F401 (adds its planners)
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.layer_execution import DEFAULT_EXECUTION, LayerExecution, SystemLayerCosts
 from multimodal.cost.cluster import Cluster

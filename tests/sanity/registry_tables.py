@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+import benchmarks.baselines  # noqa: F401 (adds its planners)
 from multimodal.balance import BALANCERS
 from multimodal.cost.engine_limits import ENGINE_LIMITS
 from multimodal.cost.layers.registry import LAYER_KINDS

@@ -112,7 +112,6 @@ REGISTRIES = {
 }
 CHOOSING = {
     *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "optimus")),
-    "multimodal/plan/planners/baselines.py",
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
     "tools/from_megatron.py",

@@ -7,20 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from multimodal.plan.planners.allowed_sizes import fewest_enough
-from multimodal.plan.planners.baselines import (
-    plan_alpa,
-    plan_encoders_colocated,
-    plan_flops_ratio,
-    plan_fsdp,
-    plan_megatron,
-    plan_megatron_balanced,
-)
 from multimodal.plan.planners.braid import PROMISING, plan_braid
-from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_encoders_replicated
+from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
+from multimodal.plan.planners.megatron import plan_fsdp, plan_megatron, plan_megatron_balanced
 from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -127,25 +120,7 @@ _ROWS = (
         "Optimus, App. B",
     ),
     PlannerRow(
-        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
-    ),
-    PlannerRow(
         "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
-    ),
-    PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
-    PlannerRow(
-        "encoders-colocated",
-        plan_encoders_colocated,
-        "all encoders fused in the same first stages",
-        "Cornstarch 2",
-        takes_fed_encoders=False,
-    ),
-    PlannerRow(
-        "encoders-replicated",
-        plan_encoders_replicated,
-        "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
-        "Cornstarch 2",
-        takes_fed_encoders=False,
     ),
     PlannerRow(
         "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
@@ -155,12 +130,6 @@ _ROWS = (
         plan_cornstarch,
         "every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
         "Cornstarch 4.2, Alg. 1",
-    ),
-    PlannerRow(
-        "cornstarch-unaware",
-        partial(plan_cornstarch, is_frozen_aware=False),
-        "the same with every backward at twice its forward: the paper's baseline",
-        "Cornstarch, Table 3",
     ),
     PlannerRow(
         "entrain",
@@ -183,7 +152,7 @@ _ROWS = (
 )
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
-"""Every planner by its name for `--planner`. Rows can be added at any time."""
+"""Every planner by its name for `--planner`. Rows can be added at any time: `benchmarks/baselines` adds those of comparisons."""
 
 TEMPLATE_PLANNERS: dict[str, Callable[..., TemplateSet]] = {"oobleck": _plan_oobleck}
 """Planners, by their name for `--planner`, of pipeline templates for every number of nodes, whose replicas differ."""
@@ -246,7 +215,7 @@ def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool
         return find(planner, asked) is not None
     *_, least = memory_concessions(replace(asked, micro_batch_size=request.default_micro_batch_size))
     others = (find(row, least) for row in PLANNERS.values() if not row.searches_others)
-    if any(found is not None and not found.run.repeats_encoders for found in others):
+    if any(found is not None and found.run.can_run for found in others):
         return True
     budget = min(request.time_budget_seconds, SEARCH_BUDGET_SECONDS)
     return find(planner, replace(least, time_budget_seconds=budget, on_progress=None)) is not None

@@ -230,7 +230,7 @@ class PlanSearch:
         """Tune the other planners' plans that can get below the best (`tune`), and that a run could follow."""
         below = self._least_seconds(RANKING)
         for planner in planners:
-            tuned = [each for each in tune(planner, self.trials, below=below) if not each.run.repeats_encoders]
+            tuned = [each for each in tune(planner, self.trials, below=below) if each.run.can_run]
             if tuned:
                 self.tuned.append((planner, tuned))
 
@@ -294,7 +294,7 @@ class PlanSearch:
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best simulated runs that can train, by their expected seconds."""
-        return list(islice((each for each in self.trials.expected() if not each.run.repeats_encoders), count))
+        return list(islice((each for each in self.trials.expected() if each.run.can_run), count))
 
     def second(self, best: PlannedRun) -> PlannedRun | None:
         """Return the best run of another plan for the same processes, whose weights lie alike, so that a run can change to it."""
@@ -337,7 +337,7 @@ class PlanSearch:
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the simulated runs that fit and can train, the shortest step first."""
-        return [each for each in self.trials.fitting(fidelity) if not each.run.repeats_encoders]
+        return [each for each in self.trials.fitting(fidelity) if each.run.can_run]
 
     def _least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of these runs."""

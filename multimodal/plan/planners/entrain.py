@@ -17,7 +17,6 @@ from multimodal.plan.planners.allowed_sizes import (
     stage_sizes,
     tensor_parallel_sizes,
 )
-from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, unit_seconds
@@ -141,6 +140,27 @@ def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_paralle
     """Divide a replica's GPUs, in blocks, in proportion to work, one at least (Entrain's ProportionalAllocation)."""
     blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
     return {unit: block * count for unit, count in blocks.items()}
+
+
+def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:
+    """Divide GPUs in proportion to work, but at least `fewest` to each unit; the largest remainders are rounded up."""
+    lifted: set[str] = set()
+    while True:
+        left = num_gpus - sum(fewest[unit] for unit in lifted)
+        total = sum(amount for unit, amount in work.items() if unit not in lifted)
+        shares = {
+            unit: float(fewest[unit]) if unit in lifted else (left * amount / total if total else left / len(work))
+            for unit, amount in work.items()
+        }
+        below = {unit for unit, share in shares.items() if share < fewest[unit]}
+        if not below:
+            break
+        lifted |= below
+    gpus = {unit: math.floor(share + 1e-9) for unit, share in shares.items()}
+    remainders = sorted((unit for unit in gpus if unit not in lifted), key=lambda unit: gpus[unit] - shares[unit])
+    for unit in remainders[: num_gpus - sum(gpus.values())]:
+        gpus[unit] += 1
+    return gpus
 
 
 def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> int:

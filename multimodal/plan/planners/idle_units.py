@@ -43,7 +43,7 @@ def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
         return run
     row = BUILDERS[run.schedule]
     busy = next((name for name in run.plan.units if request.graph.unit(name).role is Role.ENCODER), None)
-    pattern = run.plan.units[busy] if busy and (run.repeats_encoders or row.fewest_encoders > 1) else None
+    pattern = run.plan.units[busy] if busy and (not run.can_run or row.fewest_encoders > 1) else None
     units = dict(run.plan.units)
     for unit in missing:
         is_beside = unit.role is Role.ENCODER

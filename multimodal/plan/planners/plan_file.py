@@ -20,9 +20,9 @@ def plan_text(
 ) -> str:
     """Return the content of a plan file of this name; made_for: name -> value; simulate_flags: that predict it again."""
     lines = [f"# A plan by the planner '{run.planner}'"]
-    if not run.repeats_encoders:
+    if run.can_run:
         lines += ["# Run it with", f"#   pretrain_mllm.py --plan {name} {run.training_flags(cluster)}"]
-    if simulate_flags and not run.repeats_encoders:
+    if simulate_flags and run.can_run:
         lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {name} {simulate_flags}")
     lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]
     lines += ["#", "# Predicted:", *(f"#   {name}: {value}" for name, value in predicted(run, prediction).items())]

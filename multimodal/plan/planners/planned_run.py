@@ -1,13 +1,16 @@
 """The answer of a planner: a plan and the flags to run it with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from multimodal.cost.layers.layer import Implementation, Recompute
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, Builder
+from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
+from multimodal.values.shape import StepShape
 
 Sharding = Literal["optim", "optim_grads_params"]
 """The state that replicas share, under Megatron's names: the optimizer's (ZeRO-1), or also gradients and weights (ZeRO-3)."""
@@ -42,13 +45,18 @@ class PlannedRun:
     """Notes about the search, for the user."""
     second: "PlannedRun | None" = field(default=None, compare=False, repr=False)
     """The run of another plan with as many ranks that the search expects to be the next best."""
-    repeats_encoders: bool = False
-    """True if every stage of the LLM computes all encoders (`RepeatedStep`): a baseline that is predicted and never run."""
+    predicted_as: Callable[[StepShape, Assignment], tuple[Assignment, Builder]] | None = None
+    """What is simulated in place of a step, as its assignment and builder: of a baseline that is predicted and never run."""
 
     @cached_property
     def key(self) -> str:
         """A text that identifies the run for a search: its plan and flags, without facts about its planning."""
         return repr([getattr(self, each.name) for each in fields(self) if each.compare])
+
+    @property
+    def can_run(self) -> bool:
+        """True if the plan can train; False for a baseline that is only predicted."""
+        return self.predicted_as is None
 
     @property
     def num_gpus(self) -> int:

@@ -95,7 +95,7 @@ def describe(planned: PredictedRun) -> str:
     return (
         f"{prediction.iteration_seconds:.4g} s, MFU {prediction.mfu:.1%}, {prediction.peak_memory_bytes / 1e9:.3g} GB, "
         f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {units}; "
-        f"{run.schedule}{' with all encoders in every stage' if run.repeats_encoders else ''}, --balance {run.balance}, "
+        f"{run.schedule}{'' if run.can_run else ' with more work, never run'}, --balance {run.balance}, "
         f"microbatch {run.micro_batch_size}"
         + (f", recomputing {run.recompute}" if run.recompute else "")
         + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")

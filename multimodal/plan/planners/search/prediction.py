@@ -16,7 +16,6 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_seconds
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
-from multimodal.plan.planners.cornstarch import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.simulated_part import FINAL, WHOLE, Fidelity, choose_part
@@ -218,9 +217,8 @@ def prepare_step(
     row, builder = BUILDERS[run.schedule], None
     assignment = assign(run, request, plan, lengths, is_checked=is_checked)
     shape = assignment.shape(request.graph, plan)
-    if run.repeats_encoders:
-        repeated = RepeatedStep(shape, assignment)
-        assignment, builder = repeated.assignment, repeated.build
+    if run.predicted_as is not None:
+        assignment, builder = run.predicted_as(shape, assignment)
         shape = assignment.shape(request.graph, plan)
     costs = _step_costs(run, request, shape, assignment, lengths)
     known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), shape, assignment, lengths)

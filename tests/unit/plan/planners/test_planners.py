@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.baselines.encoders_replicated import repeat_encoders
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
-from multimodal.plan.planners.baselines import plan_megatron
-from multimodal.plan.planners.cornstarch import RepeatedStep
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
 from multimodal.plan.planners.estimate.unit_options import list_options
+from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
@@ -21,6 +21,7 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import fed_encoders
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Experts, ModelGraph
 from multimodal.values.schedule import Schedule
@@ -214,24 +215,23 @@ def test_alpa_finds_the_least_latency_of_all_meshes():
 NUM_SAMPLES = 6
 
 
-def repeated_step(num_stages: int, *, dp: int = 1, encoders: tuple[str, ...] = ("vision",), **graph: list[str]) -> RepeatedStep:
+def repeated_step(
+    num_stages: int, *, dp: int = 1, encoders: tuple[str, ...] = ("vision",), **graph: list[str]
+) -> tuple[Assignment, Schedule]:
     """Encoders beside every stage of `dp` LLM replicas; their microbatches are dealt over all copies."""
     groupings = dict.fromkeys(encoders, deal(NUM_SAMPLES, dp * num_stages)) | {"llm": deal(NUM_SAMPLES, dp)}
     sizes = dict.fromkeys(encoders, (dp * num_stages, 1, 1)) | {"llm": (dp, num_stages, 1)}
-    return RepeatedStep(*placed_case(build_graph(*encoders, **graph), sizes, groupings, colocated=True))
-
-
-def built(step: RepeatedStep) -> Schedule:
-    return build_schedule(step.build, step.assignment.shape(step.original.graph, step.original.plan))
+    shape, original = placed_case(build_graph(*encoders, **graph), sizes, groupings, colocated=True)
+    assignment, build = repeat_encoders(shape, original)
+    return assignment, build_schedule(build, assignment.shape(shape.graph, shape.plan))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(num_stages: int, dp: int) -> None:
-    step = repeated_step(num_stages, dp=dp)
-    placed = step.assignment
+    placed, schedule = repeated_step(num_stages, dp=dp)
     taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in placed.units["llm"]]
-    for lane, actions in enumerate(lane.actions for lane in built(step).lanes):
+    for lane, actions in enumerate(lane.actions for lane in schedule.lanes):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             places = [action.place for action in actions if action.unit == "vision" and action.kind is kind]
             samples = [placed.units["vision"][place.replica][place.microbatch][0].sample_id for place in places]
@@ -250,7 +250,7 @@ def test_it_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -> Non
         length = 0.5 if action.unit in encoders else 4.0 if action.stage == num_stages - 1 else 1.0
         return {ActionKind.FORWARD: length, ActionKind.BACKWARD: 2 * length}.get(action.kind, 0.0)
 
-    found = simulate_schedule(built(repeated_step(num_stages, encoders=encoders)), GivenCosts(seconds=seconds))
+    found = simulate_schedule(repeated_step(num_stages, encoders=encoders)[1], GivenCosts(seconds=seconds))
     of_encoders = len(encoders) * 1.5
     assert found.busy_seconds == pytest.approx([NUM_SAMPLES * (of_encoders + own) for own in (3.0, 3.0, 12.0)])
     longest = NUM_SAMPLES * (of_encoders + 12.0)

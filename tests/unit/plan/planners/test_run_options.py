@@ -11,12 +11,12 @@ from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.entrain import (
     LARGEST_BATCH,
     NUM_TRIALS,
     gpu_block,
     plan_entrain,
+    proportional_gpus,
     replica_allocation,
     sample_work,
     stable_batch_size,

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.baselines import plan_encoders_colocated
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
 from multimodal.plan.planners.estimate.step_estimate import choose_near
@@ -155,7 +155,7 @@ def simulated_seconds(run: PlannedRun, asked) -> float:
 def test_the_best_of_each_number_of_replicas_is_simulated(monkeypatch):
     """With a factor so large that the formula decides nothing."""
     asked = request(TWO_ENCODERS, num_gpus=8)
-    monkeypatch.setattr("multimodal.plan.planners.baselines.NEAR", 3.0)
+    monkeypatch.setattr("benchmarks.baselines.encoders_colocated.NEAR", 3.0)
     made: list[PlannedRun] = []
     make = Candidate.to_run
     monkeypatch.setattr(Candidate, "to_run", lambda *given, **named: made.append(make(*given, **named)) or made[-1])

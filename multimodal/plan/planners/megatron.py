@@ -1,0 +1,110 @@
+"""Megatron-LM's one grid for all units, its balanced chain of layers (Optimus, App. B), and FSDP."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice, product
+
+from multimodal.plan.planners.allowed_sizes import (
+    data_parallel_sizes,
+    pipeline_parallel_sizes,
+    shared_data_parallel_sizes,
+    shared_stage_sizes,
+)
+from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
+from multimodal.plan.planners.estimate.grid import cut_grid, list_shapes
+from multimodal.plan.planners.estimate.step_estimate import choose_near, choose_run
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import Role, Unit
+
+MOST_EXTRA_STAGES = 8
+"""Most stages that an encoder or a generator is cut into if it does not fit into fewer."""
+
+
+def plan_megatron(request: PlanningRequest, *, replicates: bool = False) -> PlannedRun:
+    """Plan one grid: the same tp, cp and dp for all units, transformer layers cut evenly, one stage for every other unit.
+
+    An encoder or a generator gets as few stages as memory allows (usually 1), and the LLM the number that makes the step
+    shortest, so the baseline is as good as tuning makes it. A fixed tp, pp or dp of an encoder or a generator replaces the
+    grid's. replicates: True gives every rank of an encoder's or a generator's tensor parallel group the whole unit, for other
+    images (DistTrain's baseline): dp is tp times the grid's, tp is 1. Raises PlanError if nothing fits.
+    """
+    return choose_run(request, _megatron_grids(request, replicates=replicates))
+
+
+def _megatron_grids(request: PlanningRequest, *, replicates: bool) -> Iterator[Candidate]:
+    graph, backbone = request.graph, request.graph.backbone.name
+    tensor_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).tensor_parallel_size]
+    data_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).data_parallel_size]
+    sizes = shared_stage_sizes(request, [backbone] if replicates else tensor_sharing, context_of=graph.unit_names)
+
+    def is_even(layouts: Mapping[str, UnitLayout]) -> bool:  # every replica gets equally many microbatches
+        return all(each.data_parallel_size in data_parallel_sizes(request, unit) for unit, each in layouts.items())
+
+    data_sizes = shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
+    for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
+        for pipeline in pipeline_parallel_sizes(request, backbone):
+            lay_out = partial(_on_grid, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
+            llm_gpus = size.tensor * size.context * pipeline
+            largest_first = [data for data in reversed(data_sizes) if data * llm_gpus <= request.num_gpus]
+            grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in largest_first)
+            fitting = (each for each in map(Candidate, filter(is_even, grids)) if each.num_gpus <= request.num_gpus)
+            yield from reversed([*islice(fitting, 2)])  # as in `largest_fitting`
+
+
+def _on_grid(
+    request: PlanningRequest, unit: Unit, *, size: StageSize, extra: int, pipeline: int, data: int, replicates: bool
+) -> UnitLayout:
+    """Lay a unit out on the grid, or as its fixed sizes say."""
+    if unit.role is Role.BACKBONE:
+        return even_layout(unit, size.tensor, data, pipeline, context=size.context)
+    fixed = request.fixed(unit.name)
+    stages = fixed.pipeline_parallel_size or min(extra, unit.num_inner_layers)
+    tensor = fixed.tensor_parallel_size or (1 if replicates else size.tensor)
+    copies = data * (size.tensor if replicates else 1)
+    return even_layout(unit, tensor, fixed.data_parallel_size or copies, stages, context=size.context)
+
+
+_VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
+"""Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
+
+
+def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
+    """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
+
+    The layers of all units, in the graph's order, form one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l)
+    cuts into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper does not cover several encoders; here
+    they follow each other in the chain. tp, cp, pp, V and dp are those with the shortest expected step. Raises PlanError if
+    nothing fits.
+    """
+    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    grids = (
+        cut_grid(request, shape, virtual_stages=virtual_stages)
+        for shape, virtual_stages in product(list_shapes(request), (fixed,) if fixed else _VIRTUAL_STAGES)
+        if shape.can_hold(virtual_stages)
+    )
+    grid, seconds = choose_near(request, grids, seconds=lambda request, grid: grid.seconds(request))[0]
+    return grid.to_run(request, seconds=seconds)
+
+
+def plan_fsdp(request: PlanningRequest) -> PlannedRun:
+    """Plan all units on all ranks, with tp 1, pp 1 and shared weights; raises PlanError if that does not fit, or must not be."""
+    if request.sharding not in (None, "optim_grads_params"):
+        raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")
+    asked = request.changed(sharding="optim_grads_params")
+    return choose_run(asked, _fsdp_candidates(asked))
+
+
+def _fsdp_candidates(request: PlanningRequest) -> Iterator[Candidate]:
+    graph, names = request.graph, request.graph.unit_names
+    for name in names:
+        fixed = request.fixed(name)
+        sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_stages
+        if any(size not in (None, 1) for size in sizes):
+            raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
+    for size in shared_stage_sizes(request, names):
+        if size.tensor == 1:
+            layouts = {unit.name: even_layout(unit, 1, 1, 1, context=size.context) for unit in graph.units}
+            yield from with_replicas(request, layouts, shared_data_parallel_sizes(request, names), groups=(names,))
