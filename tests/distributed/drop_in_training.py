@@ -175,7 +175,7 @@ def _build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDat
         **case.options,
     )
     config.delay_wgrad_compute = case.delays_weight_gradients
-    build = partial(_build_llava, parts) if case.has_images else partial(_build_gpt, case.has_engine)
+    build = partial(build_llava, parts) if case.has_images else partial(_build_gpt, case.has_engine)
     return [_build_chunk(config, build, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
 
 
@@ -186,8 +186,12 @@ def _build_gpt(has_engine: bool, config: TransformerConfig, **ends: Any) -> GPTM
     return GPTModel(config, layer, **more, **ends)
 
 
-def _build_llava(parts: dict[str, bool], config: TransformerConfig, **ends: Any) -> llava_model.LLaVAModel:
-    of_encoder = {"num_layers": 1, "tensor_model_parallel_size": config.tensor_model_parallel_size, "params_dtype": torch.float64}
+def build_llava(
+    parts: dict[str, bool], config: TransformerConfig, vocab_size: int = VOCAB_SIZE, **ends: Any
+) -> llava_model.LLaVAModel:
+    """Return this rank's part of LLaVAModel. parts: that it has; empty: the encoder is on the first stage."""
+    of_encoder = {"num_layers": 1, "tensor_model_parallel_size": config.tensor_model_parallel_size}
+    of_encoder |= {"params_dtype": config.params_dtype}
     plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False, "bias_dropout_fusion": False}
     vision = TransformerConfig(hidden_size=16, num_attention_heads=4, gradient_accumulation_fusion=False, **of_encoder, **plain)
     projector = TransformerConfig(
@@ -200,7 +204,7 @@ def _build_llava(parts: dict[str, bool], config: TransformerConfig, **ends: Any)
         return llava_model.LLaVAModel(
             config,
             get_gpt_layer_local_spec(),
-            VOCAB_SIZE,
+            vocab_size,
             SEQUENCE_LENGTH,
             vision,
             encoder_layer,
@@ -224,13 +228,18 @@ def _build_chunk(config: TransformerConfig, build: Callable[..., Any], vp_stage:
         vp_stage=vp_stage,
     ).double()
     model.model_type = ModelType.encoder_or_decoder  # as Megatron's `get_model` does
+    fill_weights(model, vp_stage)
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
+    return DistributedDataParallel(config, ddp_config, model)
+
+
+def fill_weights(model: Any, vp_stage: int | None = None) -> None:
+    """Give a model weights that follow from their names and their stage."""
     for name, parameter in model.named_parameters():
         is_tied = name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
         place = "tied" if is_tied else f"{name} {parallel_state.get_pipeline_model_parallel_rank()} {vp_stage}"
         values = np.random.default_rng(zlib.crc32(place.encode())).normal(size=tuple(parameter.shape), scale=0.1)
         parameter.data.copy_(torch.from_numpy(values))
-    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
-    return DistributedDataParallel(config, ddp_config, model)
 
 
 def _connect(chunks: list[DistributedDataParallel], case: LoopCase) -> list[int]:

@@ -15,6 +15,7 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.training import arguments, get_args, global_vars, initialize, pretrain, training
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.runtime import patches
+from tests.distributed.drop_in_training import IMAGE_SIZE, build_llava, fill_weights
 
 SEQUENCE_LENGTH, VOCABULARY = 8, 32
 FLAGS = {
@@ -96,6 +98,7 @@ def _on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(initialize, "_compile_dependencies", lambda: None))  # of its indexed data sets
         stack.enter_context(patch.object(arguments, "get_device_arch_version", lambda: 10))
         stack.enter_context(patch.object(training, "set_jit_fusion_options", lambda **_: None))
+        stack.enter_context(patch.dict(training._STARTUP_TIMESTAMPS, program_start=None))  # on ranks that trained before
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         stack.enter_context(_CudaOnCpu())
         yield
@@ -106,8 +109,11 @@ class _Stream:
         pass
 
 
-def pretrain_text(flags: dict[str, Any], schedule: str | None, **more: Any) -> PretrainResult:
-    """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions; more: of `patches.apply`."""
+def pretrain_model(flags: dict[str, Any], schedule: str | None, has_images: bool = False, **more: Any) -> PretrainResult:
+    """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions.
+
+    has_images: train LLaVAModel, with the encoder where the plan has it; more: of `patches.apply`.
+    """
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
@@ -117,15 +123,14 @@ def pretrain_text(flags: dict[str, Any], schedule: str | None, **more: Any) -> P
     argv = ["pretrain", *(f"--{name}" for name in SWITCHES)]
     for name, value in {**FLAGS, **flags}.items():
         argv += [f"--{name}", *str(value).split()] if value is not True else [f"--{name}"]
-    if schedule is not None:
-        patches.apply(schedule=schedule, **more)
+    groups = patches.apply(schedule=schedule, **more) if schedule is not None else {}
+    parts = {"add_encoder": "vision" in groups, "add_decoder": "llm" in groups} if groups else {}
     try:
         with patch.object(sys, "argv", argv), _on_cpu(), _recorded(logged):
             arguments.parse_and_validate_args()
-            providers = {"model_provider": partial(_build_model, models)}
-            pretrain(
-                pretrain_cfg_container_from_args(get_args()), _open_data, ModelType.encoder_or_decoder, _forward_step, **providers
-            )
+            providers = {"model_provider": partial(_build_model, models, parts if has_images else None)}
+            step = _forward_with_images if has_images else _forward_step
+            pretrain(pretrain_cfg_container_from_args(get_args()), _open_data, ModelType.encoder_or_decoder, step, **providers)
     finally:
         patches.undo()
         parallel_state.destroy_model_parallel()
@@ -157,13 +162,21 @@ def _recorded(logged: list[dict[str, float]]) -> Iterator[None]:
 
 def _build_model(
     models: list[Any],
+    parts: dict[str, bool] | None,
     pre_process: bool,
     post_process: bool,
     vp_stage: int | None = None,
     config: Any = None,
     pg_collection: Any = None,
-) -> GPTModel:
+) -> Any:
     args = get_args()
+    if parts is not None:
+        config = core_transformer_config_from_args(args)
+        config.variable_seq_lengths = True
+        model = build_llava(parts, config, VOCABULARY, pre_process=pre_process, post_process=post_process)
+        fill_weights(model)
+        models.append(model)
+        return model
     model = GPTModel(
         config or core_transformer_config_from_args(args),
         get_gpt_layer_local_spec(),
@@ -205,6 +218,17 @@ def _forward_step(batches: Iterator[Tensor], model: Any) -> Any:
     positions = torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
     is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
     return model(tokens, positions, is_hidden, labels=labels), _loss
+
+
+def _forward_with_images(batches: Iterator[Tensor], model: Any) -> Any:
+    tokens, labels = next(batches)[..., :3]
+    tokens = tokens.clone()
+    tokens[0, 1] = DEFAULT_IMAGE_TOKEN_INDEX
+    pixels = torch.arange(3 * IMAGE_SIZE**2, dtype=torch.float32).add(labels[0, 0]).sin().view(1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    is_hidden = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
+    is_target = torch.ones(1, 3)
+    losses, _ = model(pixels, tokens, torch.arange(3)[None], is_hidden, labels=labels, loss_mask=is_target)
+    return losses, _loss
 
 
 def _loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from tests.distributed.rank_pool import RankPool
@@ -17,7 +18,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from tests.distributed.pretrain_loop import PretrainResult, first_token, pretrain_text
+from tests.distributed.pretrain_loop import PretrainResult, first_token, pretrain_model
 
 CHUNKS = {"num-virtual-stages-per-pipeline-rank": 2}
 
@@ -44,8 +45,8 @@ def assert_same_run(found: list[PretrainResult], expected: list[PretrainResult],
     ],
 )
 def test_pretrain_runs_as_on_megatrons_functions(ranks: RankPool, flags: dict[str, Any], schedule: str) -> None:
-    expected = ranks.run(pretrain_text, flags, None, world_size=4)
-    assert_same_run(ranks.run(pretrain_text, flags, schedule, world_size=4), expected)
+    expected = ranks.run(pretrain_model, flags, None, world_size=4)
+    assert_same_run(ranks.run(pretrain_model, flags, schedule, world_size=4), expected)
 
 
 def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
@@ -55,21 +56,47 @@ def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
     cuts = split_layers(model.backbone.layers, num_stages=2)
     replicas = tuple(Replica(tuple(Stage((first + s,), (cuts[s],)) for s in range(2))) for first in (0, 2))
     plan = Plan({"llm": UnitPlan(replicas)})
-    expected = ranks.run(pretrain_text, {}, None, world_size=4)
+    expected = ranks.run(pretrain_model, {}, None, world_size=4)
     more = {"model": model, "plan": plan, "balance": "whole-sample", "length": first_token}
-    found = ranks.run(partial(pretrain_text, **more), {}, "zb-h1", world_size=4)
+    found = ranks.run(partial(pretrain_model, **more), {}, "zb-h1", world_size=4)
     assert_same_run([found[rank] for rank in (0, 2, 1, 3)], expected)
+
+
+@pytest.mark.parametrize(("flags", "schedule"), [({}, "1f1b"), ({"pipeline-model-parallel-size": 2}, "optimus")])
+def test_pretrain_runs_with_an_encoder_on_ranks_of_its_own(ranks: RankPool, flags: dict[str, Any], schedule: str) -> None:
+    """LLaVAModel's, with two replicas; what LLM ranks log is as with the encoder on the first stage, on Megatron's functions."""
+    shape = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 64}
+    units = {"vision": {"role": "encoder", "num_layers": 1, **shape}, "llm": {"role": "backbone", "num_layers": 4, **shape}}
+    units["vision"]["image"] = {"patch_size": 2}
+    model = ModelGraph.from_dict({"units": units})
+    num_stages = flags.get("pipeline-model-parallel-size", 1)
+    width = 4 // (num_stages + 1)
+    sizes = {
+        name: UnitSizes(pipeline_parallel_size=num_stages * (name == "llm") or 1, data_parallel_size=width) for name in units
+    }
+    plan = plan_disaggregated(model, sizes=sizes, world_size=width * (num_stages + 1))
+    first = {"pipeline-model-parallel-size": 1} | flags
+    expected = ranks.run(partial(pretrain_model, has_images=True), first, None, world_size=width * num_stages)
+    found = ranks.run(
+        partial(pretrain_model, has_images=True, model=model, plan=plan), first, schedule, world_size=plan.num_ranks
+    )
+    for mine, theirs in zip(found[width:], expected, strict=True):
+        losses = [[logged.get("lm loss", 0.0) for logged in each.logged] for each in (mine, theirs)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6, abs=1e-6)
+        for name in mine.weights:
+            np.testing.assert_allclose(mine.weights[name], theirs.weights[name], rtol=0, atol=1e-6, err_msg=name)
+    assert len(set(losses[0])) >= 5, "training changes the loss"
 
 
 def test_pretrain_runs_with_balanced_microbatches(ranks: RankPool) -> None:
     """Which replica computes a microbatch changes no step; what an evaluation logs is its mean over all, too."""
-    expected = ranks.run(pretrain_text, {}, None, world_size=4)
-    found = ranks.run(partial(pretrain_text, balance="whole-sample", length=first_token), {}, "1f1b", world_size=4)
+    expected = ranks.run(pretrain_model, {}, None, world_size=4)
+    found = ranks.run(partial(pretrain_model, balance="whole-sample", length=first_token), {}, "1f1b", world_size=4)
     assert_same_run(found, expected)
 
 
 def test_pretrain_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
     """Saved under one schedule after half the steps, resumed under another: two steps and an evaluation are not repeated."""
-    expected = ranks.run(pretrain_text, {"save": tmp_path, "save-interval": 2, "ckpt-format": "torch"}, "1f1b", world_size=4)
+    expected = ranks.run(pretrain_model, {"save": tmp_path, "save-interval": 2, "ckpt-format": "torch"}, "1f1b", world_size=4)
     resumed = {"load": tmp_path, "ckpt-step": 2, "ckpt-format": "torch"}
-    assert_same_run(ranks.run(pretrain_text, resumed, "gpipe", world_size=4), expected, since=3)
+    assert_same_run(ranks.run(pretrain_model, resumed, "gpipe", world_size=4), expected, since=3)

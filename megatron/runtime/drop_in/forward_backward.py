@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import tee
+from itertools import repeat, tee
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -240,7 +240,11 @@ def _divide_data(inputs: LoopInputs, modules: Sequence[LoopModule], of_modules: 
             f"give data_iterator={{'{wrong[0].name}': ..., (the LLM's unit): ...}}"
         )
     first, *rest = inputs.data_iterators
-    own, *copies = [None] * (len(encoders) + 1) if first is None else tee(first, len(encoders) + 1)
+    encoders = encoders if modules[-1].is_here else encoders[1:]
+    copies: Sequence[DataIterator] = [first] * (len(encoders) + 1)
+    if first is not None and encoders:
+        copies = tee(map(next, repeat(first)), len(encoders) + 1)  # Megatron's iterators only have a next
+    own, *copies = copies
     found = {**of_modules, **{each.name: copy for each, copy in zip(encoders, copies, strict=True)}}
     return replace(inputs, data_iterators=[own, *rest], module_iterators=found)
 

@@ -1,6 +1,7 @@
 """Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks."""
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,8 @@ class UnitGroups:
             with self.within(name):
                 self.collections[name] = ProcessGroupCollection.use_mpu_process_groups()
         _write(self._states[next(name for name in first if name in self._states)])
+        self._world_size = os.environ.get("WORLD_SIZE")
+        os.environ["WORLD_SIZE"] = str(len(set(plan.units[first[0]].ranks)))  # by which Megatron's arguments count replicas
 
     @contextmanager
     def within(self, unit: str) -> Iterator[None]:
@@ -64,8 +67,10 @@ class UnitGroups:
             _write(outer)
 
     def close(self) -> None:
-        """Give parallel_state back what it said before, and destroy the groups."""
+        """Give parallel_state, and WORLD_SIZE, back what they said before, and destroy the groups."""
         _write(self._before)
+        os.environ.pop("WORLD_SIZE")
+        os.environ.update({} if self._world_size is None else {"WORLD_SIZE": self._world_size})
         for group in self._made:
             if group in dist.distributed_c10d._world.pg_map:  # destroy_model_parallel, if the loop called it, destroyed some
                 dist.destroy_process_group(group)
