@@ -30,6 +30,8 @@ _EXPECTED: Mapping[str, tuple[tuple[type, ...], str]] = {
     "llm": _PATH,
     "encoders": ((Mapping,), "a mapping from the name of each encoder to its folder"),
     "encoders[]": _PATH,
+    "generators": ((Mapping,), "a mapping from the name of each generator to its folder"),
+    "generators[]": _PATH,
     "freeze": ((Sequence,), "a list of names"),
     "as_modules": ((Sequence,), "a list of names"),
     "callbacks": ((Mapping,), "a mapping from an encoder's name to its functions"),
@@ -61,9 +63,10 @@ def compose(
     freeze: Sequence[str] = (),
     as_modules: Sequence[str] = (),
     callbacks: Mapping[str, Mapping[str, str]] | None = None,
+    generators: Mapping[str, str | Path] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
-    """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders; runs read them there.
+    """Write a model file of an LLM behind encoders, before generators, and return its graph. Weights stay in their folders; runs read them there.
 
     llm: the folder of a supported text model; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or Whisper, whose
     layers become Braid's, or of another encoder of images of one size or of sound, which is used as a module; projector: one of
@@ -71,14 +74,18 @@ def compose(
     the layer whose output is used, for image encoders with Braid's layers: -1 for the encoder's output, -2 for the layer before
     the last (LLaVA); both for all encoders, or by unit; freeze: units whose module is not trained, or `<unit>.projector`;
     as_modules: further units that are used as modules, as are those with callbacks; callbacks: unit -> one of `CALLBACKS` -> the
-    function, as `package.module:function`. Raises ModelError if the parts do not fit.
+    function, as `package.module:function`; generators: a unit's name -> the folder `transformer` of a Stable Diffusion 3 or a DiT,
+    which draws latents of the `vae` beside it. Raises ModelError if the parts do not fit.
     """
     given = callbacks or {}
-    _check_types(llm=llm, encoders=encoders, freeze=freeze, as_modules=as_modules, callbacks=given, output=output)
+    drawing = generators or {}
+    _check_types(
+        llm=llm, encoders=encoders, generators=drawing, freeze=freeze, as_modules=as_modules, callbacks=given, output=output
+    )
     if not isinstance(projector, str) or projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
-    if _LLM in encoders:
-        raise ModelError(f"compose: encoders has one of the name '{_LLM}', which is the LLM's own; give it another")
+    if taken := {_LLM, *encoders} & {*drawing} | {_LLM} & {*encoders}:
+        raise ModelError(f"compose: '{taken.pop()}' names two units; give one another name ('{_LLM}' is the LLM's own)")
     language = read_graph(llm)
     if [unit.role for unit in language.units] != [Role.BACKBONE]:
         raise ModelError(
@@ -113,6 +120,7 @@ def compose(
                 raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
         units[name]["module"] |= dict(functions)
     units[_LLM] = backbone
+    units |= {name: _generator(name, Path(folder)) for name, folder in drawing.items()}
     _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in freeze], units)
     for entry in freeze:
         name = entry.removesuffix(_OF_PROJECTOR)
@@ -129,6 +137,7 @@ def compose(
 def _check_types(**arguments: Any) -> None:
     """Raise ModelError if an argument of `compose` is no path, mapping or list, as the name has it."""
     inner = {f"encoders['{name}']": value for name, value in _entries(arguments["encoders"])}
+    inner |= {f"generators['{name}']": value for name, value in _entries(arguments["generators"])}
     inner |= {f"callbacks['{name}']": value for name, value in _entries(arguments["callbacks"])}
     for name, value in {**arguments, **inner}.items():
         kinds, expected = _EXPECTED[name.partition("[")[0] + "[]" * ("[" in name)]
@@ -185,6 +194,24 @@ def _encoder(
     except BraidError as problem:
         hint = "" if is_module else f"; or take it as it is: as_modules=['{name}']"
         raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}{hint}") from None
+
+
+def _generator(name: str, folder: Path) -> dict[str, Any]:
+    """Return a generator with the layers of a transformer of diffusers, of latents if there is an autoencoder beside it."""
+    try:
+        family, config = read_encoder(folder, Role.GENERATOR)
+        unit = {**family.to_unit(config), "weights": str(folder.absolute())}
+    except BraidError as problem:
+        raise ModelError(f"compose: generator '{name}': {problem}; or take it as a module (docs/generator.md)") from None
+    beside, factor = folder.absolute().parent / "vae", 1
+    if (beside / CONFIG_NAME).is_file():
+        image, vae = unit["image"], read_mapping(beside / CONFIG_NAME, error=ModelError)
+        factor = 2 ** (len(vae["block_out_channels"]) - 1)
+        latents = {"directory": str(beside), "channels": image["in_channels"], "factor": factor}
+        sizes = {"patch_size": image["patch_size"] * factor, "in_channels": vae["in_channels"]}
+        unit["image"] = {**image, **sizes, "latents": latents}
+    unit["image"] |= {"min_pixels": unit["image"]["patch_size"] ** 2, "max_pixels": (config["sample_size"] * factor) ** 2}
+    return unit
 
 
 def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """All families of Hugging Face's models that can be trained here, and the family of a folder or a model graph."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from multimodal.hugging_face.architecture import Architecture, Encoder
+from multimodal.hugging_face.diffusion import DENOISERS
 from multimodal.hugging_face.encoders import ENCODERS
 from multimodal.hugging_face.llava import INTERNVL, LLAVA
 from multimodal.hugging_face.processors import processors_of, read_processors, with_processors
@@ -35,9 +37,9 @@ def read_config(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
     return _find(folder, ARCHITECTURES)
 
 
-def read_encoder(folder: str | Path) -> tuple[Encoder, dict[str, Any]]:
-    """Return the family and the config.json of an encoder's folder; raises ModelError for an unknown family."""
-    return _find(folder, ENCODERS)
+def read_encoder(folder: str | Path, role: Role = Role.ENCODER) -> tuple[Encoder, dict[str, Any]]:
+    """Return the family and the config.json of an encoder's folder, or a generator's; raises ModelError for an unknown family."""
+    return _find(folder, ENCODERS if role is Role.ENCODER else DENOISERS)
 
 
 def is_known_encoder(config: Mapping[str, Any]) -> bool:
@@ -46,7 +48,7 @@ def is_known_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def _name_of(config: Mapping[str, Any]) -> Any:
-    named = config.get("architectures")
+    named = config.get("architectures", [config.get("_class_name")])
     return named[0] if isinstance(named, list) and len(named) == 1 and isinstance(named[0], str) else None
 
 
@@ -58,8 +60,8 @@ def _find(folder: str | Path, known: Mapping[str, Family]) -> tuple[Family, dict
     name = _name_of(config)
     if name not in known:
         raise ModelError(
-            f"{path}: architectures is {config.get('architectures')!r}, which cannot be trained here; expected one of "
-            f"{', '.join(known)}"
+            f"{path}: architectures is {config.get('architectures', config.get('_class_name'))!r}, which cannot be trained here; "
+            f"expected one of {', '.join(known)}"
         )
     if config.get("quantization_config") is not None:
         raise ModelError(f"{path}: quantization_config: quantised weights cannot be trained; take the model that it was made of")
@@ -111,16 +113,27 @@ def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
     if unit.role is Role.BACKBONE:
         check_same_model(unit.weights, ModelGraph((replace(unit, weights=None),)))
         return
-    encoder, config = read_encoder(unit.weights)
+    encoder, config = read_encoder(unit.weights, unit.role)
     plain = {unit.name: encoder.to_unit(config), graph.backbone.name: {**graph.to_dict()["units"][graph.backbone.name]}}
-    theirs = _comparable(ModelGraph.from_dict({"units": plain}).unit(unit.name))
-    for key, value in _comparable(unit).items():
-        is_earlier = key == "num_layers" and value < theirs[key]  # the output of an earlier layer may be used
-        if key in asdict(unit.transformer) and value != theirs[key] and not is_earlier:
+    is_made = unit.role is Role.GENERATOR
+    described = ModelGraph.from_dict({"units": dict(sorted(plain.items(), key=lambda each: is_made and each[0] == unit.name))})
+    theirs, mine = (_comparable(each) | _of_made(each) for each in (described.unit(unit.name), unit))
+    for key, value in mine.items():
+        is_earlier = not is_made and key == "num_layers" and value < theirs[key]  # the output of an earlier layer may be used
+        if key in {*asdict(unit.transformer), *_of_made(unit)} and value != theirs[key] and not is_earlier:
             raise ModelError(
                 f"{Path(unit.weights) / CONFIG_NAME} is of another model: unit '{unit.name}' would need {key} {theirs[key]}, "
                 f"found {value}; correct the model file, or its weights"
             )
+
+
+def _of_made(unit: Unit) -> dict[str, Any]:
+    """Return the form of a generator, and the values of its patches: channels and side, which latents make smaller."""
+    if unit.role is not Role.GENERATOR or unit.image is None or unit.flow is None:
+        return {}
+    channels = unit.image.num_made_channels
+    side = math.isqrt(unit.image.num_patch_values // channels)
+    return {"form": unit.flow.form, "channels (of pixels or latents)": channels, "patch_size (in values)": side}
 
 
 def architecture_of(graph: ModelGraph) -> Architecture:

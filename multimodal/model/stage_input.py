@@ -57,6 +57,8 @@ class PackedInput:
     """[num_conditions]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
     condition_rows: Tensor | None = None
     """[num_tokens]: the received row that each token is made from; for a generator's first stage."""
+    last_condition_rows: Tensor | None = None
+    """[num_tokens]: the row that the patches of each token's item are made from, where other tokens need it, too."""
     window_order: Tensor | None = None
     """[num_tokens]: this rank's tokens, window by window; for encoders whose patches attend inside windows."""
     window_lengths: tuple[int, ...] = ()
@@ -185,9 +187,13 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
         parts["path"] = batch.path.of_tokens(at, at if batch.target_rows is None else is_held)
     if batch.items_made is not None:
         rows = batch.items_made.rows[at if batch.target_rows is None else is_held]
-        parts |= {"patches": batch.patches, "items_made": batch.items_made._replace(rows=rows)}
+        parts["items_made"] = batch.items_made._replace(rows=rows)
+        if batch.items_made.are_pixels:
+            parts["patches"] = batch.patches
     if batch.condition_rows is not None:
-        taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)
+        used = [rows[at] for rows in (batch.condition_rows, batch.last_condition_rows) if rows is not None]
+        taken, own = torch.unique(torch.stack(used), return_inverse=True)
+        parts |= dict(zip(("condition_rows", "last_condition_rows"), own, strict=False))
         if batch.item_sources is not None:
             parts["item_sources"] = batch.item_sources[taken]
     return replace(batch, **parts)

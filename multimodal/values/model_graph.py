@@ -114,8 +114,11 @@ class ModelGraph:
         """Return the number of hidden states that are carried beside the output of a unit's layer (deepstack).
 
         An encoder carries the outputs of its deepstack layers to the LLM, which adds one of them behind each of its first layers.
+        A generator of diffusers' form carries what its first layer embeds to all others.
         """
         unit = self.unit(name)
+        if unit.flow is not None and unit.module is None:
+            return unit.flow.num_carried if layer < len(unit.layers) - 1 else 0
         if unit.role is Role.BACKBONE:
             return max(0, max((len(self.unit(each).deepstack_layers) for each in self.upstream(name)), default=0) - layer)
         return sum(each < layer for each in unit.deepstack_layers)

@@ -160,7 +160,8 @@ def _generator_input(
     assert unit.image is not None
     num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
     is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
-    if packed.patches is not None and (is_encoded or unit.module is not None):
+    is_whole = unit.module is not None or (unit.flow is not None and unit.flow.form is not None)
+    if packed.patches is not None and (is_encoded or is_whole):
         grids = tuple(source.item_grid(*item)[:2] for item in items)
         made = ItemsMade(grids, packed.positions, torch.arange(len(packed.patches)), is_encoded)
         packed = dataclasses.replace(packed, items_made=made)
@@ -184,13 +185,14 @@ def _put_conditions_before(packed: PackedInput, images: Microbatch, place: Micro
     from -1, item by item, and then for the LLM's tokens.
     """
     first_row, sources = _rows_handed_over(place, step)
-    rows, positions, is_patch, counts = [], [], [], []
+    rows, positions, is_patch, counts, last = [], [], [], [], [torch.arange(0)]
     for image, patches in zip(images, packed.positions.split(packed.lengths), strict=True):
         before = step.lengths[image.sample_id].items[: image.item_index]
         num_before = step.graph.unit(place.unit).num_conditions - 1
         given = [*list_conditions(step.graph, place.unit, before), (image.item_index, num_before)]
         rows += [first_row[Atom(image.sample_id, index)] + torch.arange(count) for index, count in given]
         rows.append(torch.full((len(patches),), first_row[image] + num_before))
+        last.append(rows[-1][:1].expand(sum(count for _, count in given) + len(patches)))
         places = [torch.stack((torch.full((count,), -1 - line), torch.arange(count)), 1) for line, (_, count) in enumerate(given)]
         positions += [*places, patches]
         num_given = sum(count for _, count in given)
@@ -201,6 +203,7 @@ def _put_conditions_before(packed: PackedInput, images: Microbatch, place: Micro
         lengths=tuple(counts),
         positions=torch.cat([packed.positions[:0], *positions]),
         condition_rows=torch.cat([torch.arange(0), *rows]),
+        last_condition_rows=torch.cat(last) if step.graph.num_carried(place.unit, 0) else None,
         item_sources=sources,
         target_rows=torch.cat([torch.zeros(0, dtype=torch.bool), *is_patch]).nonzero()[:, 0],
     )

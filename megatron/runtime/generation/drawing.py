@@ -188,7 +188,8 @@ def _follow(
 
 def _euler_times(unit: Unit, num_steps: int) -> list[float]:
     """Return times from 1 to 0: evenly spaced, or for a module in a pipeline of diffusers its scheduler's (SD3's shift)."""
-    folder = Path(unit.module.directory).parent / "scheduler" if unit.module is not None else None
+    source = unit.module.directory if unit.module is not None else unit.weights
+    folder = Path(source).parent / "scheduler" if source is not None else None
     if folder is None or not folder.is_dir():
         return torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
     from diffusers import FlowMatchEulerDiscreteScheduler

@@ -75,10 +75,8 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
         start = f"model.{unit.name}.layers.{0 if unit.role is Role.ENCODER else 1}.module."
         names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix(start), 0, 0, shape[0]),), what=what)
         return on_first_rank(lambda: _find_module(folder, names, unit), what=what)
-    if unit.role is Role.ENCODER:
-        return _encoder_names(own, unit, folder, what=what)
     if unit.role is not Role.BACKBONE:
-        raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and encoders may have")
+        return _encoder_names(own, unit, folder, what=what)
     architecture, config = on_this_rank(lambda: read_config(folder), what=what)
     alone = ModelGraph((unit,))
     names = name_weights(own, graph=alone, architecture=architecture, what=what)
@@ -92,8 +90,8 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
 
 
 def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
-    """Return the names of an encoder with Braid's layers, in a folder that may contain other tensors, too."""
-    encoder, _ = on_this_rank(lambda: read_encoder(folder), what=what)
+    """Return the names of an encoder or generator with Braid's layers, in a folder that may contain other tensors, too."""
+    encoder, _ = on_this_rank(lambda: read_encoder(folder, unit.role), what=what)
 
     def rows(key: str, shape: tuple[int, ...]) -> tuple[Rows, ...]:
         found = rows_of(encoder.names, unit, key.split(".", 2)[2], num_rows=shape[0])
@@ -117,12 +115,12 @@ def is_of_projector(graph: ModelGraph, key: str) -> bool:
     """Return True if a tensor (`model.<unit>.layers.<layer>. ...`) belongs to a projector.
 
     The norm behind an encoder's layers comes from its folder, if that has one: it is the projector's first operation. A norm of
-    merged tokens belongs to the projector.
+    merged tokens belongs to the projector. So do no embeddings of diffusers, which a generator's first layer also has.
     """
     _, name, _, layer, tensor = key.split(".", 4)
     unit = graph.unit(name)
     if int(layer) != unit.projector_layer or unit.role is Role.GENERATOR:
-        return int(layer) == unit.projector_layer
+        return int(layer) == unit.projector_layer and not tensor.startswith("embedding.")
     has_own_norm = unit.weights is not None and unit.module is None
     return not (has_own_norm and unit.projector_norm == "patches" and tensor.startswith("norm."))
 

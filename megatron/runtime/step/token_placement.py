@@ -180,13 +180,16 @@ class TokenPlacement:
         return rows, tokens
 
     def _made_of(self, piece: OutputPiece, unit: str, first_token: Mapping[Atom, int]) -> Iterator[tuple[Rows, Rows]]:
-        """Yield rows of a piece and a generator's tokens made of them: one per row, and all patches for the LLM's last row."""
+        """Yield rows of a piece and a generator's tokens made of them: one per row, and all patches for the LLM's last row.
+
+        Where that is embedded with the item's time, all tokens of the item are made of it, too.
+        """
         sample_id, given = piece.item
         items = self._step.lengths[sample_id].items
         for made, item in enumerate(items):
             if item.unit != unit or Atom(sample_id, made) not in first_token:
                 continue
-            start = first_token[Atom(sample_id, made)]
+            first = start = first_token[Atom(sample_id, made)]
             for index, count in list_conditions(self._step.graph, unit, items[:made]):
                 if index == given:
                     yield np.arange(count), start + np.arange(count)
@@ -195,6 +198,9 @@ class TokenPlacement:
             if made == given:
                 rows = np.minimum(np.arange(num_before + item.num_tokens), num_before)
                 yield rows, start + np.arange(len(rows))
+                if self._step.graph.num_carried(unit, 0):
+                    tokens = np.arange(first, start + num_before)
+                    yield np.full_like(tokens, num_before), tokens
 
     def _conditions_behind(self, piece: OutputPiece) -> Rows:
         """Return the LLM's tokens that condition an item, counted from the one that opens it, which is the last."""

@@ -119,6 +119,12 @@ class GeneratorProjectorLayer(Layer):
         return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_outputs * self.input_values * is_kept)
 
 
+class DiffusionEmbeddingLayer(GeneratorProjectorLayer):
+    """The same before a transformer of diffusers; what it embeds once an item is left out."""
+
+    fits = staticmethod(lambda unit: unit.flow is not None and unit.flow.form is not None)
+
+
 class GeneratorHeadLayer(Layer):
     """One linear map from a hidden state to the pixels of its patch, or, if no image is described, to its own width."""
 
@@ -143,3 +149,9 @@ class GeneratorHeadLayer(Layer):
         size, hidden = case.bytes_per_element, self.unit.transformer.hidden_size
         made = max(size, WIDE_BYTES) * self.input_values + (size * hidden if case.need.trains_weights else 0.0)
         return ActivationBytes(load.num_tokens * self.exit_norm_bytes(case), 0.0, load.num_outputs * made)
+
+
+class DiffusionHeadLayer(GeneratorHeadLayer):
+    """The same behind a transformer of diffusers."""
+
+    fits = staticmethod(lambda unit: DiffusionEmbeddingLayer.fits(unit))

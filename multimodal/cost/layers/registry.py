@@ -4,7 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
-from multimodal.cost.layers.backbone_ends import GeneratorHeadLayer, GeneratorProjectorLayer, HeadLayer, TokenEmbeddingLayer
+from multimodal.cost.layers.backbone_ends import (
+    DiffusionEmbeddingLayer,
+    DiffusionHeadLayer,
+    GeneratorHeadLayer,
+    GeneratorProjectorLayer,
+    HeadLayer,
+    TokenEmbeddingLayer,
+)
 from multimodal.cost.layers.encoder_ends import (
     AudioEmbeddingLayer,
     JoinedTokensLayer,
@@ -53,6 +60,8 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,
     "generator_head": GeneratorHeadLayer,
+    "diffusion_embedding": DiffusionEmbeddingLayer,
+    "diffusion_head": DiffusionHeadLayer,
 }
 """Each kind has a row of the same name in multimodal/model/layers/registry.py, unless it can only be planned."""
 

@@ -21,18 +21,19 @@ from multimodal.model.norm import Norm
 from multimodal.model.stage_input import PackedInput, pad_channels
 from multimodal.values.errors import ModelError, require_package
 from multimodal.values.file_form import read_mapping
-from multimodal.values.model_graph import Unit
+from multimodal.values.model_graph import ImageInput, Unit
 from multimodal.values.units.unit import Flow
 
 
 class ConditionProjector(torch.nn.Module):
     """One linear map from the LLM's hidden size, the same on every tensor parallel rank."""
 
-    def __init__(self, context: LayerContext) -> None:
+    def __init__(self, context: LayerContext, *, width: int | None = None) -> None:
+        """width: of its results; None: the generator's."""
         super().__init__()
         self.condition_size = context.condition_size
-        self.weight = context.empty(context.config.hidden_size, context.condition_size)
-        self.bias = context.empty(context.config.hidden_size)
+        self.weight = context.empty(width or context.config.hidden_size, context.condition_size)
+        self.bias = context.empty(width or context.config.hidden_size)
 
     def project(self, conditions: Tensor) -> Tensor:
         """conditions: [num_conditions, condition_size or more]; channels beyond are for the LLM's first layers (deepstack)."""
@@ -49,18 +50,19 @@ class NoisyPatches(torch.nn.Module):
 
     def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
         """Return hidden states, [num_tokens, hidden_size], with the noisy patches added at their rows."""
-        assert batch.patches is not None and batch.path is not None and batch.path.noise is not None
-        data = normalised_patches(batch.patches, self.image).to(self.wide)
-        rows = torch.arange(len(data), device=data.device) if batch.target_rows is None else batch.target_rows
-        weights = weights_of_rows(self.flow, batch.path, rows, dtype=self.wide)
-        noisy = weights[:, :1] * data + weights[:, 1:2] * batch.path.noise.to(self.wide)
+        assert batch.patches is not None and batch.path is not None
+        rows = torch.arange(len(batch.patches), device=hidden.device) if batch.target_rows is None else batch.target_rows
+        noisy = mixed_patches(self.image, self.flow, batch, batch.path.items.index_select(0, rows), dtype=self.wide)
         return hidden.index_add(0, rows, deferrable_linear(noisy.to(hidden.dtype), self.weight, None))
 
 
-def weights_of_rows(flow: Flow | None, path: NoisePath, rows: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Return the `mix_weights` of the items of these rows: [num_rows, 4]."""
-    assert flow is not None
-    return mix_weights(flow, path.times.to(dtype)).index_select(0, path.items.index_select(0, rows))
+def mixed_patches(
+    image: ImageInput | None, flow: Flow | None, batch: PackedInput, items: Tensor, *, dtype: torch.dtype
+) -> Tensor:
+    """Return the patches with the noise of their items' times, [num_patches, patch_channels]; items: of each patch."""
+    assert flow is not None and batch.patches is not None and batch.path is not None and batch.path.noise is not None
+    weights = mix_weights(flow, batch.path.times.to(dtype)).index_select(0, items)
+    return weights[:, :1] * normalised_patches(batch.patches, image).to(dtype) + weights[:, 1:2] * batch.path.noise.to(dtype)
 
 
 class GeneratorProjector(ConditionProjector):
@@ -70,14 +72,17 @@ class GeneratorProjector(ConditionProjector):
     every layer, since rotary angles change nothing if all values are equal.
     """
 
-    def __init__(self, context: LayerContext) -> None:
-        super().__init__(context)
+    def __init__(self, context: LayerContext, *, width: int | None = None) -> None:
+        super().__init__(context, width=width)
         unit, graph = context.unit, context.graph
         self.rotary_base, self.feature_dtype = unit.transformer.rotary_base, context.options.precision.rotary_dtype
-        self.noisy = None if unit.flow is None or unit.module is not None else NoisyPatches(context)
+        has_own = unit.flow is not None and (unit.module is not None or unit.flow.form is not None)
+        self.noisy = None if unit.flow is None or has_own else NoisyPatches(context)
         self.sources = tuple("" if name == graph.backbone.name else name for name in graph.upstream(unit.name))
         """The units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
-        self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(context) for name in self.sources if name})
+        self.encoders = torch.nn.ModuleDict(
+            {f"{name}_tokens": ConditionProjector(context, width=width) for name in self.sources if name}
+        )
 
     def forward(self, _: None, given: StagePass) -> Tensor:
         """Spread every image's condition over its patches, and put the tokens of encoders and of the LLM before them.
@@ -86,8 +91,7 @@ class GeneratorProjector(ConditionProjector):
         """
         conditions, batch = given.item_embeddings, given.batch
         assert conditions is not None and batch.condition_rows is not None
-        sources = batch.item_sources  # None: all come from the LLM
-        projected = self.project(conditions) if sources is None else self._project_all(conditions, sources)
+        projected = self.project_all(conditions, batch.item_sources)
         width, dtype = projected.shape[-1], self.feature_dtype
         features = position_features(batch.positions, hidden_size=width, base=self.rotary_base, dtype=dtype).to(projected.dtype)
         spread = projected.index_select(0, batch.condition_rows)
@@ -99,9 +103,14 @@ class GeneratorProjector(ConditionProjector):
         hidden: Tensor = self.noisy(torch.addcmul(features, spread, told[:, None]), batch)
         return hidden[:, None]
 
-    def _project_all(self, conditions: Tensor, sources: Tensor) -> Tensor:
-        """Apply every map to all rows and select its own: finding those first would make the host wait for the device."""
+    def project_all(self, conditions: Tensor, sources: Tensor | None) -> Tensor:
+        """Apply every map to all rows and select its own: finding those first would make the host wait for the device.
+
+        sources: as `PackedInput.item_sources`; None: all rows come from the LLM.
+        """
         projected = self.project(conditions)
+        if sources is None:
+            return projected
         for number, name in enumerate(self.sources):
             if name:
                 projector: ConditionProjector = self.encoders[f"{name}_tokens"]  # type: ignore[assignment]
@@ -126,7 +135,7 @@ class GeneratorProjectorKind(LayerKind):
     """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`."""
 
     takes_hidden = False
-    module = GeneratorProjector
+    module: type[Module] = GeneratorProjector
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
@@ -142,11 +151,26 @@ class GeneratorHead(torch.nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config, self.image, self.flow, self.group = context.config, context.unit.image, context.unit.flow, context.groups.tp
-        self.is_sequence_sharded = config.sequence_parallel
+        config = context.config
+        self.set_up(context)
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.weight = context.empty(context.patch_channels, config.hidden_size)
         self.bias = context.empty(context.patch_channels)
+
+    def set_up(self, context: LayerContext) -> None:
+        """Keep what the loss needs of the context."""
+        self.image, self.flow, self.group = context.unit.image, context.unit.flow, context.groups.tp
+        self.is_sequence_sharded = context.config.sequence_parallel
+
+    def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Return the values of the patches of this rank, [num_patches, patch_channels]."""
+        patches, rows = given.batch.patches, given.batch.target_rows
+        assert patches is not None
+        hidden = self.norm(hidden)
+        if self.is_sequence_sharded:
+            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
+        hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
+        return deferrable_linear(hidden, self.weight, self.bias)
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Predict the patches of the target image, or noise - patches if there is noise, and compute the loss.
@@ -155,17 +179,14 @@ class GeneratorHead(torch.nn.Module):
         """
         patches, rows, path = given.batch.patches, given.batch.target_rows, given.batch.path
         assert patches is not None
-        hidden = self.norm(hidden)
-        if self.is_sequence_sharded:
-            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
-        hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
-        predicted = deferrable_linear(hidden, self.weight, self.bias)
+        predicted = self.predict(hidden, given)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
         target = normalised_patches(patches, self.image).to(wide.dtype)
         if path is not None:
             assert path.noise is not None
             at = torch.arange(len(target), device=target.device) if rows is None else rows
-            weights = weights_of_rows(self.flow, path, at, dtype=wide.dtype)
+            assert self.flow is not None
+            weights = mix_weights(self.flow, path.times.to(wide.dtype)).index_select(0, path.items.index_select(0, at))
             target = weights[:, 2:3] * target + weights[:, 3:] * path.noise.to(wide.dtype)
         errors = (wide - target).square()
         if (counted := given.batch.target_weights) is not None:
@@ -177,7 +198,7 @@ class GeneratorHeadKind(LayerKind):
     """Compares with `batch.patches`, at `batch.target_rows`."""
 
     gives_loss = True
-    module = GeneratorHead
+    module: type[Module] = GeneratorHead
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""

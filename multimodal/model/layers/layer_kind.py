@@ -270,9 +270,11 @@ class CarriedStates(NamedTuple):
         return (*carried, own)
 
     def enter(self, layer: int, state: State) -> tuple[State, Tensor | None]:
-        """Return the states that bypass a layer, and its input; an encoder's last layer takes all of them."""
+        """Return the states that bypass a layer, and its input; a unit's last layer takes all of them, as a generator's do."""
         if not state:
             return (), None
+        if self.graph.unit(self.unit).role is Role.GENERATOR:
+            return state[:-1], join(state)
         if layer == len(self.graph.unit(self.unit).layers) - 1:
             return (), join(state)
         return state[:-1], state[-1]

@@ -1,6 +1,7 @@
 """All kinds of layers that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
+from multimodal.model.layers.diffusion_transformer import DiffusionEmbeddingKind, DiffusionHeadKind
 from multimodal.model.layers.encoder_embeddings import (
     AudioEmbeddingKind,
     JoinedTokensKind,
@@ -54,6 +55,8 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),
+    "diffusion_embedding": DiffusionEmbeddingKind(),
+    "diffusion_head": DiffusionHeadKind(),
 }
 """The costs of each kind are under the same name in multimodal/cost/layers."""
 

@@ -14,6 +14,7 @@ from multimodal.cost.layers.transformer import NUM_MODULATIONS
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.expert_mlp import ExpertMLP, RowSequences
 from multimodal.model.latents import NUM_TIMES, NoisePath
+from multimodal.model.layers.diffusion_transformer import DiffusionModulation, FirstNorm, JointHeadNorm, PlainNorm, of_items
 from multimodal.model.layers.generator_ends import position_features, random_path
 from multimodal.model.layers.joint_linear import JointColumnParallelLinear, JointRowParallelLinear, JointRows
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
@@ -143,9 +144,10 @@ class ModulatedTransformerKind(TransformerKind):
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer, with weights of their own for conditions if the unit says so, and its modulation."""
         assert context.unit.flow is not None
-        is_joint = context.unit.flow.has_joint_attention
-        layer = _JointTransformerKind().build(context, index) if is_joint else super().build(context, index)
-        layer.modulation = Modulation(context)
+        has_form = context.unit.flow.form is not None
+        is_local = context.unit.needs_local_layers
+        layer = _LocalModulatedKind(context.unit, index).build(context, index) if is_local else super().build(context, index)
+        layer.modulation = DiffusionModulation(context, index) if has_form else Modulation(context)
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:
@@ -165,13 +167,15 @@ class ModulatedTransformerKind(TransformerKind):
         """Run both branches on packed sequences."""
         path: NoisePath = given.batch.path  # type: ignore[assignment]
         rows = _rows_of_rank(path.items, layer, num_rows=hidden.shape[0])
-        joint = [each for each in layer.modules() if isinstance(each, JointColumnParallelLinear | JointRowParallelLinear)]
+        hidden, *carried = hidden.split(layer.config.hidden_size, dim=-1)  # type: ignore[union-attr, arg-type]
+        found = (of_items(torch.cat(carried, -1)[:, 0], rows, len(path.times)),) if carried else ()
+        joint = [each for each in layer.modules() if isinstance(each, _JOINT)]
         if joint:
             split = _joint_rows(given.batch, layer, num_rows=hidden.shape[0])
             rows = rows + len(path.times) * split.are_conditions
-            for linear in joint:
-                linear.rows = split
-        values = layer.modulation(path.times).index_select(0, rows)  # type: ignore[operator]
+            for part in joint:
+                part.rows = split  # type: ignore[assignment]
+        values = layer.modulation(path.times, *found).index_select(0, rows)  # type: ignore[operator]
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values[:, None].chunk(NUM_MODULATIONS, dim=-1)
         attended, bias = layer.self_attention(  # type: ignore[operator]
             torch.addcmul(shift, layer.input_layernorm(hidden), 1 + scale),  # type: ignore[operator]
@@ -195,12 +199,28 @@ class ModulatedTransformerKind(TransformerKind):
         return {**random_path(context, num_tokens, num_sequences), "target_rows": rows}, None
 
 
-class _JointTransformerKind(TransformerKind):
+_JOINT = JointColumnParallelLinear, JointRowParallelLinear, JointHeadNorm
+
+
+class _LocalModulatedKind(TransformerKind):
+    """Builds one layer with weights of their own for conditions, or as diffusers has it."""
+
+    def __init__(self, unit: Unit, index: int) -> None:
+        assert unit.flow is not None
+        self.flow, self.is_last = unit.flow, index == unit.transformer.num_layers
+
     def adapt(self, spec: ModuleSpec) -> None:
-        """Give every product weights for conditions beside those for patches."""
+        """Give every product weights for conditions beside those for patches; in SD3's last layer these end with attention."""
         attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
-        attention.linear_qkv = mlp.linear_fc1 = JointColumnParallelLinear
-        attention.linear_proj = mlp.linear_fc2 = JointRowParallelLinear
+        if self.flow.form is not None:
+            spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm = FirstNorm, PlainNorm
+            if attention.q_layernorm is Norm:
+                attention.q_layernorm = attention.k_layernorm = JointHeadNorm
+        if self.flow.has_joint_attention:
+            attention.linear_qkv = JointColumnParallelLinear
+            if self.flow.form is None or not self.is_last:
+                mlp.linear_fc1 = JointColumnParallelLinear
+                attention.linear_proj = mlp.linear_fc2 = JointRowParallelLinear
 
 
 def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> JointRows:

@@ -52,6 +52,16 @@ def _layers(unit: Unit) -> Iterator[Rule]:
         problem = "has_joint_attention is for conditions before the patches; set condition_tokens to 2 or more, or leave it out"
         yield "flow", unit.flow.condition_tokens < 2, problem
         yield "flow", unit.module is not None, "has_joint_attention is for layers of Braid's own; leave it out, or module"
+    if unit.flow is not None and unit.flow.form is not None:
+        form, wants = unit.flow.form, {"sd3": (True, "2 or more"), "dit": (False, "1")}[unit.flow.form]
+        yield "flow", unit.weights is None or unit.image is None, f"form {form} needs weights, a folder of diffusers, and image"
+        yield "flow", unit.module is not None, "form is for layers of Braid's own; leave it out, or module"
+        found = unit.flow.has_joint_attention, "1" if unit.flow.condition_tokens == 1 else "2 or more"
+        problem = f"form {form} has has_joint_attention: {str(wants[0]).lower()} and condition_tokens of {wants[1]}; set these"
+        yield "flow", found != wants, problem
+        yield "flow", unit.transformer.has_rotary_positions, f"form {form} adds positions; set has_rotary_positions: false"
+        problem = "freeze_projector would freeze the embeddings in the same layer; freeze the module, too, or leave it out"
+        yield "freeze_projector", unit.freeze_projector and not unit.freeze_module and unit.lora is None, problem
     if unit.new_tokens is not None:
         problem = f"expected the first new token and a larger number, found {list(unit.new_tokens)}; correct them"
         yield "new_tokens", len(unit.new_tokens) != 2 or not range(*unit.new_tokens), problem

@@ -124,6 +124,9 @@ class Flow:
     has_joint_attention: bool = False
     """Conditions have weights of their own in every layer, and attend together with the patches (MMDiT: Stable Diffusion 3,
     section 4); False: they are tokens like the patches."""
+    form: Literal["sd3", "dit"] | None = None
+    """The unit's `weights` are the folder of a diffusers SD3Transformer2DModel or DiTTransformer2DModel, whose embeddings,
+    modulation and head are around the unit's layers; None: Braid's own."""
     prediction: Literal["velocity", "epsilon", "v"] = "velocity"
     """The value that is learnt: noise - data of a rectified flow, or with the 1000 steps of DDPM the noise (epsilon), or v."""
     beta_start: float = field(default=0.00085, metadata={"above": 0, "below": 1})
@@ -136,6 +139,11 @@ class Flow:
     def num_streams(self) -> int:
         """Number of sets of weights in a layer."""
         return 2 if self.has_joint_attention else 1
+
+    @property
+    def num_carried(self) -> int:
+        """Number of embeddings of time and condition that every layer is given beside hidden states."""
+        return 0 if self.form is None else 1 if self.form == "sd3" else 2
 
 
 _OF_BACKBONES = "vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"
@@ -227,6 +235,8 @@ class Unit:
             last = "merged_tokens"
         if self.queries is not None:
             last = "query_projector"
+        if self.flow is not None and self.flow.form is not None:
+            first, last = "diffusion_embedding", "diffusion_head"
         if self.module is not None:
             return ("opaque", last) if self.role is Role.ENCODER else (first, "denoiser")
         has_experts = self.transformer.experts is not None
@@ -384,8 +394,9 @@ class Unit:
 
     @property
     def needs_local_layers(self) -> bool:
-        """True if layers are megatron-core's own: they have norms behind their branches, or conditions weights of their own."""
-        return self.transformer.has_post_norms or (self.flow is not None and self.flow.has_joint_attention)
+        """True if layers are megatron-core's own: they have norms behind their branches or without weights, or two streams."""
+        has_own = self.flow is not None and (self.flow.has_joint_attention or self.flow.form is not None)
+        return self.transformer.has_post_norms or has_own
 
     @property
     def num_conditions(self) -> int:
