@@ -66,7 +66,9 @@ def compose(
     generators: Mapping[str, str | Path] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
-    """Write a model file of an LLM behind encoders, before generators, and return its graph. Weights stay in their folders; runs read them there.
+    """Write a model file of an LLM behind encoders, before generators, and return its graph.
+
+    Weights stay in their folders; runs read them there.
 
     llm: the folder of a supported text model; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or Whisper, whose
     layers become Braid's, or of another encoder of images of one size or of sound, which is used as a module; projector: one of
@@ -74,8 +76,8 @@ def compose(
     the layer whose output is used, for image encoders with Braid's layers: -1 for the encoder's output, -2 for the layer before
     the last (LLaVA); both for all encoders, or by unit; freeze: units whose module is not trained, or `<unit>.projector`;
     as_modules: further units that are used as modules, as are those with callbacks; callbacks: unit -> one of `CALLBACKS` -> the
-    function, as `package.module:function`; generators: a unit's name -> the folder `transformer` of a Stable Diffusion 3 or a DiT,
-    which draws latents of the `vae` beside it. Raises ModelError if the parts do not fit.
+    function, as `package.module:function`; generators: a unit's name -> the folder `transformer` of a Stable Diffusion 3
+    or a DiT, which draws latents of the `vae` beside it. Raises ModelError if the parts do not fit.
     """
     given = callbacks or {}
     drawing = generators or {}
