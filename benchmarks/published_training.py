@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.published_setups import cornstarch, disttrain, entrain, optimus, orchmllm
+from benchmarks.published_setups import cornstarch, disttrain, entrain, oobleck, optimus, orchmllm
 from benchmarks.published_setups.length_files import is_complete
 from benchmarks.published_setups.rows import Row
 
 LENGTHS = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
 AIM = 0.10
-PAPERS = ("optimus", "disttrain", "cornstarch", "entrain", "orchmllm")
+PAPERS = ("optimus", "disttrain", "cornstarch", "oobleck", "entrain", "orchmllm")
 
 
 def paper_rows(folder: Path) -> Mapping[str, Callable[[], Iterator[Row]]]:
@@ -37,6 +37,7 @@ def paper_rows(folder: Path) -> Mapping[str, Callable[[], Iterator[Row]]]:
         "optimus": optimus.rows,
         "disttrain": disttrain.rows,
         "cornstarch": cornstarch.rows,
+        "oobleck": oobleck.rows,
     }
     if is_complete(folder):
         found |= {"entrain": lambda: entrain.rows(folder), "orchmllm": lambda: orchmllm.rows(folder)}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from multimodal.cost.memoize import memoized
 from multimodal.plan.planners.templates.template_set import Instance, PipelineTimes, TemplateSet
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import PlanError
@@ -220,6 +221,7 @@ class Reconfigurer:
         """Return the seconds of a step of the slowest pipeline."""
         return max((self.templates.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
 
+    @memoized
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates
         return instantiate(templates.times, num_nodes, templates.num_microbatches, templates.fewest_replicas)

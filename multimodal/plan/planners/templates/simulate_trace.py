@@ -75,6 +75,8 @@ class Pauses:
     """Seconds for stopping all processes, starting them again and loading a checkpoint."""
     checkpoint_interval: float = 600.0
     """Seconds between two checkpoints, which take no time."""
+    is_announced: bool = False
+    """True: losses of nodes are known a step ahead, and wait for the end of the running step with templates."""
 
 
 class Simulated(NamedTuple):
@@ -104,6 +106,12 @@ class _Clock:
         if until > self.now:
             self.spans.append(Span(self.now, until, num_nodes, step_seconds, state))
 
+    def step_end(self, seconds: float, step_seconds: float) -> float:
+        """Return the end of the step that runs at a time, if steps begin now."""
+        count = max(0.0, seconds - self.now) / step_seconds
+        whole = int(count * (1 + 1e-12))
+        return self.now + (whole + (count > whole)) * step_seconds
+
     def train(
         self, until: float, num_nodes: int, step_seconds: float, *, loses_last: bool, interval: float | None = None
     ) -> None:
@@ -113,11 +121,9 @@ class _Clock:
         back.
         """
         start = self.now
-        count = max(0.0, until - start) / step_seconds
-        whole = float(int(count * (1 + 1e-12)))
-        if not loses_last and count > whole:
-            whole += 1
-            until = start + whole * step_seconds
+        if not loses_last:
+            until = self.step_end(until, step_seconds)
+        whole = float(int(max(0.0, until - start) / step_seconds * (1 + 1e-12)))
         self.run(until, num_nodes, step_seconds, "train")
         if interval is None:
             self.kept += whole
@@ -140,21 +146,27 @@ def simulate_templates(
     step_seconds = reconfigurer.step_seconds(pipelines or ())
     nodes, next_node = set(range(reconfigurer.templates.num_nodes)), reconfigurer.templates.num_nodes
     found: list[Reconfiguration] = []
+    num_lost = num_joined = 0
     for seconds, change, end in _with_ends(changes, until):
-        if pipelines is not None:
-            clock.train(seconds, len(nodes), step_seconds, loses_last=change < 0)
-        else:
+        num_lost, num_joined = num_lost + max(0, -change), num_joined + max(0, change)
+        cuts = change < 0 and not pauses.is_announced
+        if pipelines is None:
             clock.run(seconds, len(nodes), None, "wait")
-        lost = set(draw.sample(sorted(nodes), -change)) if change < 0 else set()
-        joined = set(range(next_node, next_node + max(0, change)))
-        nodes, next_node = (nodes - lost) | joined, next_node + len(joined)
-        now = clock.now
+        elif change and not cuts and clock.step_end(seconds, step_seconds) > end:
+            continue  # it takes effect with the next change, at which the same step runs
+        else:
+            clock.train(seconds, len(nodes), step_seconds, loses_last=cuts)
+        lost = set(draw.sample(sorted(nodes), num_lost))
+        joined = set(range(next_node, next_node + num_joined))
+        nodes, next_node = (nodes - lost) | joined, next_node + num_joined
+        now, has_changed = clock.now, num_lost + num_joined > 0
+        num_lost = num_joined = 0
         if len(nodes) < reconfigurer.templates.fewest_nodes:
             pipelines = None
         elif pipelines is None:
             pipelines, step_seconds = reconfigurer.fresh(sorted(nodes))
             clock.run(min(end, now + pauses.restart), len(nodes), None, "restart")
-        elif change:
+        elif has_changed:
             chosen = reconfigurer.reconfigure(pipelines, lost=lost, joined=joined)
             found.append(chosen)
             pipelines, step_seconds = chosen.pipelines, chosen.step_seconds

@@ -237,6 +237,18 @@ def test_spans_follow_each_other_and_a_loss_costs_the_running_step():
     assert len(found.changes) == 3 and found.spans[-1].num_nodes == 4
 
 
+def test_what_waits_for_the_end_of_a_step_takes_effect_once_and_an_announced_loss_costs_no_step():
+    one = reconfigurer_of_trace()
+    step = one.step_seconds(one.start())
+    lost, joins = NodeChange(10.1 * step, -1), NodeChange(10.2 * step, 1)
+    announced = Pauses(recovery=3.0, is_announced=True)
+    both = simulate_templates(one, [lost, joins], until=100 * step, pauses=announced)
+    assert both.spans[0].end == pytest.approx(11 * step) and both.spans[1].state == "recover" and len(both.changes) == 1
+    assert simulate_templates(one, [lost], until=10.5 * step, pauses=PAUSES).num_steps == 10
+    cut = simulate_templates(one, [joins, NodeChange(10.3 * step, -1)], until=100 * step, pauses=PAUSES)
+    assert cut.spans[0].end == pytest.approx(10.3 * step) and len(cut.changes) == 1
+
+
 def test_with_too_few_nodes_a_run_waits_and_then_restarts():
     one = reconfigurer_of_trace()
     found = simulate_templates(one, [NodeChange(10.0, -3), NodeChange(30.0, 2)], until=300.0, pauses=PAUSES)
