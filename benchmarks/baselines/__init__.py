@@ -5,7 +5,6 @@ Rows of your own are added alike (docs/write_your_own.md). Of them, `braid` judg
 
 from functools import partial
 
-from benchmarks.baselines.alpa import plan_alpa
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
 from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
 from benchmarks.baselines.flops_ratio import plan_flops_ratio
@@ -13,9 +12,6 @@ from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.cornstarch import plan_cornstarch
 
 BASELINES = (
-    PlannerRow(
-        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
-    ),
     PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
     PlannerRow(
         "encoders-colocated",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from multimodal.plan.planners.allowed_sizes import fewest_enough
+from multimodal.plan.planners.alpa import plan_alpa
 from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
@@ -118,6 +119,9 @@ _ROWS = (
         plan_megatron_balanced,
         "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
         "Optimus, App. B",
+    ),
+    PlannerRow(
+        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
     ),
     PlannerRow(
         "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
