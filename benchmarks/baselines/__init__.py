@@ -1,6 +1,7 @@
-"""Planners that papers compare theirs with, and that nobody would train with: importing this adds their rows to `PLANNERS`.
+"""Planners that only papers' comparisons ask for by name: importing this adds their rows to `PLANNERS`.
 
-Rows of your own are added alike (docs/write_your_own.md). Of them, `braid` judges those that `tools/plan.py` has.
+Rows of your own are added alike (docs/write_your_own.md). tools/plan.py and runs that plan for themselves import it, as `braid`
+judges all rows' plans, and theirs are the best now and then.
 """
 
 from functools import partial
