@@ -38,6 +38,7 @@ def case_of(graph: Any, sizes: dict[str, Any], **options: Any) -> TrainingCase:
     return TrainingCase(graph, build_plan(graph, **sizes), **options)
 
 
+@pytest.mark.deep(when=lambda shards_weights: not shards_weights)
 @pytest.mark.parametrize("shards_weights", [False, True])
 def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: Path, shards_weights: bool) -> None:
     """The file is held back until a step later has changed every value."""

@@ -65,8 +65,6 @@ def test_every_way_to_train(tmp_path: Path) -> None:
     split = "--schedule zb-h1 --colocate-units --vision-dp 2 --llm-pp 2"
     tuned = f"--data-path {manifest} --seq-length 64 --tokenizer-type ByteTokenizer --load-hf {model} --train-iters 1"
     flags = (
-        f"1 {digits} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
-        f"1 {digits} --load {tmp_path}/saved {two}",
         f"1 {digits} {two}",
         f"2 --data-path digits --model {experts} --train-iters 2 --fp8-format hybrid {split}",
         f"2 {digits} {two} --data-parallel-sharding-strategy optim_grads_params --colocate-units --vision-dp 2 --llm-dp 2",
@@ -84,8 +82,7 @@ def test_every_way_to_train(tmp_path: Path) -> None:
         [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)]
         for said in found.stdout.split("run\n")[1:]
     ]
-    before, after, whole, (first, second), sharded, overlapped, *tuned = losses
-    assert before + after == whole
+    whole, (first, second), sharded, overlapped, *tuned = losses
     assert second < first
     assert sharded == pytest.approx(whole, abs=0.02) == overlapped
     assert "collectives of the LLM in user buffers of 180 rows" in found.stdout

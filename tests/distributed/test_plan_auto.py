@@ -18,7 +18,7 @@ from tests.distributed.small_run import SIZED_OTHERWISE, working_flags, write_wo
 
 NUM_STEPS, STEPS_OF_TWO_RUNS = 5, 7
 BAD = "plan: vision tp 1 x pp 1 x dp 1"
-AUTO = {"--plan": "auto", "--plan-time-budget": 0.5, "--plan-trial-iters": 0}
+AUTO = {"--plan": "auto", "--plan-time-budget": 0.2, "--plan-trial-iters": 0}
 
 
 @pytest.fixture(scope="module")

@@ -119,34 +119,6 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path
         assert "going back to a checkpoint" in check(run, inputs)
 
 
-@pytest.mark.deep  # test_state_copies.py loses the state of ranks before and after weights are gathered
-def test_shared_copies_of_the_state_outlive_one_node(tmp_path: Path, inputs: Path) -> None:
-    """Two copies, of three replicas each; one node dies before weights are gathered, one when it and another know the norm.
-
-    The first one returns before the second one dies.
-    """
-    with running(tmp_path, inputs, Nodes(6, replicas_per_copy=2), deaths="4:gathering:4,1:known norm:9", holds="7") as run:
-        run.wait_for_step(6)
-        run.let_return(4)
-        output = check(run, inputs)
-    assert "down to 4; 2 copies of the optimizer state, each shared by 3 or more of 6 replicas" in output
-    assert "goes on after step 9 with 5 nodes" in output and "going back" not in output
-
-
-@pytest.mark.deep  # test_plan_change.py has the state of bfloat16 come back bit for bit
-def test_bfloat16_goes_on_from_the_very_same_state(tmp_path: Path, inputs: Path) -> None:
-    """Up to the step that is done again every loss is the same; later ones differ as sums in another order do."""
-    found = []
-    for name, deaths in (("undisturbed", ""), ("disturbed", "0:reduction:6")):
-        (tmp_path / name).mkdir()
-        with running(tmp_path / name, inputs, Nodes(3), deaths=deaths, num_steps=8, flags=("--dtype", "bfloat16")) as run:
-            assert run.wait() == 0, run.output
-            found.append(run.losses())
-    assert "goes on after step 5 with 2 nodes" in run.output
-    differences = [abs(found[0][step] - found[1][step]) for step in range(1, 9)]
-    assert max(differences[:6]) < 1e-6 and max(differences) < 1e-2
-
-
 GREETING = (0x3C85F7CE).to_bytes(4, "little")
 """Of torch's store."""
 NOISE = (

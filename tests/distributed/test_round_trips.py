@@ -85,6 +85,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return train
 
 
+@pytest.mark.deep(when=lambda name: name in ("experts", "gathered by the schedule, reduced by layer"))  # like rows below
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, saved: Saved, name: str) -> None:
     case = SAME[name]

@@ -104,6 +104,7 @@ def wide_qwen2_audio() -> Any:
     return qwen2_audio(vocab_size=TOKENIZER.vocab_size, audio_token_index=AUDIO_TOKEN)
 
 
+@pytest.mark.deep(when=lambda make: make is wide_qwen2_audio)
 @pytest.mark.parametrize(
     ("make", "plans", "fixed"),
     [

@@ -52,7 +52,7 @@ def test_the_blocks_of_the_page_train_answer_and_export(tmp_path: Path) -> None:
         "NUM_GPUS": "2",
         "CLUSTER": "examples/clusters/cpu.yaml",
         "BATCH": "4",
-        "PLAN_FLAGS": "--transformer-impl local --time-budget 1",
+        "PLAN_FLAGS": "--transformer-impl local --time-budget 0.3",
         "FLAGS": "--train-iters 2 --eval-iters 1 --num-workers 0",
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }

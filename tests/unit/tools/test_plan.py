@@ -106,7 +106,7 @@ def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
 
 
-@pytest.mark.deep(when=lambda units: units == ("llm",))
+@pytest.mark.deep  # searches are compared with all planners in tests/unit/plan/planners
 @pytest.mark.parametrize("units", [("vision", "llm"), ("llm",)])
 def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(flags, tmp_path, capsys, units):
     (tmp_path / "model.yaml").write_text(

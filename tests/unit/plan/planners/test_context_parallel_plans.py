@@ -205,7 +205,7 @@ def without_items(graph: ModelGraph, idle: str, **changes: object) -> PlanningRe
     return request(graph, lengths=lengths, **changes)
 
 
-@pytest.mark.deep(when=lambda name, case: name == "braid" or (name != "disttrain" and case != "generator"))
+@pytest.mark.deep(when=lambda name, case: name not in ("disttrain", "optimus", "entrain") or case != "generator")
 @pytest.mark.parametrize(
     ("name", "case"),
     [

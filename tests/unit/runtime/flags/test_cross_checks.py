@@ -135,7 +135,7 @@ BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
 CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
 
 
-@pytest.mark.deep(when=lambda planner, units: planner == "braid" and units != LONG)
+@pytest.mark.deep(when=lambda planner, units: planner == "braid" or units == LLM)  # test_printed_commands.py has them
 @pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
 @pytest.mark.parametrize("units", [LLM, SCHEDULE_UNITS, LONG], ids=["LLM", "one encoder", "two encoders"])
 def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
