@@ -27,7 +27,7 @@ from PIL import Image
 import megatron.runtime.training.elastic  # noqa: F401 - what ranks of elastic runs need beside what those of other runs do
 from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
-from megatron.runtime.training import prediction
+from megatron.runtime.training import loop, prediction
 from megatron.runtime.training import run as training_run
 from megatron.runtime.training.trainer import Trainer
 from tests.distributed.added_rows import ADDS_ROWS, add_rows
@@ -62,6 +62,10 @@ def run_text(argv: list[str]) -> None:
 
 DIES_BEFORE = "BRAID_TEST_DIES_BEFORE"
 """Environment variable: the step before which a run's ranks kill themselves."""
+
+
+ASKS_FOR_BETTER = "BRAID_TEST_ASKS_FOR_BETTER"
+"""Environment variable: a run looks for a better balancer and schedule, which takes as long as its steps."""
 
 
 def answer_in_a_fork() -> None:
@@ -110,6 +114,8 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
     sys.argv = [program, *argv]
     if ADDS_ROWS in environment:
         add_rows()
+    if ASKS_FOR_BETTER not in environment:
+        loop.describe_better_pair = lambda *args, **how: None
     if DIES_BEFORE in environment:
         train, last = Trainer.train_step, int(environment[DIES_BEFORE])
         Trainer.train_step = lambda *args, number, **how: (  # type: ignore[method-assign]

@@ -33,6 +33,7 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
     return found
 
 
+@pytest.mark.deep(when=lambda schedule, case: schedule == "gpipe" or case.per_token_loss)  # other rows have their parts
 @pytest.mark.parametrize(
     ("schedule", "case"),
     [

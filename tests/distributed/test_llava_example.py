@@ -74,6 +74,7 @@ def test_transformers_asks_as_the_model_is_taught_and_stops_where_it_does(kind: 
         assert given.tolist() == [[tokenizer.convert_tokens_to_ids("<image>")] * (28 // 7) ** 2]
 
 
+@pytest.mark.deep  # test_generate.py asks folders, and the runs below train from them
 def test_trained_on_digits_it_answers_alike_here_and_in_transformers(tmp_path: Path) -> None:
     """The run's checkpoint through `multimodal.generate`, and the exported folder through transformers, token for token."""
     model, data = write_inputs(tmp_path, "llava")

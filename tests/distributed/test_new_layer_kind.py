@@ -80,7 +80,7 @@ def test_it_is_planned_and_simulated(kind: str) -> None:
     mixed = replace(TEXT_ONLY, units=(replace(TEXT_ONLY.backbone, layer_kinds=("token_embedding", *body, "head")),))
     seconds = {}
     for name, graph in (("transformer", TEXT_ONLY), ("mixed", mixed)):
-        asked = request(graph)
+        asked = request(graph, num_gpus=2, global_batch_size=8)
         seconds[name] = predict_run(PLANNERS["disttrain"](asked), asked).iteration_seconds
     assert 0 < seconds["mixed"] < seconds["transformer"], "the new layers have fewer weights and no attention"
 

@@ -44,7 +44,7 @@ def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
     return dealt_case(described_units, Plan(plan), shapes=ONE_ITEM_EACH, groups=None, builder="optimus", cluster=cluster)
 
 
-@pytest.mark.deep(when=lambda cluster: cluster is FAST)
+@pytest.mark.deep(when=lambda cluster, freezing: cluster is FAST or bool(freezing))
 @pytest.mark.parametrize(("cluster", "freezing"), [(SLOW, {}), (EVEN, {}), (FAST, {}), (EVEN, {"freeze_module": True})])
 def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
     assert_matches(build_case(cluster, **freezing), ranks)

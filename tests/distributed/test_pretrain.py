@@ -67,6 +67,7 @@ def train_beside(alone: Alone, folder: Path, flags: Mapping[str, object], **how:
     return train(alone[0], {**STEPS, "--log-json": folder / "log.jsonl", **flags}, **how)
 
 
+@pytest.mark.deep(when=lambda num_ranks: num_ranks == 6)  # below is a run that cuts sequences
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -140,7 +141,8 @@ def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> N
     manifest = write_manifest(tmp_path, [{"id": index, "segments": segments} for index, segments in enumerate(texts)])
     flags = {name: value for name, value in working_flags(tmp_path).items() if name not in (*SIZED_OTHERWISE, "--train-iters")}
     flags |= {"--data-path": manifest, "--global-batch-size": 9, "--num-epochs": 1.5, "--seq-length": 2048}
-    launched = launch({**flags, "--colocate-units": None, "--micro-batch-size": 1, "--balance": "none"}, num_ranks=3)
+    flags |= {"--colocate-units": None, "--micro-batch-size": 1, "--balance": "none"}
+    launched = launch(flags, num_ranks=3, environment={"BRAID_TEST_ASKS_FOR_BETTER": "1"})
     assert launched.exit_codes == (0,) * 3, launched.output
     warning = "warning: with --balance none and --schedule 1f1b the first global batch is predicted to take "
     assert launched.output.count(warning) == launched.outputs[0].count(warning) == 1, launched.output

@@ -45,7 +45,7 @@ FAST = tuple(name for name in PLANNERS if name != "braid")
 
 
 def is_deep(name, graph, context):
-    return name != "disttrain" and (graph not in ("three", "fed") or context is not None or (name, graph) == ("braid", "three"))
+    return name != "disttrain" and (graph not in ("three", "fed") or context is not None or name == "braid")
 
 
 @pytest.mark.deep(when=is_deep)
