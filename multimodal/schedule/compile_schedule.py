@@ -12,11 +12,11 @@ from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, NodeKind
 from multimodal.values.action import Action, action_to_text
-from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, linked_groups, row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, group_rows, linked_groups, row_starts, take_rows
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import COMPUTE, FORWARD, RECEIVE, StepWork
+from multimodal.values.work.step_work import COMPUTE, FORWARD, GATHER, RECEIVE, StepWork
 
 _LACKING = -1
 
@@ -277,7 +277,17 @@ def _needs_of_nodes(
         raise _lacks(schedule, unsent[0], unsent[0] - 1)
     owning = of_piece[owning]
     is_other = needs != owning  # needs between pieces of one node are met by their order
-    return row_starts(np.bincount(owning[is_other], minlength=nodes.num_nodes)), needs[is_other]
+    gathered, next_gathered = _gathers_in_turn(schedule, of_piece)
+    owning, needs = np.append(owning[is_other], next_gathered), np.append(needs[is_other], gathered)
+    return group_rows(owning, needs, nodes.num_nodes)
+
+
+def _gathers_in_turn(schedule: Schedule, of_piece: Integers) -> tuple[Integers, Integers]:
+    """Return the nodes of a lane's gathers, and of the gathers after them: all ranks begin them in this order at once."""
+    slots = np.flatnonzero(np.isin(schedule.pieces, np.flatnonzero(schedule.work.kinds == GATHER)))
+    nodes, follows = of_piece[schedule.pieces[slots]], np.diff(schedule.lane_of_slot[slots]) == 0
+    first, then = np.unique(np.stack((nodes[:-1][follows], nodes[1:][follows])), axis=1)
+    return first, then
 
 
 def _lacks(schedule: Schedule, owner: int, need: int) -> ScheduleError:

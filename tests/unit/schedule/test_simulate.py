@@ -28,7 +28,7 @@ from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
 from tests.unit.cost.cost_cases import graph_of
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, broken_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
+from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, golden_cases
 from tests.unit.schedule.schedule_text import schedule_from_text
 
 
@@ -93,6 +93,16 @@ def test_reductions_and_gathers_overlap_with_computations() -> None:
     ]
     expected = {"dp_all_gather": 9 / 23, "dp_reduce_scatter": 8 / 23}
     assert found.bubble == pytest.approx({kind: expected.get(kind, 0.0) for kind in BUBBLE_KINDS})
+
+
+def test_ranks_begin_gathers_in_the_order_of_their_lanes() -> None:
+    """The LLM's parameters are gathered by one lane, the encoder's, which go first, by two: the first lane waits for no other."""
+    step = build_schedule(BUILDERS["1f1b"], copies(2, 2), passes=(PASSES["gather-parameters"],))
+    found = simulate_schedule(step, UniformCosts(collective=5.0)).timeline.events
+    starts = {
+        (each.lane, each.action.unit): each.start_seconds for each in found if each.action.kind is ActionKind.GATHER_PARAMETERS
+    }
+    assert starts == {(lane, unit): 5.0 * (unit == "llm") for lane in (0, 1) for unit in ("vision", "llm")}
 
 
 def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:

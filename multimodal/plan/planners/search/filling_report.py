@@ -28,7 +28,7 @@ class Filling(NamedTuple):
     """Shares of the encoders' time that lie in bubbles: their seconds in all lanes, less the time that they add to the step."""
 
     eff_coarse: float
-    """With all encoder forwards before the LLM's work, and all encoder backwards after it."""
+    """With all encoder forwards before the LLM's work, and all encoder backwards after it (`order_coarsely`)."""
     eff_fine: float
     """In the order of the schedule."""
     alone: Simulation
@@ -65,14 +65,20 @@ def measure_filling(builder: Builder, shape: StepShape, costs: StepCosts, *, pas
 
 
 def order_coarsely(schedule: Schedule) -> Schedule:
-    """Return a schedule of the compute dialect with the encoders' forwards first in every lane, and their backwards last."""
+    """Return a schedule of the compute dialect with the encoders' forwards first in every lane, and their backwards last.
+
+    They go stage by stage, backwards from the last stage on, and all microbatches through each: their stages hardly wait for each
+    other, nor for weights that are still being gathered.
+    """
     work, pieces = schedule.work, schedule.pieces
+    kept = np.flatnonzero(work.kinds[pieces] != REDUCTION)
+    pieces, lanes = pieces[kept], schedule.lane_of_slot[kept]
     encodes = of_units(work, pieces, frozenset(unit.name for unit in schedule.shape.graph.encoders))
-    kinds = work.kinds[pieces]
-    phases = np.where(encodes, np.where(kinds == FORWARD, 0, 2), 1)
-    kept = np.flatnonzero(kinds != REDUCTION)
-    lanes = schedule.lane_of_slot[kept]
-    order = kept[np.lexsort((kept, phases[kept], lanes))]
+    phases = np.where(encodes, np.where(work.kinds[pieces] == FORWARD, -1, 1), 0)
+    names = schedule.shape.graph.unit_names
+    depths = np.array([(names.index(unit), stage) for unit, _, stage in work.stages], np.int64)[work.computed_stages[pieces]]
+    units, stages = -phases * depths.T
+    order = np.lexsort((np.where(encodes, work.microbatches[pieces], 0), stages, units, phases, lanes))
     starts = row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
     return place_reductions(Schedule.in_line(schedule.shape, starts, pieces[order]))
 
