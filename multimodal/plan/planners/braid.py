@@ -74,7 +74,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     2. The best are varied: balancer, schedule, passes, microbatch size, overlap, partition of microbatches (`vary_best`).
     3. The other planners' plans are tuned, unless nothing could bring them below the best; then the best are varied again.
     4. The best are judged, and other planners' plans that ranked close to them, so that this planner is not behind (`choose`).
-    5. One flag of the winner is changed at a time until no neighbour is better (`settle`).
+    5. One flag, layer or unit of the winner is changed at a time until no neighbour is better (`settle`).
 
     The search ends when `request.time_budget_seconds` of nominal work are used up (`Trials`): the same inputs give the same plan
     on every machine. Steps 3 and 5 are always done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far;
@@ -323,7 +323,7 @@ class PlanSearch:
         return self._fitting(FINAL)[0]
 
     def settle(self, best: PredictedRun) -> PredictedRun:
-        """Change one flag of the best run at a time until no neighbour that ranks well is judged better, whatever the budget."""
+        """Change one thing of the best run at a time until no neighbour that ranks well is judged better, whatever the budget."""
 
         def judge(run: PlannedRun, best: PredictedRun) -> PredictedRun | None:
             ranked = self.trials.try_run(best.run, RANKING)
@@ -332,8 +332,19 @@ class PlanSearch:
             is_near = near is not None and near.prediction.iteration_seconds <= enough
             return self.trials.try_run(run, FINAL) if is_near else None
 
-        settled, self.num_neighbours = climb(best, near=partial(neighbours, request=self.request), judge=judge)
+        def near(run: PlannedRun) -> Iterator[PlannedRun]:
+            yield from neighbours(run, self.request)
+            yield from islice(self._with_another_unit(run), NUM_OTHER_LAYOUTS)
+
+        settled, self.num_neighbours = climb(best, near=near, judge=judge)
         return settled
+
+    def _with_another_unit(self, run: PlannedRun) -> Iterator[PlannedRun]:
+        """Yield the run with the best simulated plans in which one unit alone has other sizes, the best first."""
+        for plan in {repr(other.run.plan): other.run.plan for other in self.trials.fitting(QUICK)}.values():
+            if plan.num_ranks == run.num_gpus and sum(unit != run.plan.units[name] for name, unit in plan.units.items()) == 1:
+                changed = formed(replace(run, plan=plan), (run.schedule, run.balance), self.request)
+                yield from filter(None, (changed,))
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the simulated runs that fit and can train, the shortest step first."""

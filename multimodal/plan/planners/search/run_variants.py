@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.plans_of_sizes import fold_stages
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES, Need
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, Replica
 
 Form = tuple[str, str]
 Placed = tuple[tuple[Placement, ...], bool]
@@ -104,7 +104,7 @@ def other_passes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedR
 
 
 def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the runs of the same plan that differ in one flag: overlap, microbatch size, balancer, schedule, or one pass."""
+    """Yield the runs that differ in one thing: overlap, microbatch size, balancer, schedule, one pass, a cut, a partition."""
     yield from overlapped(run, request)
     if run.tp_comm_overlap:
         yield replace(run, tp_comm_overlap=False)
@@ -117,6 +117,42 @@ def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun
     yield from other_passes(run, request)
     open_passes = [name for name in run.passes if not (PASSES[name].is_planned or PASSES[name].splits_backwards)]
     yield from (replace(run, passes=tuple(other for other in run.passes if other != name)) for name in open_passes)
+    yield from other_cuts(run, request)
+    yield from other_partitions(run, request)
+
+
+MOST_CUTS = 8
+"""Cuts of a unit's layers that are tried: those that take a layer from a busy stage and give it to an idle one."""
+
+
+def other_cuts(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with a layer of a unit moved to the range before or behind its own, in all replicas alike."""
+    like_run = request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute)
+    for name, unit in run.plan.units.items():
+        if name in request.loads.idle_units or unit.is_unlike:
+            continue
+        seconds = unit_plan_times(like_run, name, unit)
+        stages = unit.replicas[0].stages
+        ranges = sorted((pair, stage, index) for stage, held in enumerate(stages) for index, pair in enumerate(held.layer_ranges))
+        moves = []
+        for left, right in pairwise(ranges):
+            for giver, taker, bound in ((left, right, left[0][1] - 1), (right, left, right[0][0] + 1)):
+                # The first and the last range of a unit hold its ends beside layers.
+                least = 2 if giver in (ranges[0], ranges[-1]) else 1
+                if giver[1] != taker[1] and giver[0][1] - giver[0][0] > least:
+                    moves.append((seconds[taker[1]] - seconds[giver[1]], bound, left, right))
+        for _, bound, left, right in sorted(moves)[:MOST_CUTS]:
+            cut = {left[1:]: (left[0][0], bound), right[1:]: (bound, right[0][1])}
+            replicas = tuple(
+                Replica(
+                    tuple(
+                        replace(held, layer_ranges=tuple(cut.get((stage, at), pair) for at, pair in enumerate(held.layer_ranges)))
+                        for stage, held in enumerate(replica.stages)
+                    )
+                )
+                for replica in unit.replicas
+            )
+            yield replace(run, plan=Plan({**run.plan.units, name: replace(unit, replicas=replicas)}))
 
 
 def climb(

@@ -16,7 +16,7 @@ from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.filling_report import with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.run_variants import climb, other_partitions, other_passes, other_sizes
+from multimodal.plan.planners.search.run_variants import climb, other_cuts, other_partitions, other_passes, other_sizes
 from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
 from multimodal.plan.planners.search.trials import MISFIT, Trials
 from multimodal.values.plan import Plan
@@ -192,6 +192,13 @@ def test_shares_of_a_plan_count_as_turns():
 @pytest.mark.parametrize("planner", ["megatron", "disttrain"])
 def test_encoders_on_ranks_of_their_own_or_in_one_pipeline_have_nothing_to_move(planner):
     assert not list(other_partitions(PLANNERS[planner](request()), request()))
+
+
+def test_a_busy_stage_gives_a_layer_to_the_next_one_and_keeps_one_beside_its_end():
+    asked = uneven_request()
+    run = PLANNERS["optimus"](asked)
+    assert run.plan.units["llm"].describe_ranges() == "[[[0, 3]], [[3, 5]]]"
+    assert [each.plan.units["llm"].describe_ranges() for each in other_cuts(run, asked)] == ["[[[0, 2]], [[2, 5]]]"]
 
 
 def test_the_search_ends_where_no_move_helps_and_tries_nothing_twice():
