@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.runtime.execution.activation_store import SavedTensors, storage_id
 from megatron.runtime.execution.segment_pass import SegmentPass
 from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.initialization import initialize_parameters
+from multimodal.model.latents import NoisePath
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
@@ -32,6 +33,11 @@ TEXT = PackedInput(
     targets=torch.tensor([3, 2]),
 )
 PATCHES = PackedInput((8,), torch.arange(16).reshape(8, 2), patches=torch.randn(8, 4, generator=torch.manual_seed(0)))
+MADE = replace(
+    PATCHES,
+    condition_rows=torch.zeros(8, dtype=torch.long),
+    path=NoisePath(torch.tensor([0.4]), torch.ones(1), torch.zeros(8, dtype=torch.long), torch.ones(8, 4)),
+)
 ITEMS = torch.randn(2, 16, generator=torch.manual_seed(1), dtype=torch.float64)
 
 
@@ -65,6 +71,7 @@ def build_stage(case: RangeCase) -> UnitStage:
     image = {"patch_size": 2, "in_channels": 1, "deepstack_layers": list(case.deepstack)}
     shape = {**SHAPE, **(case.transformer or {})}
     units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
+    units["painter"] = {"role": "generator", "image": {**image, "deepstack_layers": []}, "flow": {}, **shape}
     stage = UnitStage(
         graph=ModelGraph.from_dict({"units": units}),
         unit_name=case.unit,
@@ -90,7 +97,8 @@ def build_stage(case: RangeCase) -> UnitStage:
 
 
 def _inputs(stage: UnitStage, case: RangeCase) -> tuple[Tensor | None, PackedInput, Tensor | None]:
-    batch, items = (PATCHES, None) if case.unit == "vision" else (TEXT, ITEMS.repeat(1, 1 + len(case.deepstack)))
+    given = ITEMS.repeat(1, 1 + len(case.deepstack))
+    batch, items = {"vision": (PATCHES, None), "llm": (TEXT, given), "painter": (MADE, ITEMS[:1].clone())}[case.unit]
     if items is not None:
         items.requires_grad_(case.has_backward)
     hidden = None

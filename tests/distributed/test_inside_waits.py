@@ -155,9 +155,12 @@ GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups":
 NAMES = {Exchange.GATHER: "gathering", Exchange.GATHER_AGAIN: "gathering", Exchange.SUM: "summing"}
 
 
+UNITS_THAT_WAIT = ("vision", "llm", "painter")
 WAITS = [
     RangeCase(unit, sequence_parallel=sequence_parallel, recompute=recompute, num_frozen=num_frozen, transformer=GATED)
-    for unit, sequence_parallel, recompute, num_frozen in product(("vision", "llm"), (False, True), (None, "full"), (0, 3))
+    for unit, sequence_parallel, recompute, num_frozen in product(
+        ("vision", "llm", "painter"), (False, True), (None, "full"), (0, 3)
+    )
 ]
 
 
@@ -169,7 +172,9 @@ def layers_of(case: RangeCase) -> list[LayerNeed]:
     kinds = ("patch_embedding", "transformer", "transformer", "projector")
     if case.unit == "llm":
         kinds = ("token_embedding", "transformer", "transformer", "head")
-    idle = BackwardNeed.INPUT_GRADIENT if case.unit == "llm" else BackwardNeed.NONE
+    if case.unit == "painter":
+        kinds = ("generator_projector", "modulated_transformer", "modulated_transformer", "generator_head")
+    idle = BackwardNeed.NONE if case.unit == "vision" else BackwardNeed.INPUT_GRADIENT
     return [(kind, idle if index < case.num_frozen else BackwardNeed.FULL) for index, kind in enumerate(kinds)]
 
 

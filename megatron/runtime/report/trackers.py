@@ -6,6 +6,7 @@ The log has one JSON object per step, and a resumed run continues it.
 import io
 import json
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -116,7 +117,9 @@ class _WandB(Tracker):
     def add_answers(self, answers: Sequence[SampleAnswer], step: int) -> None:
         table = self._package.Table(columns=list(_COLUMNS), data=[list(each[: len(_COLUMNS)]) for each in answers])
         images = {tag: self._package.Image(image) for tag, image in _images(answers).items()}
-        self._run.log({"samples": table, **images}, step=step)
+        with _sound_files(answers) as paths:  # which it copies
+            sounds = {tag: self._package.Audio(str(path)) for tag, path in paths.items()}
+            self._run.log({"samples": table, **images, **sounds}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -147,6 +150,9 @@ class _MLflow(Tracker):
             self._package.log_dict(columns, f"samples/step_{step:08d}.json")
             for tag, image in _images(answers).items():
                 self._package.log_image(image, f"{tag}_step_{step:08d}.png")
+            with _sound_files(answers, f"_step_{step:08d}") as paths:
+                for path in paths.values():
+                    self._package.log_artifact(str(path), "samples")
 
     def close(self) -> None:
         with self._as_os_error():
@@ -172,6 +178,16 @@ _COLUMNS = SampleAnswer._fields[:3]
 def _images(answers: Sequence[SampleAnswer]) -> dict[str, Image.Image]:
     found = {f"samples/{index}": each.file for index, each in enumerate(answers) if each.file and each.kind == "image"}
     return {tag: Image.open(io.BytesIO(image)) for tag, image in found.items()}
+
+
+@contextmanager
+def _sound_files(answers: Sequence[SampleAnswer], ending: str = "") -> Iterator[dict[str, Path]]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = {f"samples/{index}": each.file for index, each in enumerate(answers) if each.kind == "sound"}
+        paths = {tag: Path(folder) / f"{Path(tag).name}{ending}.wav" for tag in found}
+        for tag, path in paths.items():
+            path.write_bytes(found[tag])
+        yield paths
 
 
 class JsonLog:

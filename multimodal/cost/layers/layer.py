@@ -156,6 +156,8 @@ class Layer:
     """Tokens that the cost depends on."""
     attends: ClassVar[bool] = False
     """True if tokens attend to each other, so that the cost depends on how they are packed into sequences."""
+    scales_branches: ClassVar[bool] = False
+    """True if the output of its last product is multiplied, so that full recomputation computes that, too."""
     recomputes: ClassVar[bool] = False
     """True if full recomputation keeps only the layer's input."""
     segments: ClassVar[tuple[Segment, ...]] = (Segment("all"),)

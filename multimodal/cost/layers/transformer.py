@@ -232,6 +232,7 @@ class ModulatedTransformerLayer(TransformerLayer):
 
     roles = (Role.GENERATOR,)
     fits = staticmethod(lambda unit: unit.flow is not None)
+    scales_branches = True
     segments = (
         Segment(
             "all",

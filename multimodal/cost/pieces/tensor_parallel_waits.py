@@ -42,6 +42,8 @@ class _Place(NamedTuple):
     need: BackwardNeed
     repeated: range = range(0)
     """In the last segment of a layer that full recomputation repeats: all segments of that layer."""
+    is_scaled: bool = False
+    """What is behind the segment's collective is multiplied, so that recomputation needs its result."""
 
 
 def computation_waits(
@@ -56,9 +58,10 @@ def computation_waits(
 
     Full recomputation repeats a layer's forward up to its last product when the backward reaches the layer: the collective
     behind that product is not needed again, and under sequence parallelism the gradient of the layer's output is gathered
-    first. Layers of Transformer Engine repeat that collective, too, and gather the gradient afterwards. covers: a range of the
-    stage's segments, by default all; a range's last wait may lie behind it, and a layer is repeated in the range whose backward
-    precedes that of the layer's last segment. unit: the unit of the layers, for its adapters and queries. O(layers).
+    first. Layers of Transformer Engine, and those that gate its result, repeat that collective, too, and gather the gradient
+    afterwards. covers: a range of the stage's segments, by default all; a range's last wait may lie behind it, and a layer is
+    repeated in the range whose backward precedes that of the layer's last segment. unit: the unit of the layers, for its adapters
+    and queries. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
@@ -82,7 +85,8 @@ def _places(layers: Sequence[LayerNeed], options: RunOptions, unit: Unit | None)
         *inner, (last, last_need) = _reached(segments, need, adapted) if adapted else [(each, need) for each in segments]
         for segment, own_need in inner:
             yield _Place(index, segment, own_need)
-        yield _Place(index, last, last_need, range(start, start + len(segments)) if repeats else range(0))
+        repeated = range(start, start + len(segments)) if repeats else range(0)
+        yield _Place(index, last, last_need, repeated, kind is not None and kind.scales_branches)
         start += len(segments)
 
 
@@ -114,7 +118,7 @@ def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool, is_en
     if numbers.stop == len(places):
         yield from _entered(places, numbers.stop, numbers.stop - 1, is_range=is_range, is_engine=is_engine)
     for number in reversed(numbers):
-        layer, segment, need, _ = places[number]
+        layer, segment, need, *_ = places[number]
         if not need.has_backward:
             return
         for exchange in segment.backward:
@@ -129,12 +133,12 @@ def _entered(
     places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_engine: bool, is_at_end: bool = False
 ) -> Iterable[Wait]:
     """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment they are counted in."""
-    layer, segment, need, repeated = places[bound - 1]
+    layer, segment, need, repeated, is_scaled = places[bound - 1]
     if not need.has_backward:
         return ()
     mirrored = [] if segment.behind is None else [Wait(layer, number, segment.behind.mirrored, is_range and is_at_end)]
     again = [wait._replace(segment=number) for wait in _forward(places, repeated, is_range=False)]
-    if is_engine and segment.product:  # the last product is its own, not that of experts
+    if is_scaled or (is_engine and segment.product):  # the last product is its own, not that of experts
         return (*again, *mirrored)
     again = again[:-1] if segment.behind is not None else again
     return (*again, *mirrored) if is_range else (*mirrored, *again)

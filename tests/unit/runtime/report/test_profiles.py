@@ -1,5 +1,6 @@
 """Profiles of steps, stragglers, and what goes to Weights & Biases."""
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from megatron.runtime.execution.step_clock import StepClock
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.reporting import ConsoleReporter
 from megatron.runtime.report.step_profile import StepProfile, Stragglers
+from megatron.runtime.report.trackers import TRACKERS, TrackedRun
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.unit.runtime.report.test_reporting import BALANCE, STEP
@@ -91,7 +95,9 @@ def test_stragglers_are_compared_with_ranks_that_hold_the_same_layers() -> None:
 def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     run = SimpleNamespace(id="run", log=lambda numbers, step: seen.append((step, numbers)), finish=lambda: seen.append("finish"))
-    wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run)
+    shown = {"Table": lambda columns, data: data, "Image": lambda image: image.size}
+    shown["Audio"] = lambda path: Path(path).read_bytes()
+    wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run, **shown)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
     with closing(ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"})) as reporter:
@@ -100,6 +106,13 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
     assert step == 1 and numbers["train/loss"] == STEP.loss and numbers["train/tflops_per_device"] == 12.5
     assert finished == "finish"
+    picture = io.BytesIO()
+    Image.new("L", (16, 8)).save(picture, "PNG")
+    answers = [SampleAnswer("how many", "3", "4"), SampleAnswer("draw", "", "", picture.getvalue())]
+    tracker = TRACKERS["wandb_project"](logging, TrackedRun({}, False, None))
+    tracker.add_answers([*answers, SampleAnswer("say", "", "", b"RIFF...")], 2)
+    assert seen[-1][1].pop("samples")[0] == ["how many", "3", "4"]
+    assert seen[-1] == (2, {"samples/1": (16, 8), "samples/2": b"RIFF..."})
 
 
 def test_mlflow_gets_the_same_and_a_resumed_run_goes_on_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
