@@ -13,7 +13,8 @@ pytest.importorskip("diffusers", reason="diffusers is not installed (pip install
 
 from PIL import Image
 
-from megatron.runtime.generation.drawing import image_of
+from megatron.runtime.generation.drawing import image_of, make_item
+from megatron.runtime.generation.whole_model import open_model
 from multimodal.hugging_face.architecture import check_autoencoders
 from multimodal.model.latents import decode_latents
 from multimodal.values.errors import ModelError
@@ -121,6 +122,9 @@ def test_a_run_learns_the_same_from_a_cache_and_refuses_that_of_another(tmp_path
         more = {"--llm-dp": 1, "--painter-dp": 1, "--log-json": tmp_path / f"{len(cache)}.jsonl", **cache}
         losses.append([entry["generator_loss"] for entry in train_flags({**flags, **more}, num_ranks=2)[0]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and len(losses[0]) == 2
+    train_flags({**flags, "--save": tmp_path / "saved", "--llm-dp": 1, "--painter-dp": 1}, num_ranks=2)
+    with open_model(tmp_path / "saved") as model:
+        assert make_item(model, "draw 1", size=(16, 8), num_steps=2, guidance_scale=2.0).size == (16, 8)
     autoencoder(tmp_path / "vae", seed=1)
     launched = launch({**flags, **more}, num_ranks=2)
     assert launched.exit_codes == (2, 2)

@@ -159,6 +159,8 @@ def _follow(
     """Return the patches at time 0 of the path that starts from noise at time 1: [num_patches, patch_channels]."""
     path, flow = batch.path, stage.unit.flow
     assert path is not None and path.noise is not None and flow is not None
+    if (made := batch.items_made) is not None:
+        batch = replace(batch, items_made=made._replace(are_pixels=False))  # what is followed are latents already
     generator = torch.Generator().manual_seed(seed)
     patches = torch.randn(path.noise.shape, generator=generator, dtype=torch.float64).to(batch.positions.device)
 
