@@ -21,7 +21,6 @@ from dataclasses import replace
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster, collective_seconds
-from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planning_request import FixedSizes
@@ -49,6 +48,19 @@ TABLE_1 = {
 }
 """Kind of bubble -> share of a step of 5.12 s on more than 3,000 GPUs. Of the warm-up the table has 0.291 s as well, 5.7 %."""
 TABLE_1_SECONDS, TABLE_1_SUM = 5.12, 0.463
+WEAK_SCALING = {
+    "A": ("vit-11b-llama-70b", 2, 4, 6, 32),
+    "B": ("vit-22b-llama-70b", 4, 4, 6, 64),
+    "C": ("vit-11b-gpt-175b", 4, 8, 12, 128),
+    "D": ("vit-22b-gpt-175b", 8, 8, 12, 256),
+}
+TWO_ENCODERS = {
+    "11B and 5B": ("vit-11b-vit-5b-gpt-175b", 8, 8, 12, 256),
+    "22B and 5B": ("vit-22b-vit-5b-gpt-175b", 8, 8, 12, 256),
+    "22B and 11B": ("vit-22b-vit-11b-gpt-175b", 8, 8, 12, 256),
+}
+"""Name -> model file, data and pipeline parallel size, virtual stages, batch."""
+GAINS = ((WEAK_SCALING, 1.22, "weak scaling"), (TWO_ENCODERS, 1.27, "two encoders, 512 GPUs"))
 RECOMPUTED = 4 / 3
 """Megatron's FLOPs formula counts a second forward."""
 NUM_MICROBATCH_TOKENS = 4096
@@ -57,7 +69,7 @@ NUM_MICROBATCH_TOKENS = 4096
 def rows() -> Iterator[Row]:
     """Calibrate on Megatron-LM balanced on 1,536 GPUs; predict the rest."""
     graph = read_model("vit-22b-gpt-175b")
-    balanced = setup_of("megatron-balanced", graph, data_parallel_size=24)
+    balanced = setup_of("megatron-balanced", graph, 24)
     given = read_cluster("h100")
     run = balanced.plan(given)
     cluster = balanced.calibrate(given, measured_seconds=BALANCED_SECONDS)
@@ -74,29 +86,37 @@ def rows() -> Iterator[Row]:
         calibrated_speed=speed,
     )
     yield Row("Optimus", "its MFU, Megatron's formula", single(BALANCED_MFU), found.mfu * RECOMPUTED, source, "share")
-    optimus = setup_of("optimus", graph, data_parallel_size=24).simulate(cluster)
+    optimus = setup_of("optimus", graph, 24).simulate(cluster)
     yield Row("Optimus", "Optimus, step", single(OPTIMUS_SECONDS), optimus.iteration_seconds, source, "s")
     yield Row("Optimus", "its MFU, Megatron's formula", single(OPTIMUS_MFU), optimus.mfu * RECOMPUTED, source, "share")
     yield _megatron_row(graph, cluster, 24, MEGATRON_SECONDS)
     for size, (megatron, even) in STRONG_SCALING.items():
-        step = setup_of("megatron-balanced", graph, data_parallel_size=size).simulate(cluster).iteration_seconds
+        step = setup_of("megatron-balanced", graph, size).simulate(cluster).iteration_seconds
         source = f"strong scaling, {64 * size:,} GPUs"
         yield Row("Optimus", f"Megatron-LM balanced, step, DP {size}", single(even), step, source, "s")
         yield _megatron_row(graph, cluster, size, megatron)
-    large = setup_of("optimus", graph, data_parallel_size=48).simulate(cluster).iteration_seconds
+    large = setup_of("optimus", graph, 48).simulate(cluster).iteration_seconds
     yield Row("Optimus", "Optimus, step, DP 48", LARGE_OPTIMUS_SECONDS, large, "strong scaling, 3,072 GPUs", "s")
+    for models, gain, where in GAINS:
+        for name, (model, *sizes) in models.items():
+            other, own = (
+                setup_of(planner, read_model(model), *sizes).simulate(cluster).iteration_seconds
+                for planner in ("megatron", "optimus")
+            )
+            what = f"{name}: Optimus over Megatron-LM"
+            yield Row("Optimus", what, (1.0, gain), other / own, where, is_bound=True, not_counted=NOT_PLAIN)
     yield from _table_1(graph, cluster)
     yield from _kernels(graph, cluster)
 
 
 def _megatron_row(graph: ModelGraph, cluster: Cluster, data_parallel_size: int, published: float) -> Row:
-    step = setup_of("megatron", graph, data_parallel_size=data_parallel_size).simulate(cluster).iteration_seconds
+    step = setup_of("megatron", graph, data_parallel_size).simulate(cluster).iteration_seconds
     what, source = f"Megatron-LM, step, DP {data_parallel_size}", f"strong scaling, {64 * data_parallel_size:,} GPUs"
     return Row("Optimus", what, single(published), step, source, "s", not_counted=NOT_PLAIN)
 
 
 def _table_1(graph: ModelGraph, cluster: Cluster) -> Iterator[Row]:
-    large = replace(setup_of("megatron", graph, data_parallel_size=48), recompute=None).simulate(cluster)
+    large = replace(setup_of("megatron", graph, 48), recompute=None).simulate(cluster)
     source = "Table 1, more than 3,000 GPUs"
     yield Row("Optimus", "step, 3,072 GPUs", single(TABLE_1_SECONDS), large.iteration_seconds, source, "s")
     for kind, share in TABLE_1.items():
@@ -105,19 +125,36 @@ def _table_1(graph: ModelGraph, cluster: Cluster) -> Iterator[Row]:
     yield Row("Optimus", "all bubbles, 3,072 GPUs", single(TABLE_1_SUM), sum(large.bubble.values()), source, "share")
 
 
-def setup_of(planner: str, graph: ModelGraph, *, data_parallel_size: int) -> Setup:
-    """Return the evaluation's set-up for Megatron-LM, balanced or not, or for `optimus` over the balanced LLM's sizes."""
-    stages, ranges = (7, None) if planner == "megatron" else (8, 12)
-    encoder = FixedSizes(8, 1 if planner == "megatron" else None, data_parallel_size)
-    sizes = {"llm": FixedSizes(8, stages, data_parallel_size, ranges)} | ({"vision": encoder} if planner != "optimus" else {})
-    batch = 64 * data_parallel_size, BATCH_SIZE
-    implementation: Implementation | None = "local" if planner == "optimus" else None  # others do not say when they wait
-    return Setup(planner, graph, _samples(), *batch, sizes, micro_batch_size=2, recompute="full", transformer_impl=implementation)
+def setup_of(
+    planner: str,
+    graph: ModelGraph,
+    data_parallel_size: int,
+    num_stages: int = 8,
+    num_ranges: int = 12,
+    batch_size: int = BATCH_SIZE,
+) -> Setup:
+    """Return the evaluation's set-up for Megatron-LM, balanced or not, or for `optimus` over the balanced LLM's sizes.
 
-
-def _samples() -> tuple[SampleLengths, ...]:
-    """One image of 2,048 tokens in the encoder; how many of the LLM's 2,048 are its outputs hardly matters: half of them."""
-    return (SampleLengths(0, (ItemLengths("vision", 2048, 1024),), 1024, 1024),)
+    num_stages: of the pipeline, of which Megatron-LM gives one to each encoder. num_ranges: virtual stages where balanced.
+    """
+    encoders, is_plain = [unit.name for unit in graph.encoders], planner == "megatron"
+    llm = (num_stages - len(encoders), None) if is_plain else (num_stages, num_ranges)
+    sizes = {"llm": FixedSizes(8, llm[0], data_parallel_size, llm[1])}
+    if planner != "optimus":
+        sizes |= dict.fromkeys(encoders, FixedSizes(8, 1 if is_plain else None, data_parallel_size))
+    # One image of 2,048 tokens in each encoder; how many of the LLM's 2,048 are their outputs hardly matters: half of them.
+    items = tuple(ItemLengths(name, 2048, 1024 // len(encoders)) for name in encoders)
+    return Setup(
+        planner,
+        graph,
+        (SampleLengths(0, items, 1024, 1024),),
+        8 * num_stages * data_parallel_size,
+        batch_size,
+        sizes,
+        micro_batch_size=2,
+        recompute="full",
+        transformer_impl="local" if planner == "optimus" else None,  # others do not say when they wait
+    )
 
 
 def _kernels(graph: ModelGraph, cluster: Cluster) -> Iterator[Row]:

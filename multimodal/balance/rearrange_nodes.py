@@ -11,7 +11,7 @@ from multimodal.balance.batch_work import BatchWork, sum_by
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
-from multimodal.values.backward_need import unit_is_trainable
+from multimodal.values.backward_need import has_trainable_output
 from multimodal.values.plan import Plan, UnitPlan
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def build_rearrangement(volumes: NodeVolumes, node_of_batch: Integers) -> NodeRe
 
 
 class NodeBytes(NamedTuple):
-    """Bytes between nodes in one step: of encoders' outputs and their gradients, and of raw items where these are exchanged."""
+    """Bytes between nodes in one step: of what units send each other, and of raw items where these are exchanged."""
 
     before: int
     after: int
@@ -152,7 +152,7 @@ class NodeBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeArrangement:
-    """Places encoder batches on nodes, and the facts that determine the traffic between nodes."""
+    """Places the batches of encoders and generators on nodes, and the facts that determine the traffic between nodes."""
 
     ranks_per_node: int
     """Rank r is on node r // ranks_per_node."""
@@ -163,20 +163,21 @@ class NodeArrangement:
     def arrange(
         self, assignment: Assignment, work: BatchWork, *, plan: Plan, sample_ids: Sequence[int]
     ) -> tuple[Assignment, NodeBytes]:
-        """Permute each encoder's batches over its replicas such that the most bytes that leave any node are minimal.
+        """Permute every encoder's and generator's batches over its replicas so that the most bytes from any node are minimal.
 
         Batches, their microbatches and atoms stay as the balancer made them; only their replicas change. The bytes from a node
-        are those that its ranks decoded of a batch, and those of the batch's outputs that its LLM replicas take (and return as
-        gradients). Encoders stay as they are if their replicas are not alike, are not dealt to nodes in turn, or form one
-        interleaved chain with the LLM; a permutation that does not send fewer bytes in total is not taken.
+        are those that its ranks decoded of a batch, and those that its LLM replicas take of an encoder's batch or give to a
+        generator's (and their gradients). Units stay as they are if their replicas are not alike, are not dealt to nodes in turn,
+        or form one interleaved chain with the LLM; a permutation that does not send fewer bytes in total is not taken.
 
         sample_ids: the global batch in its order. O(atoms + replicas x nodes), and the search's.
         """
         placed, before, after = dict(assignment.placed), 0, 0
-        llm = work.graph.backbone.name
-        for unit in (each for each in work.graph.encoders if work.graph.downstream(each.name) == (llm,)):
+        graph, llm = work.graph, work.graph.backbone.name
+        encoders = [each for each in graph.encoders if graph.downstream(each.name) == (llm,)]
+        for unit in (*encoders, *(each for each in graph.generators if graph.upstream(each.name) == (llm,))):
             volumes = self._volumes(assignment, work, unit=unit.name, plan=plan, sample_ids=sample_ids)
-            nodes = self._nodes(plan.units[unit.name])
+            nodes = self._nodes(plan.units[unit.name], stage=-1 if unit in encoders else 0)
             stays = _crossing(volumes, nodes)
             permutation = self._permutation(volumes, nodes) if _can_permute(plan, unit.name) else None
             moves = stays if permutation is None else _crossing(volumes[permutation], nodes)
@@ -188,35 +189,38 @@ class NodeArrangement:
             before, after = before + stays, after + min(stays, moves)
         return (assignment if after == before else Assignment.of_arrays(placed)), NodeBytes(before, after)
 
-    def _nodes(self, unit: UnitPlan, stage: int = -1) -> Integers:
-        """Return the node of each replica: that of its last stage, which sends the outputs, or of another stage."""
+    def _nodes(self, unit: UnitPlan, *, stage: int) -> Integers:
+        """Return the node of each replica's stage: the last one sends the outputs, the first one takes them."""
         return np.array([replica.virtual_stages[stage].ranks[0] // self.ranks_per_node for replica in unit.replicas])
 
     def _volumes(self, assignment: Assignment, work: BatchWork, *, unit: str, plan: Plan, sample_ids: Sequence[int]) -> Integers:
         """[num_replicas, num_nodes]: bytes between each replica's batch and the ranks of each node."""
         graph, arrays, placed = work.graph, work.arrays, assignment.placed[unit]
-        numbers = work.numbers(unit, placed)
-        items = arrays.items_of(unit)[numbers]
-        batches, samples = placed.replica_of_microbatch[placed.microbatch_of_atom], arrays.sample_of_item[items]
+        llm, items = graph.backbone.name, arrays.items_of(unit)
+        of_atoms = placed.replica_of_microbatch[placed.microbatch_of_atom]
+        takes = bool(graph.upstream(unit))  # a generator: whole samples, whose conditions the LLM's last stage sends
+        if takes:
+            batches = _of_samples(work, placed, of_atoms)[arrays.sample_of_item[items]]
+            num_tokens = np.full(len(items), graph.unit(unit).num_conditions)
+        else:
+            items = items[work.numbers(unit, placed)]
+            batches, num_tokens = of_atoms, arrays.num_output_tokens[items]
+        samples = arrays.sample_of_item[items]
         num_nodes = -(-plan.num_ranks // self.ranks_per_node)
         found = np.zeros((placed.num_replicas, num_nodes), np.int64)
-        llm = assignment.placed[graph.backbone.name]
-        node_of_sample = np.zeros(len(arrays), np.int64)
-        of_llm = self._nodes(plan.units[graph.backbone.name], stage=0)
-        node_of_sample[np.searchsorted(arrays.sample_ids, llm.sample_ids)] = of_llm[
-            llm.replica_of_microbatch[llm.microbatch_of_atom]
-        ]
-        num_passes = 2 if unit_is_trainable(graph, unit) else 1
-        per_output = num_passes * self.bytes_per_element * graph.backbone.transformer.hidden_size
-        np.add.at(found, (batches, node_of_sample[samples]), per_output * arrays.num_output_tokens[items])
+        of_llm, nodes = assignment.placed[llm], self._nodes(plan.units[llm], stage=-1 if takes else 0)
+        node_of_sample = _of_samples(work, of_llm, nodes[of_llm.replica_of_microbatch[of_llm.microbatch_of_atom]])
+        num_passes = 2 if has_trainable_output(graph, llm if takes else unit) else 1
+        per_token = num_passes * self.bytes_per_element * graph.backbone.transformer.hidden_size
+        np.add.at(found, (batches, node_of_sample[samples]), per_token * num_tokens)
         held = plan.units[unit]
-        if self.num_decoding_ranks and np.array_equal(self._nodes(held), self._nodes(held, stage=0)):
+        if self.num_decoding_ranks and np.array_equal(self._nodes(held, stage=-1), self._nodes(held, stage=0)):
             turn = np.empty(len(arrays), np.int64)
             turn[np.searchsorted(arrays.sample_ids, np.asarray(sample_ids))] = np.arange(len(sample_ids))
             decoded_on = turn[samples] % self.num_decoding_ranks // self.ranks_per_node
             item_input = graph.unit(unit).item_input
-            per_token = item_input.num_patch_values if item_input is not None else 1
-            np.add.at(found, (batches, decoded_on), per_token * arrays.num_item_tokens[items])
+            per_patch = item_input.num_patch_values if item_input is not None else 1
+            np.add.at(found, (batches, decoded_on), per_patch * arrays.num_item_tokens[items])
         return found
 
     def _permutation(self, volumes: Integers, nodes: Integers) -> Integers | None:
@@ -229,6 +233,13 @@ class NodeArrangement:
         of_nodes = volumes[:, first : int(nodes[-1]) + 1].T
         held[np.arange(len(of_nodes)) * per_node] = of_nodes
         return rearrange_nodes(held, ranks_per_node=per_node).permutation
+
+
+def _of_samples(work: BatchWork, placed: PlacedAtoms, values: Integers) -> Integers:
+    """[num_samples]: the values of a unit's atoms that are whole samples; 0 for samples without one."""
+    found = np.zeros(len(work.arrays), np.int64)
+    found[np.searchsorted(work.arrays.sample_ids, placed.sample_ids)] = values
+    return found
 
 
 def _can_permute(plan: Plan, unit: str) -> bool:

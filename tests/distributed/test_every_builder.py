@@ -142,10 +142,13 @@ def test_microbatches_in_the_order_chosen_for_virtual_stages(ranks: RankPool, bu
     assert_matches(case, ranks)
 
 
-@pytest.mark.parametrize("exchanges_samples", [False, True])
-def test_batches_rearranged_over_nodes(ranks: RankPool, exchanges_samples: bool) -> None:
-    """Two nodes of two ranks that all units share: the encoders' batches change places, and nothing else."""
-    case = build_case("1f1b", MODELS["two encoders and LLM"])
+@pytest.mark.parametrize(
+    ("model", "exchanges_samples"),
+    [("two encoders and LLM", False), ("two encoders and LLM", True), ("encoder, LLM and generator", False)],
+)
+def test_batches_rearranged_over_nodes(ranks: RankPool, model: str, exchanges_samples: bool) -> None:
+    """Two nodes of two ranks that all units share: batches of encoders and generators change places, and nothing else."""
+    case = build_case("1f1b", MODELS[model])
     sizes = {name: UnitSizes(tensor_parallel_size=2 if name == "llm" else 1) for name in case.graph.unit_names}
     case = replace(case, plan=plan_colocated(case.graph, sizes=sizes, world_size=4), exchanges_samples=exchanges_samples)
     lengths = [case.source.lengths(index) for index in range(len(case.source))]

@@ -226,8 +226,8 @@ class TrainingConfig:
     """Costs that balancers equalise in place of a unit's FLOPs, for units whose module pads: linear, linear+quadratic:W, padded
     or padded-attention:W, in tokens; W weighs the quadratic term."""
     rearrange_nodes: bool = False
-    """Permute the batches of every encoder over its replicas such that least crosses nodes (OrchMLLM, Alg. 3), whoever balances
-    them: outputs for the LLM and, with --lengths-from decode, raw samples. Prints the bytes with the balance."""
+    """Permute the batches of every encoder and generator over its replicas such that least crosses nodes (OrchMLLM, Alg. 3),
+    whoever balances them: to and from the LLM and, with --lengths-from decode, raw samples. Prints the bytes with the balance."""
     balance_num_microbatches: Literal["given", "effective", "predicted"] = "given"
     """The number of microbatches that --balance entrain (also as tried by auto) makes: as --micro-batch-size asks; as many as can
     all have the encoders' work of the longest sample (Entrain's K_eff); or whichever is predicted to take shortest."""

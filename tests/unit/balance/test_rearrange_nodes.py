@@ -160,6 +160,21 @@ def test_batches_go_to_the_nodes_of_their_samples(frozen: bool, passes: int) -> 
     assert nodes == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
+def test_a_generators_batches_go_to_the_nodes_of_their_samples() -> None:
+    """All samples are drawn on the other node; hidden states of one token each, and their gradients, cross."""
+    units = {"llm": {"role": "backbone", **SHAPE}, "painter": {"role": "generator", **SHAPE}}
+    graph = ModelGraph.from_dict({"units": units})
+    lengths = [SampleLengths(index, (ItemLengths("painter", 40, 0),), 20, 20) for index in range(4)]
+    drawn = [[[(sample, -1)]] for sample in (2, 3, 0, 1)]
+    before = Assignment.from_dict({"llm": [[[(sample, -1)]] for sample in range(4)], "painter": drawn})
+    plan = plan_colocated(graph, sizes={unit: UnitSizes() for unit in graph.unit_names}, world_size=4)
+    found, sent = NodeArrangement(2).arrange(
+        before, BatchWork(graph, lengths, OPTIONS), plan=plan, sample_ids=range(len(lengths))
+    )
+    validate_assignment(found, lengths, graph=graph, plan=plan)
+    assert sent == (2 * 4 * 8 * 2, 0) and [batch[0][0].sample_id // 2 for batch in found.units["painter"]] == [0, 0, 1, 1]
+
+
 def test_raw_samples_count_where_they_are_decoded() -> None:
     """Decoded on rank n % 4, images of 40 patches with 12 bytes each count beside 2 x 10 outputs with 16 bytes."""
     lengths = samples()[::-1]  # so sample 3 is decoded on rank 0
