@@ -12,6 +12,7 @@ from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.backward_need import has_trainable_output
+from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan, UnitPlan
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class NodeArrangement:
         graph, arrays, placed = work.graph, work.arrays, assignment.placed[unit]
         llm, items = graph.backbone.name, arrays.items_of(unit)
         of_atoms = placed.replica_of_microbatch[placed.microbatch_of_atom]
-        takes = bool(graph.upstream(unit))  # a generator: whole samples, whose conditions the LLM's last stage sends
+        takes = graph.unit(unit).role is Role.GENERATOR  # whole samples, whose conditions the LLM's last stage sends
         if takes:
             batches = _of_samples(work, placed, of_atoms)[arrays.sample_of_item[items]]
             num_tokens = np.full(len(items), graph.unit(unit).num_conditions)
