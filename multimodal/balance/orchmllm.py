@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from multimodal.balance.algorithms.post_balance import post_balance
-from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.batch_work import BatchWork, sum_by
 from multimodal.balance.length_cost import LINEAR_COST, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
@@ -44,17 +44,28 @@ def balance_llm(work: BatchWork, *, plan: Plan) -> Groups:
 
 
 def _balance_samples(work: BatchWork, amounts: Integers, cost: LengthCost, *, plan: Plan) -> Groups:
-    """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer if samples are few)."""
-    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
+    """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer if samples are few).
+
+    Replicas that share experts compute microbatch by microbatch: there all are made at once, and those of one number are alike.
+    """
+    llm = plan.units[work.graph.backbone.name]
+    num_replicas, samples = llm.data_parallel_size, np.arange(len(amounts))
     wanted = work.count_microbatches(num_replicas)
-    replicas = post_balance(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
-    starts, samples = group_rows(replicas, np.arange(len(amounts)), num_replicas)
-    count = min(wanted, int(np.diff(starts).max()))
-    bins = np.zeros(len(samples), np.int64)
-    for first, last in pairwise(starts.tolist()):
-        if first < last:
-            bins[first:last] = post_balance(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
-    microbatches = row_numbers(starts) * count + bins
+    if llm.expert_parallel_size > 1:
+        count = min(wanted, -(-len(amounts) // num_replicas))
+        bins = post_balance(amounts, num_bins=min(num_replicas * count, len(amounts)), cost=cost).astype(np.int64)
+        heaviest_first = np.argsort(np.argsort(-sum_by(bins, amounts), kind="stable"))
+        rounds, turns = np.divmod(heaviest_first[bins], num_replicas)
+        microbatches = np.where(rounds % 2, num_replicas - 1 - turns, turns) * count + rounds  # every second round backwards
+    else:
+        replicas = post_balance(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
+        starts, samples = group_rows(replicas, samples, num_replicas)
+        count = min(wanted, int(np.diff(starts).max()))
+        bins = np.zeros(len(samples), np.int64)
+        for first, last in pairwise(starts.tolist()):
+            if first < last:
+                bins[first:last] = post_balance(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
+        microbatches = row_numbers(starts) * count + bins
     atom_starts, atoms = group_rows(microbatches, samples, num_replicas * count)
     busy = np.flatnonzero(np.diff(atom_starts))
     return Groups(atoms, np.append(atom_starts[busy], len(atoms)), row_starts(np.bincount(busy // count, minlength=num_replicas)))

@@ -1,6 +1,7 @@
 """What holds for every balancer: everything is placed once, within sizes and shares; cached schedules are those built afresh."""
 
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.sample_lengths import LengthBatch
+from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
@@ -232,6 +233,23 @@ def test_replicas_that_differ_share_by_their_ranks():
     assert [len(own) for own in found.units["llm"]] == [4, 16]
     counts = [len(own) for own in found.units["vision"]]
     assert max(counts) - min(counts) <= 1
+
+
+def test_microbatches_of_one_number_are_alike_where_experts_are_shared():
+    """What counts is the sum over rounds of the longest microbatch of any replica, since all wait for it."""
+    shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
+    experts = {"num_experts": 4, "router_topk": 1, "ffn_hidden_size": 8}
+    graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape, "experts": experts}}})
+    sizes = np.rint(np.exp(np.random.default_rng(0).normal(7, 0.9, 62))).astype(int).tolist()
+    lengths = [SampleLengths(index, (), size, size) for index, size in enumerate(sizes)]
+    rounds = []
+    for shared in (1, 4):
+        plan = plan_colocated(graph, sizes={"llm": UnitSizes(expert_parallel_size=shared)}, world_size=4)
+        found = BALANCERS["orchmllm"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2))
+        validate_assignment(found, lengths, graph=graph, plan=plan)
+        loads = [[sum(sizes[atom.sample_id] for atom in microbatch) for microbatch in own] for own in found.units["llm"]]
+        rounds.append(sum(max(column) for column in zip_longest(*loads, fillvalue=0)))
+    assert rounds[1] < 0.97 * rounds[0]
 
 
 @given(count=st.integers(0, 100), shares=st.lists(st.integers(1, 50), min_size=1, max_size=6))
