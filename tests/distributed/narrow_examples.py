@@ -1,7 +1,6 @@
 """The models of examples/models, narrow and of few layers, with all that their layers are made of; and a step of them."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ import torch
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
-from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.training.trainer import build_scheduler
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
-from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
-from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Transformer, Unit
 from tests.distributed.dealt_case import dealt
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step, whole_weights
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case, whole_weights
 from tests.distributed.hugging_face_case import RATE
 from tests.distributed.random_source import RandomSource, SampleShape
 
@@ -43,8 +39,6 @@ ROWS = {
     "tp 2": ("qwen2.5-vl-3b", "cornstarch-valm-l", "internvl3-8b", "oobleck-bert-large", "vit-11b-vit-5b-gpt-175b"),
 }
 """One model of every shape, by the option that it meets; the first ones are the most unlike."""
-MOVED = 1.1
-"""By this weights are multiplied before they are written: others than a session starts with."""
 
 
 def _narrow_transformer(shape: Transformer, num_layers: int) -> Transformer:
@@ -88,20 +82,9 @@ def narrow(graph: ModelGraph) -> ModelGraph:
     return replace(graph, units=tuple(_narrow_unit(unit, num_layers) for unit in graph.units))
 
 
-def writable(graph: ModelGraph) -> ModelGraph | None:
-    """Return the model, or else its LLM alone and not frozen, if it can be written as a folder of Hugging Face."""
-    for each in (graph, ModelGraph((replace(graph.backbone, freeze_module=False),))):
-        with suppress(ModelError):
-            architecture_of(each)
-            return each
-    return None
-
-
 def case_of_example(name: str, option: str) -> GradientCase:
     """Layers of Transformer Engine under an option, on two ranks or on one."""
     graph = narrow(read_model(EXAMPLES / f"{name}.yaml"))
-    if option in ("read", "written"):
-        graph = writable(graph) or graph
     if option == "LoRA":
         graph = adapt_units(graph, linear_layers(graph), rank=2, alpha=None, targets=("transformer.*",))
     (tensor, stages), changes = OPTIONS.get(option, ((1, 1), {}))
@@ -110,19 +93,8 @@ def case_of_example(name: str, option: str) -> GradientCase:
     shapes = [SampleShape(items * count, 4 + count, 3) for count in (1, 2)]
     source = RandomSource(graph, (*shapes, SampleShape((), 4, 2)), VOCABULARY)
     sizes = {unit.name: UnitSizes(tensor, stages if unit is graph.backbone else 1) for unit in graph.units}
-    plan = plan_colocated(graph, sizes=sizes, world_size=1 if option in ("FP8", "written") else 2)
+    plan = plan_colocated(graph, sizes=sizes, world_size=1 if option == "FP8" else 2)
     return GradientCase(graph, plan, dealt(source, plan, ([0], [1, 2])), source, transformer_impl="transformer_engine", **changes)
-
-
-def write_folder(case: GradientCase, folder: Path) -> RankGradients:
-    """Write the model of a case on one rank, and return what a step finds."""
-    session = build_session(case)
-    with torch.no_grad():
-        for stage in session.stages.values():
-            for parameter in stage.parameters():
-                parameter.mul_(MOVED)
-    save_hugging_face(folder, session=session)
-    return run_step(session, plan_case(case))
 
 
 def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float, dict[str, np.ndarray]]:

@@ -40,7 +40,7 @@ def rows() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def search(rows: None) -> PlanSearch:
     """A search that looks at one planner's plan, with an unlimited budget to vary it."""
-    found = PlanSearch(request(TWO, time_budget_seconds=float("inf")))
+    found = PlanSearch(request(TWO, num_gpus=4, global_batch_size=8, time_budget_seconds=float("inf")))
     found.rank_others([PLANNERS["megatron"]])
     found.vary_best()
     return found

@@ -107,12 +107,16 @@ def values_of(training: Training) -> dict[str, torch.Tensor]:
     return {f"{each.key} {piece.offsets}": piece.values.clone() for each in held for piece in each.pieces}
 
 
-def test_state_is_lost_only_with_a_rank_of_every_copy(ranks: RankPool) -> None:
+TO_LOSE = {
+    "alike": (TrainingCase(GRAPH, ALIKE, torch.bfloat16, num_state_copies=2), ((0,), (2, 3, 4), (1, 4))),
+    "cut": (TrainingCase(GRAPH, CUT, torch.float64, num_state_copies=1), ((1, 2), (4,), (0, 3))),
+}
+
+
+@pytest.mark.deep(when=lambda plan: plan == "alike")
+@pytest.mark.parametrize("plan", TO_LOSE)
+def test_state_is_lost_only_with_a_rank_of_every_copy(ranks: RankPool, plan: str) -> None:
     """Copies are those of ranks 0 and 1, and of 2 to 4; where replicas differ, rank 3 has half of what 0 to 2 share."""
-    for case, lost in (
-        (TrainingCase(GRAPH, ALIKE, torch.bfloat16, num_state_copies=2), ((0,), (2, 3, 4), (1, 4))),
-        (TrainingCase(GRAPH, CUT, torch.float64, num_state_copies=1), ((1, 2), (4,), (0, 3))),
-    ):
-        kept, also_kept, missing = run(ranks, lose, case, lost)[0]
-        assert not kept and not also_kept
-        assert "which the ranks that are left do not hold" in missing
+    kept, also_kept, missing = run(ranks, lose, *TO_LOSE[plan])[0]
+    assert not kept and not also_kept
+    assert "which the ranks that are left do not hold" in missing

@@ -28,7 +28,7 @@ from tests.distributed.gradient_case import GradientCase, reference_of, run_on_r
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
-from tests.distributed.narrow_examples import EXAMPLES, ROWS, case_of_example, narrow, second_step, writable, write_folder
+from tests.distributed.narrow_examples import EXAMPLES, ROWS, case_of_example, narrow, second_step
 from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, QUARTET, WAITS, layers_of, schedule_of
@@ -247,19 +247,12 @@ def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name
 
 RESUMED = (("zero bubble", ROWS["zero bubble"][0]), ("FP8", ROWS["FP8"][0]))
 """Experts, and three units."""
-IN_FOLDERS = (
-    *("qwen2-audio-7b", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "orchmllm-18b", "orchmllm-84b", "cornstarch-vlm-l", "entrain-llama-1b"),
-    *("cornstarch-thesis-vlm-32b", "entrain-llama-3b", "mllm-9b", "mllm-72b"),
-)
-"""One model of every shape that a folder of Hugging Face can have, or of whose LLM it can."""
 
 
 def test_rows_have_every_shape_of_the_examples_once() -> None:
     shapes = {path.stem: narrow(read_model(path)) for path in EXAMPLES.glob("*.yaml")}
     in_rows = [shapes[name] for names in ROWS.values() for name in names]
     assert {*in_rows} == {*shapes.values()} and len({*in_rows}) == len(in_rows)
-    in_folders = [writable(shapes[name]) for name in IN_FOLDERS]
-    assert {*in_folders} == {*map(writable, {*in_rows})} - {None} and len({*in_folders}) == len(in_folders)
 
 
 @pytest.mark.deep(when=lambda option, name: name != ROWS[option][0])
@@ -278,17 +271,6 @@ def test_a_step_of_every_example(engine_ranks: EnginePool, option: str, name: st
     assert found.loss_sums == pytest.approx(expected.loss_sums, rel=0.05)
     gradients, right = (np.concatenate([each.gradients[key].ravel() for key in expected.gradients]) for each in (found, expected))
     assert 0.05 < np.linalg.norm(gradients - right) / np.linalg.norm(right) < 0.4
-
-
-@pytest.mark.deep(when=lambda name: name not in IN_FOLDERS[:1])
-@pytest.mark.parametrize("name", IN_FOLDERS)
-def test_every_example_from_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name: str) -> None:
-    """Local layers wrote it: their loss and gradients, and the same files again."""
-    folder, again = tmp_path / "model", tmp_path / "again"
-    alone = replace(case_of_example(name, "written"), transformer_impl="local")
-    (expected,) = engine_ranks.run(write_folder, alone, folder, world_size=1)
-    assert_matches(case_of_example(name, "read"), engine_ranks, run=FromFolder(folder, again), expected=expected)
-    assert [path.read_bytes() for path in sorted(folder.iterdir())] == [path.read_bytes() for path in sorted(again.iterdir())]
 
 
 @pytest.mark.deep(when=lambda option, name: (option, name) not in RESUMED)

@@ -37,7 +37,7 @@ LENGTHS = uniform_lengths(GRAPH, tokens={"vision": 60, "llm": 40}, num_samples=4
 
 def configured(*flags: str) -> RunConfig:
     """Parse the digits' configuration with these flags."""
-    given = ("--config", str(DIGITS / "config.yaml"), "--plan", "auto", "--plan-time-budget", "0.5", *flags)
+    given = ("--config", str(DIGITS / "config.yaml"), "--plan", "auto", "--plan-time-budget", "0.2", *flags)
     return parse_arguments(given, environ={})
 
 
