@@ -42,6 +42,11 @@ _ENCODER_SIZES = {
     "pipeline_parallel_size": ("encoder-pipeline-model-parallel-size",),
     "data_parallel_size": ("encoder-dp",),
 }
+_DEFAULT_SIZES = {
+    "pretrain_mimo": dict.fromkeys(("encoder-tp", "encoder-dp", "llm-tp", "llm-dp"), "2"),
+    "mimo_training_llava": {"encoder-tp": "4", "encoder-dp": "1", "llm-tp": "4", "llm-dp": "1"},
+}
+"""Sizes of modules that programs have by default."""
 _LENGTHS = "decoder-seq-length", "total-seq-length", "dataloader-seq-length", "encoder-seq-length", "seq-length"
 """Flags of the length of sequences, the first that is given being that of the LLM's."""
 _MOST_CHECKS = 40
@@ -52,7 +57,7 @@ _HOLDS = {
     **dict.fromkeys(("overlap-grad-reduce", "overlap-param-gather"), "--schedule-passes has it by default on CUDA"),
     "max-position-embeddings": "positions are rotary; --seq-length bounds samples",
     "dataset-provider": "--data-path is where samples come from",
-    "llm-offset": "the plan has the encoder's ranks first, then the LLM's",
+    **dict.fromkeys(("llm-offset", "encoder-offset"), "the plan has the encoder's ranks first, then the LLM's"),
     "prompt-path": "texts are those of the data",
     "tokenizer-prompt-format": "the tokenizer's folder has the model's own chat template; another one is --chat-template",
 }
@@ -65,8 +70,9 @@ class Conversion:
 
     def __init__(self, command: Command) -> None:
         self.flags = Flags(command)
-        for name in ("encoder-tp", "encoder-dp", "llm-tp", "llm-dp") if "pretrain_mimo" in command.program else ():
-            self.flags.setdefault(name, ("2",))  # its defaults
+        for where, sizes in _DEFAULT_SIZES.items():
+            for name, size in sizes.items() if where in command.program else ():
+                self.flags.setdefault(name, (size,))
         self.world_size = command.world_size
         self.config: dict[str, Any] = {}
         self.plan: dict[str, Any] = {}
@@ -142,8 +148,8 @@ class Conversion:
             config["data-path"] = "digits"
             if "mock-data" in flags:
                 self.note(RENAMED, "mock-data", "data-path: digits, whose images have sizes of their own and one channel")
-        elif "data-path" in flags or "train-data-path" in flags:
-            name = "data-path" if "data-path" in flags else "train-data-path"
+        elif names := [name for name in ("data-path", "train-data-path", "dataset-root") if name in flags]:
+            name = names[0]
             config["data-path"] = list(flags[name])
             self.note(KEPT if name == "data-path" else RENAMED, name, "one of the forms of docs/data.md must be there")
             self.report[TO_DO].append("data: Energon's is read, Megatron's indexed data are not; see docs/data.md")

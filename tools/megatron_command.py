@@ -4,6 +4,7 @@ The script is run by a restricted bash without programs: variables, arrays, cond
 start a program is only noted, and files can be neither written nor sourced.
 """
 
+import math
 import os
 import re
 import shlex
@@ -22,7 +23,10 @@ _NOTE = 'exec 3>&"$1"; shift; '
 _BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
 kill() { return 0; }
 sbatch() { local text; read -r -d '' text; eval "$text"; }
-command_not_found_handle() { printf '%s\\0' "$@" $'\\x01' >&3; return 0; }
+command_not_found_handle() {
+    for _name in ${!MIMO_@}; do printf '%s\\0' "$_name=${!_name}" >&3; done
+    printf '%s\\0' "$@" $'\\x01' >&3; return 0
+}
 """
 _OUT_OF_PLACE = (
     (r"(?m)^(\s*)set\s+[-+][a-zA-Z].*$", r"\1:"),  # an error must not end the script
@@ -34,8 +38,11 @@ _OUT_OF_PLACE = (
 _PROGRAM = re.compile(r"[\w./${}-]+\.py")
 _LAUNCHERS = "torch.distributed", "debugpy", "pdb"
 """Modules that start a program."""
-_NUMBER = re.compile(r"--n(?:proc|nodes)(?:[-_]per[-_]node)?[= ](\d+)")
+_NUMBER = re.compile(r"(?:--n(?:proc|nodes)(?:[-_]per[-_]node)?|mpi(?:run|exec)\b.* -np?)[= ](\d+)")
+_OF_JOB = re.compile(r"(?:-N|--nodes|--gpus-per-node)[= ](\d+)")
 _OVERRIDE = re.compile(r"\+{0,2}[a-z_]+(?:\.[a-z_]+)+=.*")
+_MODULES = {"LLM": "llm", "VISION": "encoder"}
+"""Modules whose sizes Megatron-Bridge's examples of MegatronMIMO read from MIMO_MODULE_SIZE -> flags of the same."""
 _BRIDGE = {"freeze-language-model": "freeze-LM", "freeze-vision-model": "freeze-ViT", "sequence-length": "seq-length"}
 """Names that Megatron-Bridge's configuration has for flags."""
 
@@ -70,6 +77,8 @@ def read_command(words: Sequence[str]) -> Command:
     found = max(commands, key=lambda each: len(each.flags), default=None)
     if found is None or not found.flags:
         raise ConfigError(f"{script}: starts no program with flags; give the script that starts the training, or its flags")
+    if found.world_size is None and (numbers := _OF_JOB.findall(" ".join(re.findall(r"(?m)^#SBATCH.*$", text)))):
+        found = found._replace(world_size=math.prod(map(int, numbers)))
     return found._replace(unset=_unset(text, variables=variables, num_arguments=len(arguments)))
 
 
@@ -138,6 +147,12 @@ def _command(words: list[str]) -> Command:
                 flags[_BRIDGE.get(name, name)] = [] if value.lower() == "true" else [value]
         else:
             current.append(word)
+    for module, size, value in re.findall(r"\bMIMO_([A-Z]+)_(TP|PP|DP|OFFSET)=(\d+)", launcher):
+        if module in _MODULES:
+            name = f"{_MODULES[module]}-{size.lower()}".replace("encoder-pp", "encoder-pipeline-model-parallel-size")
+            flags.setdefault(name, [value])
+    if freezes := flags.pop("freeze-llm", None):
+        flags |= {"freeze-LM": []} if freezes == ["true"] else {}
     numbers = [int(number) for number in _NUMBER.findall(launcher)]
     world_size = numbers[0] * (numbers[1] if len(numbers) > 1 else 1) if numbers else None
     program = "" if start is None else words[start]
@@ -147,7 +162,14 @@ def _command(words: list[str]) -> Command:
 def _unset(text: str, *, variables: Mapping[str, str], num_arguments: int) -> tuple[str, ...]:
     """Return the variables and arguments that a script uses, without a default, and nobody sets."""
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    used = dict.fromkeys(re.findall(r"\$\{?([A-Z]\w*|[1-9])(?=\W|$)", text))
+    outside = re.sub(r"(?ms)^\s*(?:function\s+)?\w+\s*\(\)\s*\{.*?(?:^|; *)\}", "", text)  # functions have arguments of their own
+    found = re.findall(r"\$\{?([1-9])(?=\W|$)", outside) + re.findall(r"\$\{?([A-Z]\w*)(?=\W|$)", text)
+    used = dict.fromkeys(found)
     has_default = {*_OWN, *re.findall(r"\$\{(\w+):?[-=+]", text), *re.findall(r"\b([A-Za-z_]\w*)\+?=", text)}
-    is_set = {*variables, *has_default, *re.findall(r"\bfor\s+(\w+)\s+in\b", text), *map(str, range(1, num_arguments + 1))}
+    is_set = {
+        *variables,
+        *has_default,
+        *re.findall(r"\b(?:for|read(?: -\w+(?: '')?)*)\s+(\w+)", text),
+        *map(str, range(1, num_arguments + 1)),
+    }
     return tuple(f"argument {name}" if name.isdigit() else name for name in used if name not in is_set)

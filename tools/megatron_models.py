@@ -1,5 +1,6 @@
 """The model file of a training command of Megatron: its language model's flags, and the encoders of its multimodal scripts."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,6 +92,10 @@ def read_model(flags: Flags, program: str) -> dict[str, Any]:
         if name in flags:
             what = "latent attention" if name.startswith("multi") else "state space layers"
             raise ConfigError(f"--{name}: Braid has no {what}, so this model has no model file; take another model")
+    if re.search("mimo_training_llava", program):  # Megatron-Bridge's, whose shape is in its code
+        shape = {"num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "model-provider": "llava_vlm"}
+        shape |= {"audio-encoder-model": "openai/whisper-base"} if program.endswith("audio.py") else {}
+        flags |= {name: (value,) for name, value in shape.items() if name not in flags}
     llm = _language(flags)
     provider = flags.text("model-provider")
     units: dict[str, Any] = {}
@@ -147,10 +152,12 @@ def _language(flags: Flags) -> dict[str, Any]:
         raise ConfigError(f"--language-model-type {kind}: no such model here; known are {known_types}; else use --load-hf DIR")
     width = flags.number("hidden-size")
     flags.has("ffn-hidden-size", "norm-epsilon")
-    is_gated = flags.has("swiglu") or known is not None
-    for name in ("squared-relu", "quick-geglu"):
-        if name in flags and known is None:
-            raise ConfigError(f"--{name}: activations are swiglu, geglu_tanh, gelu, gelu_tanh or quick_gelu; take another model")
+    is_quick = flags.has("quick-geglu") and known is None
+    is_gated = is_quick or flags.has("swiglu") or known is not None
+    if "squared-relu" in flags and known is None:
+        raise ConfigError(
+            "--squared-relu: activations are swiglu, geglu_tanh, quick_geglu, gelu, gelu_tanh or quick_gelu; take another model"
+        )
     inner = known[0] if known else int(4 * width * 2 / 3) // 64 * 64 if is_gated else 4 * width
     shape = {
         "num_layers": flags.number("decoder-num-layers", "num-layers"),
@@ -158,7 +165,13 @@ def _language(flags: Flags) -> dict[str, Any]:
         "num_attention_heads": flags.number("num-attention-heads"),
         "ffn_hidden_size": known[0] if known else flags.number("ffn-hidden-size", default=inner),
         "normalization": flags.text("normalization", default="LayerNorm"),
-        "activation": "swiglu" if is_gated else "gelu_tanh" if flags.has("openai-gelu") else "gelu",
+        "activation": "quick_geglu"
+        if is_quick
+        else "swiglu"
+        if is_gated
+        else "gelu_tanh"
+        if flags.has("openai-gelu")
+        else "gelu",
         "layernorm_epsilon": flags.number("norm-epsilon", default=1e-5),
         "rotary_base": flags.number("rotary-base", default=10000),
         "init_method_std": flags.number("init-method-std", default=0.02),

@@ -27,6 +27,7 @@ def quick_gelu(values: Tensor) -> Tensor:
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": torch.nn.functional.silu,
     "geglu_tanh": gelu_tanh,
+    "quick_geglu": quick_gelu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,

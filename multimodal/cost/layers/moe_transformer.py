@@ -101,7 +101,7 @@ class MoeTransformerLayer(TransformerLayer):
         router = (wide * hidden if trains else 0) + scores + INDEX_BYTES * topk
         shared = experts.shared_expert_intermediate_size
         inner = shape.expert_hidden_size * topk + (shared or 0)
-        kept = (3 if shape.is_gated else 2 if shape.activation == "quick_gelu" else 1) + trains
+        kept = (3 if shape.is_gated else 1) + shape.activation.startswith("quick") + trains
         copies = size * hidden * (topk + (shared is not None and size < wide)) if trains else 0
         replicated = copies + size * topk * (hidden + (size < wide)) + 2 * INDEX_BYTES * topk
         return ActivationBytes(float(router), float(size * kept * inner), float(replicated))

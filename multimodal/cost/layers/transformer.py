@@ -97,7 +97,7 @@ class TransformerLayer(Layer):
         if is_fused:
             inner = shape.ffn_hidden_size * (2 if shape.is_gated else 1)
         else:
-            inner = shape.ffn_hidden_size * (4 if shape.is_gated else 2 if shape.activation == "quick_gelu" else 1)
+            inner = shape.ffn_hidden_size * ((4 if shape.is_gated else 1) + shape.activation.startswith("quick"))
         inputs = shape.ffn_hidden_size if trains else 0
         return ActivationBytes(float(size * shape.hidden_size if trains else 0), float(size * (inner + inputs)))
 

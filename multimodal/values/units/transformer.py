@@ -45,7 +45,7 @@ class Transformer:
     kv_channels: int | None = field(default=None, metadata=up_to(2**16))
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
+    activation: Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
     """Activation of the MLP: SiLU with a gate; GELU's approximation by tanh with a gate; GELU; its approximation by tanh;
     x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
@@ -118,7 +118,7 @@ class Transformer:
     @property
     def is_gated(self) -> bool:
         """True if the MLP has a gate."""
-        return self.activation in ("swiglu", "geglu_tanh")
+        return self.activation in ("swiglu", "geglu_tanh", "quick_geglu")
 
     @property
     def expert_hidden_size(self) -> int:

@@ -71,6 +71,7 @@ def test_bfloat16_is_normalised_in_float32(normalization: str) -> None:
         ({"activation": "geglu_tanh"}, torch.float64, False),
         ({"activation": "gelu", "add_bias_linear": True}, torch.bfloat16, False),
         ({"activation": "quick_gelu", "add_bias_linear": True}, torch.bfloat16, False),
+        ({"activation": "quick_geglu"}, torch.bfloat16, False),
         ({"activation": "geglu_tanh", "experts": {"num_experts": 2, "router_topk": 1}}, torch.bfloat16, False),
     ],
 )
@@ -80,6 +81,7 @@ def test_activations_are_fused_where_the_kernel_computes_the_same(changes: dict,
     for fuses in (False, True):
         options = BuildOptions(Precision(dtype), fuses_kernels=fuses)
         config = build_transformer_config(graph.backbone, tensor_parallel_size=1, options=options)
+        assert config.gated_linear_unit == (changes["activation"] in ("swiglu", "geglu_tanh", "quick_geglu"))
         assert config.bias_activation_fusion == (fuses and is_fused)
         assert config.bias_dropout_fusion == (fuses and "add_bias_linear" in changes)
         own_gelu = changes["activation"] == "gelu" or (fuses and is_fused and changes["activation"] != "swiglu")

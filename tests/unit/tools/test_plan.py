@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from PIL import Image
 
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.plan.planners import PLANNERS
@@ -20,6 +21,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.validate import read_plan
+from tests.distributed.launch import train
 from tests.sanity.repository import ROOT
 from tools.from_megatron import main as from_megatron
 from tools.megatron_command import read_command
@@ -255,6 +257,16 @@ BRIDGE = (
     "model.tensor_model_parallel_size=2 train.train_iters=4 train.global_batch_size=8 optimizer.lr=1e-3 dataset.seq_length=64 "
     "model.freeze_language_model=false data.data_path=a"
 )
+BRIDGE_MIMO = """export MIMO_LLM_TP=${MIMO_LLM_TP:-2} MIMO_VISION_DP=1
+prepare() { hf download "$1"; }
+uv run torchrun --nproc_per_node 4 "${SCRIPT_DIR:-.}/megatron_mimo_training_llava.py" --micro-batch-size 4 --train-iters 100 \\
+  --global-batch-size 96 --lr 1e-3 --dataset-root /data --vision-encoder-checkpoint /clip --freeze-llm false"""
+BATCH = f"""#SBATCH -N 1 --gpus-per-node=4
+read -r -d '' ARGS <<'EOF'
+  {SHAPE} {TRAINED} --quick-geglu --seq-length 64 --position-embedding-type rope --data-path a --disable-bias-linear
+EOF
+CMD="python pretrain_gpt.py $ARGS"
+eval srun -l $CMD --tensor-model-parallel-size $((1 + 1))"""
 SCRIPTS = {
     "mistral and clip": encoded(DIRECT, "mistral_7b", "clip"),
     "mistral and clip, batch": encoded(IN_SHELL, "mistral_7b", "clip"),
@@ -263,6 +275,8 @@ SCRIPTS = {
     "yi and siglip": encoded(DIRECT, "yi-34b", "siglip"),
     "mimo": ARRAYS.replace("MORE", "--model-provider mock ${OWN[@]}"),
     "mimo, vision": ARRAYS.replace("MORE", "--model-provider llava_vlm"),
+    "bridge, mimo": BRIDGE_MIMO,
+    "batch": BATCH,
     "mimo, vision and sound": ARRAYS.replace("MORE", "--model-provider llava_avlm --audio-encoder-model openai/whisper-base"),
 }
 COMMANDS = {
@@ -312,6 +326,19 @@ def test_arrays_and_arguments(tmp_path: Path) -> None:
     assert "convert.py --load-megatron /ckpt" in report
 
 
+def test_what_a_program_reads_from_its_environment(tmp_path: Path) -> None:
+    config, units, report = convert("bridge, mimo", tmp_path)
+    plan = yaml.safe_load((tmp_path / "out" / config["plan"]).read_text())["units"]
+    assert [len(plan[unit]["replicas"][0]["stages"][0]["ranks"]) for unit in ("vision", "llm")] == [4, 2]
+    assert units["llm"]["num_layers"] == 32 and "freeze-LM" not in config and "argument" not in report
+    assert read_command([str(tmp_path / "train.sh")]).unset == ()
+
+
+def test_a_job_s_processes_and_a_gated_quick_gelu(tmp_path: Path) -> None:
+    _, units, report = convert("batch", tmp_path)
+    assert "--nproc-per-node 4 " in report and units["llm"]["activation"] == "quick_geglu" and "ARGS" not in report
+
+
 def test_sizes_of_a_module_become_a_plan(tmp_path: Path) -> None:
     config, *_ = convert("mimo, hetero", tmp_path)
     plan = yaml.safe_load((tmp_path / "out" / config["plan"]).read_text())["units"]
@@ -333,3 +360,36 @@ def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:
     )
     command = read_command([str(script)])
     assert (command.program, command.world_size, command.flags["lr"]) == ("pretrain_gpt.py", 2, ("1e-3",))
+
+
+TINY = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48, "projector_hidden_size": 48}
+HERE = {"tokenizer-type": "ByteTokenizer", "seq-length": 512, "train-iters": 2, "global-batch-size": 8}
+"""What a run needs that its script does not say, or says too largely for a test."""
+NOT_HERE = "tokenizer-model", "load", "pretrained-checkpoint", "save", "split", "eval-iters", "eval-interval", "lr-warmup-iters"
+
+
+@pytest.mark.deep(when=lambda name: name not in ("mimo", "batch"))
+@pytest.mark.parametrize("name", [*SCRIPTS, *COMMANDS])
+def test_what_is_written_trains_a_small_model(tmp_path: Path, name: str) -> None:
+    """Two steps of the written run, with its sizes of modules and its flags, of narrow layers."""
+    config, units, report = convert(name, tmp_path)
+    for unit in units.values():
+        unit |= {key: size for key, size in TINY.items() if key in unit and not (key == "num_layers" and "plan" in config)}
+        unit |= {"num_query_groups": 4} if "num_query_groups" in unit else {}
+        image = unit.get("image", {})
+        image |= {"image_size": 2 * image["patch_size"] * image["merge_size"]} if "image_size" in image else {}
+    is_shown = any("image_size" in unit.get("image", {}) for unit in units.values())
+    samples = [{"text": "ab" * (10 + number)} for number in range(32)]
+    if is_shown:
+        Image.new("RGB", (40, 30), (9, 99, 200)).save(tmp_path / "a.png")
+        turns = [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "A thing."}]
+        samples = [{"image": "a.png", "conversations": turns}] * 32
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    config = {key: value for key, value in config.items() if key not in NOT_HERE} | HERE
+    config["data-path"] = "digits" if len(units) > 1 and not is_shown else str(tmp_path / "data.jsonl")
+    (tmp_path / "out" / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "out" / "model.yaml").write_text(json.dumps({"units": units}))
+    num_ranks = int(report.partition("--nproc-per-node ")[2].split()[0])
+    flags = {"--config": tmp_path / "out" / "config.yaml", "--log-json": tmp_path / "log"}
+    steps, _ = train(flags, num_ranks=num_ranks)
+    assert [step["step"] for step in steps if "loss" in step] == [1, 2]
