@@ -253,6 +253,10 @@ def test_encoders_that_a_loops_model_cannot_run_are_refused(ranks: Any, message:
         for name, replicas in ranks.items()
     }
     model: Any = SimpleNamespace(add_encoder=True, add_decoder=False)
+    spread = {name: replace(unit, context_parallel_size=2) for name, unit in units.items()}
+    apart = {*units["vision"].ranks}.isdisjoint(units["llm"].ranks)
+    with pytest.raises(ConfigError, match="context parallel size 1") if apart else nullcontext():
+        assert modules_of_plan(spread, model) == ()
     other: Any = SimpleNamespace()
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         assert [module.name for module in modules_of_plan(units, model)] == ["vision", "language"]

@@ -29,7 +29,8 @@ def is_mimo(model: Module) -> bool:
 def modules_of_plan(units: Mapping[str, UnitPlan], model: Module) -> tuple[LoopModule, ...]:
     """Return the plan's units as modules of a loop's model, the LLM last; empty if the model runs them as one, as Megatron does.
 
-    That is so if it is no LLaVAModel or MimoModel, or every rank has all of it. Raises ConfigError for units that it cannot have.
+    That is so if it is no LLaVAModel or MimoModel, if every rank has all of it, and on the LLM's ranks with unlike replicas or
+    context parallelism. Raises ConfigError for units that it cannot have.
     """
     if not units:
         return ()
@@ -43,9 +44,12 @@ def modules_of_plan(units: Mapping[str, UnitPlan], model: Module) -> tuple[LoopM
     if not has_modules or not encoders or is_one:
         return ()
     if any(unit.is_unlike or unit.context_parallel_size > 1 for unit in units.values()):
+        ranks_of_llm = {*[*units.values()][-1].ranks}
+        if all(ranks_of_llm.issuperset(unit.ranks) for unit in units.values()):
+            return ()
         raise ConfigError(
-            "patches.apply(plan=...): a loop whose encoders are units of their own needs context parallel size 1, and replicas "
-            "that are alike; apply another plan"
+            "patches.apply(plan=...): encoders on ranks of their own need context parallel size 1, and replicas that are "
+            "alike; apply another plan"
         )
     num_chunks = len([*units.values()][-1].replicas[0].stages[0].layer_ranges)
     for encoder in encoders:
