@@ -93,9 +93,9 @@ def read_model(flags: Flags, program: str) -> dict[str, Any]:
             what = "latent attention" if name.startswith("multi") else "state space layers"
             raise ConfigError(f"--{name}: Braid has no {what}, so this model has no model file; take another model")
     if re.search("mimo_training_llava", program):  # Megatron-Bridge's, whose shape is in its code
-        shape = {"num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "model-provider": "llava_vlm"}
-        shape |= {"audio-encoder-model": "openai/whisper-base"} if program.endswith("audio.py") else {}
-        flags |= {name: (value,) for name, value in shape.items() if name not in flags}
+        given = {"num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "model-provider": "llava_vlm"}
+        given |= {"audio-encoder-model": "openai/whisper-base"} if program.endswith("audio.py") else {}
+        flags |= {name: (value,) for name, value in given.items() if name not in flags}
     llm = _language(flags)
     provider = flags.text("model-provider")
     units: dict[str, Any] = {}
