@@ -130,6 +130,18 @@ def test_a_run_of_megatron_goes_on(
     ranks.run(megatron_checkpoint.compare_trained, kind, pairs, dtype, world_size=1)
 
 
+def test_an_optimizer_of_other_weights_is_refused(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As megatron-core writes that of tied embeddings on two pipeline stages."""
+    folder, model, target = tmp_path / "run", tmp_path / "model.yaml", tmp_path / "braid"
+    model.write_text(yaml.safe_dump({"units": UNITS["tied"]}))
+    ranks.run(megatron_checkpoint.train, "tied", folder, torch.float32, (1, 2, 1), world_size=2)
+    words = [*map(str, ("--load-megatron", folder, "--model", model, "--save", target))]
+    assert convert_main(words) == 2
+    assert "the optimizer's state of embedding.word_embeddings.weight does not belong to these weights" in capsys.readouterr().err
+    assert not target.exists()
+    convert(*words, "--no-load-optim")
+
+
 def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path: Path) -> None:
     model = write_checkpoint(ranks, tmp_path / "run", "llava")
     convert("--load-megatron", tmp_path / "run", "--model", model, "--save", tmp_path / "braid")

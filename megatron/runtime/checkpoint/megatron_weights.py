@@ -191,7 +191,23 @@ def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTenso
     if dtype != own:
         theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own))
         raise CheckpointError(f"{path}: is in {theirs}, and this run in {ours}; give --dtype {theirs}, or {weights_alone}")
+    name = embeddings_of(shapes, folder=path)
+    state = found.get(("main", name)) if session.graph.backbone.ties_embeddings else None
+    if state is not None and not _is_of_weight(path, state, name, shapes[name]):
+        raise CheckpointError(
+            f"{path}: the optimizer's state of {name} does not belong to these weights: megatron-core writes it shifted where "
+            f"tied embeddings lie on two pipeline stages, and goes on with that; {weights_alone}"
+        )
     return found
+
+
+def _is_of_weight(path: Path, state: str, name: str, weight: ShardedTensor) -> bool:
+    """Return True if a matrix and the weights of full precision that the optimizer has of it agree in the first and last row."""
+    shape, rows = tuple(weight.global_shape), (0, weight.global_shape[0] - 1)
+    values = {key: [torch.empty(1, shape[1], dtype=weight.dtype) for _ in rows] for key in (state, name)}
+    pieces = {key: tuple(Piece((row, 0), each) for row, each in zip(rows, found, strict=True)) for key, found in values.items()}
+    read_folder(path, [HeldTensor(key, shape, weight.dtype, each, False) for key, each in pieces.items()])
+    return all(map(torch.equal, values[state], values[name]))
 
 
 def _find_value(common: Any, *names: str) -> Any:
