@@ -6,6 +6,7 @@ Noise and time of an item from which a generator learns are a function of seed, 
 import math
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +102,8 @@ def open_autoencoder(described: Latents, device: torch.device, dtype: torch.dtyp
     try:
         from diffusers import AutoencoderKL
 
+        if not (Path(described.directory) / "config.json").is_file():
+            raise FileNotFoundError("there is no config.json")  # diffusers would speak of a model hub
         vae = AutoencoderKL.from_pretrained(
             described.directory, torch_dtype=dtype, low_cpu_mem_usage=False, local_files_only=True, trust_remote_code=False
         )

@@ -161,3 +161,8 @@ def test_an_autoencoder_that_does_not_fit_is_refused(change: Any, message: str, 
     }
     with pytest.raises(ModelError, match=message):
         check_autoencoders(ModelGraph.from_dict({"units": units}))
+
+
+def test_an_autoencoder_that_went_after_training_is_missed() -> None:
+    with pytest.raises(ModelError, match="in no/such cannot be read [(]there is no config.json[)]"):
+        decode_latents(torch.zeros(CHANNELS, 4, 6), Latents("no/such", CHANNELS, FACTOR))
