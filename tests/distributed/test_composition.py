@@ -253,7 +253,7 @@ def test_functions_run_between_modules(folders: Path, ranks: RankPool, tmp_path:
         ({"encoders": {"vision": "llm"}}, "image_size is None, expected an integer; take an encoder of images of one size"),
         ({"llm": "clip"}, "architectures is"),
         ({"llm": ["llm"]}, r"llm is \['llm'\], expected the path of a folder"),
-        ({"encoders": {"llm": "dinov2"}}, "encoders has one of the name 'llm', which is the LLM's own; give it another"),
+        ({"encoders": {"llm": "dinov2"}}, "'llm' names two units; give one another name"),
         ({"encoders": ["dinov2"]}, "expected a mapping from the name of each encoder to its folder"),
         ({"callbacks": {"vision": {"after_encoder": len}}}, "is no function; write package.module:function"),
         ({"callbacks": {"vision": len}}, "is <built-in function len>, expected a mapping from before_encoder"),

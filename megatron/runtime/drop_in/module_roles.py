@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from torch.nn import Module
@@ -72,9 +73,8 @@ def acting_as(model: Module, module: str, *, is_first: bool, is_last: bool) -> I
     """Let a model's forward step run one module. is_first, is_last: its stage's place in the module's pipeline."""
     inner, is_llm = unwrapped(model), module == LANGUAGE
     if is_mimo(inner):
-        from megatron.core.models.mimo.config.role import ModuleLayout, ModuleStageInfo, RankRole
-
-        role = RankRole({module: ModuleStageInfo(is_first, is_last)}, ModuleLayout.NON_COLOCATED)
+        roles = import_module("megatron.core.models.mimo.config.role")  # since megatron-core 0.17
+        role = roles.RankRole({module: roles.ModuleStageInfo(is_first, is_last)}, roles.ModuleLayout.NON_COLOCATED)
         # Outputs are not cut here, but MIMO would look up in its grids, which there need not be, whether a bridge could.
         changed = {"role": role, "_attach_modality_split_sizes": lambda *_: None}
     else:

@@ -178,7 +178,7 @@ def test_refined_encoders_are_even_where_the_paper_deals_in_turn(graph, build_pl
     plan = build_plan(vision=3, audio=1, llm=2)
 
     def placed(**given) -> tuple[PlacedAtoms, float]:
-        options = BalanceOptions(num_microbatches=6, unit_costs={"vision": LengthCost()}, **given)
+        options = BalanceOptions(num_microbatches=4, unit_costs={"vision": LengthCost()}, **given)
         found = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(found, lengths, graph=graph, plan=plan)
         return found.placed["llm"], unit_imbalance(found, BatchWork(graph, lengths, options), unit="vision").replica

@@ -208,10 +208,10 @@ def estimates(example: str, line: str, *, num_ranks: int) -> tuple[ModelGraph, l
     return inputs.graph, [estimate(config, inputs, plan, rank=rank, num_copies=None) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("example", ["digits", "digits_generator"])
+@pytest.mark.parametrize(("example", "num_ranks"), [("digits", 4), ("digits_generator", 2)])
 @pytest.mark.parametrize("more", ["", "--lengths-from decode"])
-def test_an_example_needs_its_weights_and_little_more(example: str, more: str) -> None:
-    graph, needed = estimates(example, f"--dtype float32 {more}", num_ranks=4)
+def test_an_example_needs_its_weights_and_little_more(example: str, num_ranks: int, more: str) -> None:
+    graph, needed = estimates(example, f"--dtype float32 {more}", num_ranks=num_ranks)
     num_weights = sum(
         describe_layer(graph, unit, kind, vocab_size=384).num_held_weights for unit in graph.units for kind in unit.layers
     )
