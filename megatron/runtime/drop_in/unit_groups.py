@@ -1,11 +1,12 @@
 """Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks."""
 
 import importlib.util
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,11 @@ class UnitGroups:
             with self.within(name):
                 self.collections[name] = ProcessGroupCollection.use_mpu_process_groups()
         _write(self._states[next(name for name in first if name in self._states)])
-        self._world_size = os.environ.get("WORLD_SIZE")
-        os.environ["WORLD_SIZE"] = str(len(set(plan.units[first[0]].ranks)))  # by which Megatron's arguments count replicas
+        loaded: Mapping[str, Any] = sys.modules
+        self._arguments = loaded.get("megatron.training.arguments")
+        if self._arguments is not None:
+            self._parse = self._arguments.parse_args
+            self._arguments.parse_args = partial(_parse_for, self._parse, len(set(plan.units[first[0]].ranks)))
 
     @contextmanager
     def within(self, unit: str) -> Iterator[None]:
@@ -67,10 +71,10 @@ class UnitGroups:
             _write(outer)
 
     def close(self) -> None:
-        """Give parallel_state, and WORLD_SIZE, back what they said before, and destroy the groups."""
+        """Give parallel_state, and Megatron's arguments, back what they said before, and destroy the groups."""
         _write(self._before)
-        os.environ.pop("WORLD_SIZE")
-        os.environ.update({} if self._world_size is None else {"WORLD_SIZE": self._world_size})
+        if self._arguments is not None:
+            self._arguments.parse_args = self._parse
         for group in self._made:
             if group in dist.distributed_c10d._world.pg_map:  # destroy_model_parallel, if the loop called it, destroyed some
                 dist.destroy_process_group(group)
@@ -89,6 +93,13 @@ class UnitGroups:
             expert_model_parallel_size=unit.expert_parallel_size,
         )
         return _read(state)
+
+
+def _parse_for(parse: Callable[..., Any], num_ranks: int, *words: Any, **options: Any) -> Any:
+    """Return Megatron's arguments, which count replicas by the ranks of the backbone alone."""
+    found = parse(*words, **options)
+    found.world_size = num_ranks
+    return found
 
 
 def megatron_order(unit: UnitPlan) -> tuple[int, ...]:
