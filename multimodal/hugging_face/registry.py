@@ -114,9 +114,9 @@ def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
         check_same_model(unit.weights, ModelGraph((replace(unit, weights=None),)))
         return
     encoder, config = read_encoder(unit.weights, unit.role)
-    plain = {unit.name: encoder.to_unit(config), graph.backbone.name: {**graph.to_dict()["units"][graph.backbone.name]}}
     is_made = unit.role is Role.GENERATOR
-    described = ModelGraph.from_dict({"units": dict(sorted(plain.items(), key=lambda each: is_made and each[0] == unit.name))})
+    own, llm = {unit.name: encoder.to_unit(config)}, {graph.backbone.name: graph.to_dict()["units"][graph.backbone.name]}
+    described = ModelGraph.from_dict({"units": llm | own if is_made else own | llm})
     theirs, mine = (_comparable(each) | _of_made(each) for each in (described.unit(unit.name), unit))
     for key, value in mine.items():
         is_earlier = not is_made and key == "num_layers" and value < theirs[key]  # the output of an earlier layer may be used

@@ -101,23 +101,9 @@ class ForwardBackward:
                 "Megatron's own; leave it out (--use-distributed-optimizer shards the optimizer), or call patches.undo()"
             )
         config = get_model_config(chunks[0])
-        is_told = getattr(p2p_communicator, "module_to_grid_map", None) is not None
-        modules = () if is_told else modules_of_plan(self._units, chunks[0])
-        is_whole = not is_told and not modules
         inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step)
-        if is_whole:
-            groups = _process_groups(p2p_communicator, pg_collection)
-            stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
-            modules = (LoopModule(UNIT, (stages,), len(chunks)),)
-            inputs = replace(inputs, context_parallel_size=groups.cp.size())
-        elif modules:
-            own = {LANGUAGE if name == llm else name: each for name, each in self._collections.items()}
-            groups = own.get(LANGUAGE) or next(iter(own.values()))
-            inputs = _inputs_of_modules(inputs, modules, own)
-        else:
-            modules, groups, inputs = read_modules(p2p_communicator, pg_collection, inputs)
-            if self._units:
-                check_modules(modules, self._units)
+        modules, groups, inputs = self._modules_of(inputs, llm, p2p_communicator, pg_collection)
+        is_whole = [each.name for each in modules] == [UNIT]
         shape = PipelineShape(modules, num_microbatches, forward_only)
         if len(iterators) != len(chunks):
             raise ConfigError(
@@ -155,6 +141,26 @@ class ForwardBackward:
         if self._unlike is not None and not forward_only:
             self._unlike.reduce(chunks, step.num_tokens if config.calculate_per_token_loss else num_microbatches)
         return step.forward_data
+
+    def _modules_of(
+        self, inputs: LoopInputs, llm: str, communicator: Any, collection: Any
+    ) -> tuple[tuple[LoopModule, ...], ProcessGroupCollection, LoopInputs]:
+        """Return what the model runs as: one module, or those that the communicator or the applied plan says; the LLM last.
+
+        And the groups of this rank's pipeline, and the inputs, with how outputs of modules are taken.
+        """
+        if getattr(communicator, "module_to_grid_map", None) is not None:
+            found = read_modules(communicator, collection, inputs)
+            if self._units:
+                check_modules(found[0], self._units)
+            return found
+        if modules := modules_of_plan(self._units, inputs.chunks[0]):
+            own = {LANGUAGE if name == llm else name: each for name, each in self._collections.items()}
+            return modules, own.get(LANGUAGE) or next(iter(own.values())), _inputs_of_modules(inputs, modules, own)
+        groups = _process_groups(communicator, collection)
+        stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
+        inputs = replace(inputs, context_parallel_size=groups.cp.size())
+        return (LoopModule(UNIT, (stages,), len(inputs.chunks)),), groups, inputs
 
     def _open_channel(self, schedule: Schedule, modules: tuple[LoopModule, ...], tells_shapes: bool) -> MessageChannel:
         """Return this process's channel; a new one for other tracks, or where torch.distributed was set up anew."""

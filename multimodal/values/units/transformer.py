@@ -46,8 +46,8 @@ class Transformer:
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     activation: Literal["swiglu", "geglu_tanh", "quick_geglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
-    """Activation of the MLP: SiLU with a gate; GELU's approximation by tanh with a gate; GELU; its approximation by tanh;
-    x sigmoid(1.702 x)."""
+    """Activation of the MLP: with a gate SiLU, GELU's approximation by tanh, or x sigmoid(1.702 x); without one GELU or one of
+    the latter two."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     add_proj_bias: bool = False
