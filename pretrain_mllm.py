@@ -5,7 +5,6 @@ import os
 import sys
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -32,8 +31,6 @@ def main(argv: list[str]) -> None:
         from megatron.runtime import platform
 
         platform.install()
-        if config.parallelism.plans_itself and Path(__file__).with_name("benchmarks").is_dir():  # an installed package has none
-            import benchmarks.baselines  # noqa: F401 (adds its planners)
         if config.parallelism.elastic:
             from megatron.runtime.training.elastic import ElasticRun
 

@@ -32,11 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-import benchmarks.baselines  # noqa: F401 (adds its planners)
+from benchmarks.baselines import COMPARED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.unit_load import sample_load
 from multimodal.data.length_table import read_length_table, uniform_lengths
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.values.errors import BraidError
@@ -155,7 +154,7 @@ def _request(
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """Plan with every planner, and with `braid` again and with a larger budget if requested."""
-    names = ("braid",) if arguments.only_braid else tuple(PLANNERS)
+    names = ("braid",) if arguments.only_braid else tuple(COMPARED)
     found = {name: describe_plan(name, case.request) for name in names}
     if arguments.twice:
         found["braid"]["is_equal_twice"] = describe_plan("braid", case.request)["plan"] == found["braid"]["plan"]
@@ -184,7 +183,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
     """Plan with one planner, and describe the plan."""
     try:
-        run, prediction = PLANNERS[name].plan_best(request)
+        run, prediction = COMPARED[name].plan_best(request)
     except BraidError as problem:
         return {"error": str(problem), "plan": None}
     return {

@@ -5,7 +5,6 @@ row's parameters, for those rows of which it is true.
 """
 
 import gc
-import importlib
 import os
 from collections.abc import Iterator
 from inspect import signature
@@ -34,11 +33,6 @@ DRAWS_ANEW = "BRAID_MASTER_EXAMPLES" in os.environ
 SLOW = HealthCheck.too_slow, HealthCheck.data_too_large
 settings.register_profile("braid", deadline=None, derandomize=not DRAWS_ANEW, database=None, suppress_health_check=SLOW)
 settings.load_profile("braid")
-
-
-def pytest_configure() -> None:
-    """All tests know the planners of comparisons, in whatever order they run."""
-    importlib.import_module("benchmarks.baselines")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

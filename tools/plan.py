@@ -17,14 +17,14 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import benchmarks.baselines  # noqa: F401 (adds its planners)
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS, plan_or_advise
+from multimodal.plan.planners import TEMPLATE_PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.plan.planners.planning_request import SEED, FixedSizes, PlanningRequest
@@ -142,7 +142,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="plan.py", description=__doc__)
     add_request_flags(parser)
     how = parser.add_argument_group("the planner")
-    how.add_argument("--planner", choices=(*PLANNERS, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
+    how.add_argument("--planner", choices=(*COMPARED, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
     how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
     how.add_argument(
         "--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1)."
@@ -177,7 +177,7 @@ def build_parser() -> Parser:
 
 def _names(text: str) -> tuple[str, ...]:
     names = tuple(name for name in text.split(",") if name)
-    known = (*PLANNERS, *TEMPLATE_PLANNERS)
+    known = (*COMPARED, *TEMPLATE_PLANNERS)
     if unknown := [name for name in names if name not in known and name != "all"]:
         raise argparse.ArgumentTypeError(f"there is no planner '{unknown[0]}'; choose from {', '.join(known)}, or all")
     return known if "all" in names else names
@@ -192,7 +192,7 @@ def _given_plan(text: str) -> NoReturn:
 
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Plan with one planner; raises PlanError."""
-    row, failures = PLANNERS[name], failures_of(flags)
+    row, failures = COMPARED[name], failures_of(flags)
     planner = partial(plan_per_gpu, row.plan_best) if flags.prefer == "per-gpu" else row.plan_best
     if failures is not None:
         planner = partial(plan_for_goodput, row.plan_best, failures=failures)

@@ -1,9 +1,6 @@
-"""Planners that only papers' comparisons ask for by name: importing this adds their rows to `PLANNERS`.
+"""Planners that only papers' comparisons ask for, by name: no search tries their plans, so that a run needs none of them."""
 
-Rows of your own are added alike (docs/write_your_own.md). tools/plan.py and runs that plan for themselves import it, as `braid`
-judges all rows' plans, and theirs are the best now and then.
-"""
-
+from collections import ChainMap
 from functools import partial
 
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
@@ -12,7 +9,7 @@ from benchmarks.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.cornstarch import plan_cornstarch
 
-BASELINES = (
+_ROWS = (
     PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
     PlannerRow(
         "encoders-colocated",
@@ -36,4 +33,6 @@ BASELINES = (
     ),
 )
 
-PLANNERS.update((row.name, row) for row in BASELINES)
+BASELINES = {row.name: row for row in _ROWS}
+COMPARED = ChainMap(BASELINES, PLANNERS)
+"""Every planner that a comparison can name: those of `PLANNERS`, also added ones, and then these."""

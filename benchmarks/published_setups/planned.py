@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import benchmarks.baselines  # noqa: F401 (adds its planners)
+from benchmarks.baselines import COMPARED
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.layer_execution import DEFAULT_EXECUTION, LayerExecution, SystemLayerCosts
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.prediction import Prediction, judge_run
@@ -89,7 +88,7 @@ class Setup:
 
     def plan(self, cluster: Cluster) -> PlannedRun:
         """Plan; raises PlanError."""
-        run = PLANNERS[self.planner](self.request(cluster))
+        run = COMPARED[self.planner](self.request(cluster))
         passes = tuple(dict.fromkeys((*self.passes, *(name for name in run.passes if name != REDUCTION_BY_LAYER))))
         return replace(run, passes=passes, balance=self.balance or run.balance)
 

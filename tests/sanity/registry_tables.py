@@ -4,11 +4,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-import benchmarks.baselines  # noqa: F401 (adds its planners)
+from benchmarks.baselines import COMPARED
 from multimodal.balance import BALANCERS
 from multimodal.cost.engine_limits import ENGINE_LIMITS
 from multimodal.cost.layers.registry import LAYER_KINDS
-from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES
 from tests.sanity.repository import ROOT
@@ -107,7 +106,7 @@ def balancer_table() -> str:
 def planner_table() -> str:
     """What each planner does."""
     return _table(
-        ("planner", "what it does", "source"), ((f"`{row.name}`", row.meaning, row.source) for row in PLANNERS.values())
+        ("planner", "what it does", "source"), ((f"`{row.name}`", row.meaning, row.source) for row in COMPARED.values())
     )
 
 

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.flag_parser import FlagParser
 from multimodal.balance import BALANCERS
-from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.action import ActionKind
@@ -63,7 +63,7 @@ def anchors(text):
         (between(row("Schedules"), "builders ", " over the unit graph"), BUILDERS),
         (between(row("Schedules"), "passes ", "; one validator"), PASSES),
         (between(row("Balancers"), "with ", ": whichever"), BALANCERS),
-        (between(row("Planning"), "with ", "a search"), PLANNERS),
+        (between(row("Planning"), "with ", "a search"), COMPARED),
     ],
 )
 def test_readme_lists_what_can_be_chosen(text, names):

@@ -126,6 +126,10 @@ def test_imports_point_down():
     assert {path: found for path in MODULES if (found := find_violations(module_name(path), path.read_text()))} == {}
 
 
+def test_a_run_needs_nothing_that_an_installed_package_lacks():
+    assert [name for name in list_imports((ROOT / "pretrain_mllm.py").read_text()) if name.split(".")[0] in ENTRY_POINTS] == []
+
+
 def test_no_modules_import_each_other_in_a_circle():
     assert find_circle({module_name(path): path.read_text() for path in MODULES}) == []
 

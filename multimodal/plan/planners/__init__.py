@@ -156,7 +156,7 @@ _ROWS = (
 )
 
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
-"""Every planner by its name for `--planner`. Rows can be added at any time: `benchmarks/baselines` adds those of comparisons."""
+"""Every planner by its name for `--planner`. Rows can be added at any time; `benchmarks/baselines` has those of comparisons."""
 
 TEMPLATE_PLANNERS: dict[str, Callable[..., TemplateSet]] = {"oobleck": _plan_oobleck}
 """Planners, by their name for `--planner`, of pipeline templates for every number of nodes, whose replicas differ."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from multimodal.cost.cluster import collective_seconds
 from multimodal.cost.flops import step_flops, unit_flops
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
@@ -11,7 +12,6 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad, sample_load
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
@@ -47,7 +47,7 @@ def test_it_counts_as_the_layers_that_its_shape_describes() -> None:
 
 @pytest.mark.parametrize("planner", ["megatron", "megatron-balanced", "flops-ratio", "disttrain", "cornstarch", "optimus"])
 def test_planners_leave_it_whole(planner: str) -> None:
-    plan = PLANNERS[planner](request(GRAPH)).plan.units[ENCODER.name]
+    plan = COMPARED[planner](request(GRAPH)).plan.units[ENCODER.name]
     assert (plan.tensor_parallel_size, plan.context_parallel_size, plan.num_virtual_stages) == (1, 1, 1)
 
 

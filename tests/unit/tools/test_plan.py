@@ -10,8 +10,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.arguments import parse_arguments
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
@@ -118,8 +118,8 @@ def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(fla
     data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.3", "--json"]
     data += ["--global-batch-size", "4"]
     compared = json.loads(plan(capsys, *flags, *data))["compare"]
-    assert set(compared) >= set(PLANNERS) and "error" not in compared["optimus"]
-    planned = [compared[name] for name in PLANNERS if "error" not in compared[name]]
+    assert set(compared) >= set(COMPARED) and "error" not in compared["optimus"]
+    planned = [compared[name] for name in COMPARED if "error" not in compared[name]]
     trained = [each for each in planned if not any("never run" in note for note in each["notes"])]
     assert compared["braid"]["iteration_seconds"] <= min(each["iteration_seconds"] for each in trained) * (1 + 1e-9)
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags import flag_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.data.length_table import write_length_table
-from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
+from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.model_graph import Experts, ModelGraph
 from tests.sanity.repository import ROOT
@@ -54,9 +55,9 @@ class Asked(NamedTuple):
 def draw(seed: int) -> Asked:
     """Draw a request; the planners take turns."""
     choose = random.Random(seed)
-    planner = list(PLANNERS)[seed % len(PLANNERS)]
+    planner = list(COMPARED)[seed % len(COMPARED)]
     model = choose.choice(
-        [name for name, graph in MODELS.items() if PLANNERS[planner].takes_fed_encoders or not fed_encoders(graph)]
+        [name for name, graph in MODELS.items() if COMPARED[planner].takes_fed_encoders or not fed_encoders(graph)]
     )
     others = [name for name in MODELS[model].unit_names if name not in ("llm", *fed_encoders(MODELS[model]))]
     idle = frozenset(name for name in others if choose.random() < 0.4)

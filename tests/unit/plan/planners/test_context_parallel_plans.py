@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners import PLANNERS
+from benchmarks.baselines import COMPARED
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import range_bytes, stage_bytes, working_bytes
@@ -45,7 +45,7 @@ def long_request(**changes):
 
 def test_planners_that_share_a_grid_share_its_context_parallel_size():
     for name in ("megatron", "megatron-balanced", "encoders-replicated"):
-        run = PLANNERS[name](request(TWO, fixed_sizes=FIXED))
+        run = COMPARED[name](request(TWO, fixed_sizes=FIXED))
         assert {unit.context_parallel_size for unit in run.plan.units.values()} == {2}, name
 
 
@@ -96,9 +96,9 @@ def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_no
 
 def test_braid_spreads_long_documents_where_there_are_few_of_them():
     asked = long_request()
-    run, prediction = plan_to_fit(PLANNERS["braid"], asked)
+    run, prediction = plan_to_fit(COMPARED["braid"], asked)
     assert run.plan.units["llm"].context_parallel_size > 1
-    other = plan_to_fit(PLANNERS["megatron-balanced"], asked)[1]
+    other = plan_to_fit(COMPARED["megatron-balanced"], asked)[1]
     assert prediction.iteration_seconds < 0.5 * other.iteration_seconds
     assert any("cp 4" in note for note in run.notes)
 
@@ -107,8 +107,8 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
     sizes = FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)
     asked = with_memory(long_request(fixed_sizes={"llm": sizes, "vision": sizes}), 6.0)
     with pytest.raises(PlanError, match="no plan on 32 GPUs fits"):
-        PLANNERS["disttrain"](replace(asked, recompute="full"))
-    run, prediction = plan_to_fit(PLANNERS["disttrain"], asked)
+        COMPARED["disttrain"](replace(asked, recompute="full"))
+    run, prediction = plan_to_fit(COMPARED["disttrain"], asked)
     assert run.plan.units["llm"].context_parallel_size > 1
     assert prediction.peak_memory_bytes <= asked.memory_bytes
 
@@ -159,7 +159,7 @@ ONE_STAGE = {"llm": FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)
 
 
 def shared_by(name: str, asked: PlanningRequest) -> int:
-    run, prediction = plan_to_fit(PLANNERS[name], asked)
+    run, prediction = plan_to_fit(COMPARED[name], asked)
     assert prediction.peak_memory_bytes <= asked.memory_bytes
     assert run.transformer_impl == "transformer_engine"
     return run.plan.units["llm"].expert_parallel_size
@@ -173,11 +173,11 @@ def test_experts_are_shared_where_memory_asks_for_it(name: str) -> None:
     assert shared_by(name, with_memory(asked, 3.2)) > 1
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if name != "braid"])
+@pytest.mark.parametrize("name", [name for name in COMPARED if name != "braid"])
 def test_every_planner_plans_with_a_given_sharing(name: str) -> None:
     fixed = {"llm": FixedSizes(expert_parallel_size=2)}
     asked = request(BESIDE, fixed_sizes=fixed)
-    run = PLANNERS[name](asked)
+    run = COMPARED[name](asked)
     assert run.plan.units["llm"].expert_parallel_size == 2
     assert run.plan.units["llm"].data_parallel_size % 2 == 0
 
@@ -209,18 +209,18 @@ def without_items(graph: ModelGraph, idle: str, **changes: object) -> PlanningRe
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        (name, case) for name in PLANNERS for case in CASES if (name, case) != ("braid", "third-encoder")
+        (name, case) for name in COMPARED for case in CASES if (name, case) != ("braid", "third-encoder")
     ],  # its search takes seconds
 )
 def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
     graph, idle, smaller = CASES[case]
     asked = without_items(graph, idle)
     assert asked.loads.idle_units == {idle}
-    run, prediction = plan_to_fit(PLANNERS[name], asked)
+    run, prediction = plan_to_fit(COMPARED[name], asked)
     validate_plan(run.plan, graph=graph, world_size=run.num_gpus)
     others = {rank for unit, plan in run.plan.units.items() if unit != idle for rank in plan.ranks}
     assert others.issuperset(run.plan.units[idle].ranks)
-    alone, without = plan_to_fit(PLANNERS[name], replace(asked, graph=smaller))
+    alone, without = plan_to_fit(COMPARED[name], replace(asked, graph=smaller))
     if name != "braid":  # whose search ends at another place
         assert {unit: run.plan.units[unit] for unit in smaller.unit_names} == dict(alone.plan.units)
     is_exact = run.balance != "disttrain" and run.schedule != "encoders-colocated" and run.can_run
@@ -241,7 +241,7 @@ def test_it_lies_on_the_first_ranks_of_the_llm_in_one_replica() -> None:
 
 def test_it_is_cut_into_stages_until_it_takes_little_memory() -> None:
     asked = with_memory(without_items(THREE, "generator", num_gpus=16), 2.0)
-    run = PLANNERS["disttrain"](asked)
+    run = COMPARED["disttrain"](asked)
     generator = run.plan.units["generator"]
     ranges = [stage.layer_ranges for stage in generator.replicas[0].stages]
     assert 1 < len(ranges) <= GENERATOR.transformer.num_layers
@@ -253,15 +253,15 @@ def test_it_is_cut_into_stages_until_it_takes_little_memory() -> None:
 def test_fixed_sizes_are_kept_where_there_are_gpus_for_them() -> None:
     fixed = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
     asked = without_items(THREE, "generator", fixed_sizes={"generator": fixed})
-    plan = PLANNERS["disttrain"](asked).plan.units["generator"]
+    plan = COMPARED["disttrain"](asked).plan.units["generator"]
     assert (plan.tensor_parallel_size, len(plan.replicas[0].stages), plan.data_parallel_size) == (2, 2, 2)
     large = replace(fixed, data_parallel_size=4)
     with pytest.raises(PlanError, match=r"unit 'generator' is asked for nothing .* fixed sizes take 16 GPUs of 8; unfix them"):
-        PLANNERS["disttrain"](replace(asked, fixed_sizes={"generator": large}))
+        COMPARED["disttrain"](replace(asked, fixed_sizes={"generator": large}))
 
 
 def test_with_work_for_all_units_nothing_changes() -> None:
     asked = request(THREE)
     assert without_idle_units(asked) is asked
-    run = PLANNERS["megatron"](asked)
+    run = COMPARED["megatron"](asked)
     assert place_idle_units(run, asked) is run

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.allowed_sizes import fewest_enough
@@ -30,7 +31,7 @@ UNLIMITED = float("inf")
 def varied(asked, planner):
     """Search the variants of one planner's plan."""
     search = PlanSearch(asked.changed(time_budget_seconds=UNLIMITED))
-    search.rank_others([PLANNERS[planner]])
+    search.rank_others([COMPARED[planner]])
     search.vary_best()
     return [tried.run for tried in search.trials.fitting(QUICK)]
 
@@ -44,7 +45,7 @@ def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch
     def count(asked):
         search = PlanSearch(asked.changed(time_budget_seconds=0.1))
         search.trials.spent_seconds = 0.1
-        search.rank_others([PLANNERS["megatron"]])
+        search.rank_others([COMPARED["megatron"]])
         known = len(search.trials.found)
         search.vary_best()
         return len(search.trials.found) - known
@@ -60,7 +61,7 @@ def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch
 def test_a_search_with_very_heavy_samples_has_twice_the_budget(longest, seconds):
     said = []
     lengths = tuple(SampleLengths(index, (), longest if index == 0 else 64, 8) for index in range(32))
-    PLANNERS["braid"](request(TEXT_ONLY, lengths=lengths, num_gpus=2, global_batch_size=8, on_progress=said.append))
+    COMPARED["braid"](request(TEXT_ONLY, lengths=lengths, num_gpus=2, global_batch_size=8, on_progress=said.append))
     assert said and all(f"of {seconds}: best so far" in line for line in said)
 
 
@@ -95,7 +96,7 @@ def searched(*glances):
 
 
 def test_the_best_of_each_close_kind_of_plan_is_varied_before_others_of_its_kind():
-    apart, chain = (PLANNERS[name](request(TWO)) for name in ("disttrain", "megatron-balanced"))
+    apart, chain = (COMPARED[name](request(TWO)) for name in ("disttrain", "megatron-balanced"))
     second = replace(apart, schedule="gpipe")
     search = searched((apart, 3.0), (second, 3.1), (chain, 3.2))
     assert search.trials.placed(apart) != search.trials.placed(chain)
@@ -109,7 +110,7 @@ def test_the_best_of_each_close_kind_of_plan_is_varied_before_others_of_its_kind
 
 
 def test_a_run_that_does_not_fit_is_left_for_one_that_does_even_if_that_takes_longer():
-    run = PLANNERS["disttrain"](request(TWO))
+    run = COMPARED["disttrain"](request(TWO))
     shorter, longer = replace(run, schedule="gpipe"), replace(run, micro_batch_size=2 * run.micro_batch_size)
     search = searched((run, 3.0), (shorter, 2.0), (longer, 3.5))
     glances = search.trials.fitting(QUICK)[2:]
@@ -139,7 +140,7 @@ def random_request(seed: int) -> PlanningRequest:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_planner_is_better_on_a_random_request(seed):
     asked = random_request(seed)
-    best = PLANNERS["braid"].plan_best(asked).prediction.iteration_seconds
+    best = COMPARED["braid"].plan_best(asked).prediction.iteration_seconds
     for name, row in PLANNERS.items():
         try:
             run, prediction = row.plan_best(asked)
@@ -152,8 +153,8 @@ def test_no_planner_is_better_on_a_random_request(seed):
 def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
     lengths = tuple(replace(sample, items=()) for sample in random_lengths(TEXT_ONLY, count=64, seed=3))
     asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=64, lengths=lengths)
-    by_size = {size: PLANNERS["disttrain"].plan_best(asked.changed(micro_batch_size=size)) for size in (1, 2, 4, 8, 16)}
-    tuned = PLANNERS["disttrain"].plan_best(asked)
+    by_size = {size: COMPARED["disttrain"].plan_best(asked.changed(micro_batch_size=size)) for size in (1, 2, 4, 8, 16)}
+    tuned = COMPARED["disttrain"].plan_best(asked)
     seconds = {size: prediction.iteration_seconds for size, (_, prediction) in by_size.items()}
     assert tuned.prediction.iteration_seconds <= min(seconds.values()) * (1 + 1e-9) < seconds[1]
     assert tuned.run.balance != UNBALANCED
@@ -162,7 +163,7 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
 def test_the_bound_of_a_run_is_below_its_step():
     asked = request(num_gpus=2, global_batch_size=8, time_budget_seconds=0.1)
     trials = Trials(asked)
-    for name, row in PLANNERS.items():
+    for name, row in COMPARED.items():
         run = row(asked)
         assert 0 < trials.least_step_seconds(run) <= predict_run(run, asked).iteration_seconds, name
 
@@ -172,7 +173,7 @@ def test_the_bound_of_a_run_is_below_its_step():
 def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
     asked = request(num_gpus=4, global_batch_size=8, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
     search = PlanSearch(asked.changed(time_budget_seconds=0.0))
-    first = search.trials.try_run(PLANNERS[planner](asked), FINAL)
+    first = search.trials.try_run(COMPARED[planner](asked), FINAL)
     assert first is not None
     best = search.settle(first)
     assert best.key < first.key
@@ -190,7 +191,7 @@ def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
 def advised(name: str, asked: PlanningRequest) -> int:
     """Return the number of GPUs in the error."""
     with pytest.raises(PlanError) as caught:
-        plan_or_advise(PLANNERS[name], asked)
+        plan_or_advise(COMPARED[name], asked)
     found = re.search(r"; (\d+) GPUs would be enough$", str(caught.value))
     assert found, caught.value
     return int(found[1])
@@ -201,7 +202,7 @@ def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
     assert [search(lambda number, least=least: number >= least) for least in range(1, 66)] == [*range(1, 65), None]
 
 
-CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
+CASES = [(name, graph) for name in COMPARED for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
 SOME = {
     *((name, "two") for name in ("disttrain", "megatron", "entrain")),
     ("disttrain", "three"),
@@ -214,10 +215,10 @@ def test_the_advised_number_is_enough_and_one_fewer_is_not(name: str, graph: str
     asked = with_memory(request(GRAPHS[graph], num_gpus=1, time_budget_seconds=0.1), 0.8)
     enough = advised(name, asked)
     assert enough > 1
-    found = plan_to_fit(PLANNERS[name], replace(asked, num_gpus=enough))
+    found = plan_to_fit(COMPARED[name], replace(asked, num_gpus=enough))
     assert found.run.num_gpus <= enough and found.prediction.peak_memory_bytes <= asked.memory_bytes
     with pytest.raises(PlanError):
-        plan_to_fit(PLANNERS[name], replace(asked, num_gpus=enough - 1))
+        plan_to_fit(COMPARED[name], replace(asked, num_gpus=enough - 1))
 
 
 @pytest.mark.parametrize("name", ["disttrain", "megatron"])
@@ -225,7 +226,7 @@ def test_recomputation_counts_where_nothing_else_fits(name: str) -> None:
     """The planner alone needs more GPUs than with whole layers recomputed, which is tried before it gives up."""
     asked = with_memory(request(TWO, num_gpus=1, micro_batch_size=8), 0.8)
     enough = replace(asked, num_gpus=advised(name, asked))
-    assert plan_to_fit(PLANNERS[name], enough).run.recompute == "full"
+    assert plan_to_fit(COMPARED[name], enough).run.recompute == "full"
 
 
 def test_units_without_work_are_no_reason_for_more_gpus() -> None:
@@ -240,22 +241,22 @@ def test_fixed_sizes_that_need_more_gpus_say_how_many() -> None:
 
 def test_the_card_and_what_may_be_used_of_it_are_named() -> None:
     asked = with_memory(request(TWO, num_gpus=1, memory_headroom=0.25), 1.0)
-    plain = partial(plan_to_fit, PLANNERS["disttrain"])
-    for plan in (plain, PLANNERS["disttrain"].plan_best, partial(plan_per_gpu, plain)):
+    plain = partial(plan_to_fit, COMPARED["disttrain"])
+    for plan in (plain, COMPARED["disttrain"].plan_best, partial(plan_per_gpu, plain)):
         with pytest.raises(PlanError, match=r"no plan on 1 GPU fits the 1 GB of each, of which 0.75 GB may be used .* be enough"):
-            plan_or_advise(PLANNERS["disttrain"], asked, plan=plan)
+            plan_or_advise(COMPARED["disttrain"], asked, plan=plan)
 
 
 @pytest.mark.deep(when=lambda name: name not in ("alpa", "disttrain", "megatron"))
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", COMPARED)
 def test_what_never_fits_is_named(name: str) -> None:
     asked = with_memory(request(TWO), 0.002)
     with pytest.raises(PlanError, match=r"unit 'vision' does not fit at any tensor, pipeline or data parallel size"):
-        plan_or_advise(PLANNERS[name], asked)
+        plan_or_advise(COMPARED[name], asked)
 
 
 def test_a_contradiction_gets_no_advice() -> None:
     sizes = {"vision": FixedSizes(tensor_parallel_size=1), "llm": FixedSizes(tensor_parallel_size=2)}
     with pytest.raises(PlanError, match=r"gives vision and llm one tensor parallel size") as caught:
-        plan_or_advise(PLANNERS["megatron-balanced"], request(TWO, fixed_sizes=sizes))
+        plan_or_advise(COMPARED["megatron-balanced"], request(TWO, fixed_sizes=sizes))
     assert "enough" not in str(caught.value)

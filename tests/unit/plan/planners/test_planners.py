@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from benchmarks.baselines.encoders_replicated import repeat_encoders
-from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
+from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.megatron import plan_megatron
@@ -41,7 +42,7 @@ from tests.unit.plan.planners.planning_cases import (
 from tests.unit.schedule.built_schedules import GivenCosts
 from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case
 
-FAST = tuple(name for name in PLANNERS if name != "braid")
+FAST = tuple(name for name in COMPARED if name != "braid")
 
 
 def is_deep(name, graph, context):
@@ -51,7 +52,7 @@ def is_deep(name, graph, context):
 @pytest.mark.deep(when=is_deep)
 @pytest.mark.parametrize("context", [None, 2])
 @pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", COMPARED)
 def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
     """context: the LLM's context parallel size, if it is fixed."""
     small = (
@@ -60,11 +61,11 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
     asked = request(GRAPHS[graph], **small)
     if context:
         asked = replace(asked, num_gpus=16, fixed_sizes={"llm": FixedSizes(context_parallel_size=context)})
-    if fed_encoders(asked.graph) and not PLANNERS[name].takes_fed_encoders:
+    if fed_encoders(asked.graph) and not COMPARED[name].takes_fed_encoders:
         with pytest.raises(PlanError, match=f"planner '{name}' is for models whose encoders all feed the LLM, but joint takes"):
-            PLANNERS[name](asked)
+            COMPARED[name](asked)
         return
-    run, prediction = plan_to_fit(PLANNERS[name], asked)
+    run, prediction = plan_to_fit(COMPARED[name], asked)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     assert context is None or run.plan.units["llm"].context_parallel_size == context
     assert run.planner == name and run.num_gpus <= asked.num_gpus
@@ -82,11 +83,11 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
 def test_braid_finds_the_same_plan_however_slow_the_machine_is(graph, monkeypatch):
     """An hour passes whenever the planner looks at a clock."""
     asked = request(GRAPHS[graph], num_gpus=4, global_batch_size=8, time_budget_seconds=0.1)
-    first = PLANNERS["braid"](asked)
+    first = COMPARED["braid"](asked)
     seconds = count(step=3600.0)
     for clock in ("perf_counter", "process_time", "thread_time", "monotonic", "time"):
         monkeypatch.setattr(time, clock, lambda: next(seconds))
-    again = PLANNERS["braid"](asked)
+    again = COMPARED["braid"](asked)
     assert again.planning_seconds >= 3600.0
     assert replace(first, planning_seconds=0.0) == replace(again, planning_seconds=0.0)
 
@@ -102,7 +103,7 @@ def test_an_interrupted_search_gives_the_best_plan_so_far(monkeypatch):
         return predict_run(*arguments, **options)
 
     monkeypatch.setattr(trials, "predict_run", until_interrupted)
-    run = PLANNERS["braid"](asked)
+    run = COMPARED["braid"](asked)
     assert "interrupted: the best so far" in run.notes[0]
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     assert said and all("best so far" in line for line in said)
@@ -114,7 +115,7 @@ def test_fixed_sizes_are_kept(name):
     sizes = dict.fromkeys(TWO.unit_names, fixed)
     if name == "encoders-replicated":
         sizes = {"llm": fixed, "vision": FixedSizes(tensor_parallel_size=2)}
-    run = PLANNERS[name](request(TWO, fixed_sizes=sizes))
+    run = COMPARED[name](request(TWO, fixed_sizes=sizes))
     for unit in sizes:
         assert run.plan.units[unit].tensor_parallel_size == 2
         if sizes[unit].data_parallel_size:
@@ -126,7 +127,7 @@ def test_frozen_aware_partition_gives_a_frozen_encoder_fewer_stages():
     graph = frozen(TWO, "vision", "llm")
     fixed = {"llm": FixedSizes(tensor_parallel_size=1, data_parallel_size=1)}
     aware, unaware = (
-        PLANNERS[name](request(graph, fixed_sizes=fixed)).plan.units for name in ("cornstarch", "cornstarch-unaware")
+        COMPARED[name](request(graph, fixed_sizes=fixed)).plan.units for name in ("cornstarch", "cornstarch-unaware")
     )
     aware_ratio, unaware_ratio = (len(plan["vision"].ranks) / len(plan["llm"].ranks) for plan in (aware, unaware))
     assert aware_ratio < unaware_ratio
@@ -135,13 +136,13 @@ def test_frozen_aware_partition_gives_a_frozen_encoder_fewer_stages():
 def test_megatron_balanced_puts_encoder_and_llm_layers_on_one_grid():
     fixed = {unit: FixedSizes(tensor_parallel_size=1, data_parallel_size=1, virtual_stages=2) for unit in TWO.unit_names}
     fixed["llm"] = replace(fixed["llm"], pipeline_parallel_size=4)
-    run = PLANNERS["megatron-balanced"](request(TWO, fixed_sizes=fixed))
+    run = COMPARED["megatron-balanced"](request(TWO, fixed_sizes=fixed))
     assert run.num_gpus == 4 and run.schedule == "interleaved-1f1b"
     assert set(run.plan.units["vision"].ranks) < set(run.plan.units["llm"].ranks) == set(range(4))
 
 
 def test_flops_ratio_divides_gpus_by_flops():
-    run = PLANNERS["flops-ratio"](request(TWO, num_gpus=16))
+    run = COMPARED["flops-ratio"](request(TWO, num_gpus=16))
     assert len(run.plan.units["llm"].ranks) > len(run.plan.units["vision"].ranks)
 
 
@@ -153,7 +154,7 @@ def plan(document: dict[str, Any]) -> None:
     graph = ModelGraph((replace(LLM, transformer=mixed),)) if "experts" in document else TWO
     asked = request(graph, **given)
     if document.get("fault_tolerance") is None:
-        PLANNERS[document["planner"]](asked)
+        COMPARED[document["planner"]](asked)
     else:
         TEMPLATE_PLANNERS[document["planner"]](asked, fault_tolerance=document["fault_tolerance"])
 
@@ -175,9 +176,9 @@ def test_every_request_is_answered_as_written():
 
 def test_a_unit_beside_megatron_s_grid_may_have_sizes_of_its_own():
     fixed = {"vision": FixedSizes(1, 2, 4), "llm": FixedSizes(2, 1, 2)}
-    run = PLANNERS["megatron"](request(TWO, num_gpus=12, fixed_sizes=fixed))
+    run = COMPARED["megatron"](request(TWO, num_gpus=12, fixed_sizes=fixed))
     assert [size_of(run.plan.units[name]) for name in ("vision", "llm")] == [(1, 2, 4), (2, 1, 2)]
-    assert PLANNERS["megatron"](request(TWO, fixed_sizes={"llm": FixedSizes(2)})).plan.units["vision"].tensor_parallel_size == 2
+    assert COMPARED["megatron"](request(TWO, fixed_sizes={"llm": FixedSizes(2)})).plan.units["vision"].tensor_parallel_size == 2
 
 
 def size_of(unit):
@@ -186,13 +187,13 @@ def size_of(unit):
 
 
 def test_megatron_s_encoders_are_replicated_inside_tensor_parallel_groups():
-    run = PLANNERS["megatron-replicated"](request(THREE, num_gpus=32, fixed_sizes={"llm": FixedSizes(4, 2, 2)}))
+    run = COMPARED["megatron-replicated"](request(THREE, num_gpus=32, fixed_sizes={"llm": FixedSizes(4, 2, 2)}))
     assert size_of(run.plan.units["llm"]) == (4, 2, 2)
     assert size_of(run.plan.units["vision"]) == size_of(run.plan.units["generator"]) == (1, 1, 8)
 
 
 def test_fsdp_shares_weights_on_all_ranks():
-    run = PLANNERS["fsdp"](request(TWO, transformer_impl="local"))
+    run = COMPARED["fsdp"](request(TWO, transformer_impl="local"))
     assert run.sharding == "optim_grads_params" and run.passes == ()
     assert all(size_of(unit) == (1, 1, 8) and set(unit.ranks) == set(range(8)) for unit in run.plan.units.values())
 
@@ -209,7 +210,7 @@ def test_alpa_finds_the_least_latency_of_all_meshes():
 
     pairs = product(*(range(len(each)) for each in options))
     least = min(seconds(rows) for rows in pairs if sum(each.gpus[row] for each, row in zip(options, rows, strict=True)) <= 6)
-    assert PLANNERS["alpa"](asked).objective_seconds == pytest.approx(least, rel=0.02)  # limits that are close are left out
+    assert COMPARED["alpa"](asked).objective_seconds == pytest.approx(least, rel=0.02)  # limits that are close are left out
 
 
 NUM_SAMPLES = 6

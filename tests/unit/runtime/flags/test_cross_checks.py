@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.feed.data_sets import with_vocabulary
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
@@ -25,7 +26,6 @@ from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.data.length_table import uniform_lengths
 from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError, ConfigError, ModelError
 from multimodal.values.model_graph import Lora, ModelGraph
@@ -145,7 +145,7 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
     request = PlanningRequest(
         graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
     )
-    run = PLANNERS[planner](request)
+    run = COMPARED[planner](request)
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
     run.plan.to_file(tmp_path / "plan.yaml")
     flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags(CLUSTER).split()]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.orchestrator import machine
@@ -28,7 +29,6 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
 from multimodal.plan.plans_of_sizes import plan_colocated, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
@@ -177,10 +177,10 @@ def is_deep(model: str, planner: str, recompute: str | None) -> bool:
 @pytest.mark.parametrize("planner", SOME_PLANNERS)
 @pytest.mark.parametrize("model", GRAPHS)
 def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner: str, recompute: str | None) -> None:
-    if fed_encoders(GRAPHS[model]) and not PLANNERS[planner].takes_fed_encoders:
+    if fed_encoders(GRAPHS[model]) and not COMPARED[planner].takes_fed_encoders:
         pytest.skip("the planner has no plan for it")
     asked = request(GRAPHS[model], transformer_impl="local", micro_batch_size=1)
-    found = PLANNERS[planner](asked)
+    found = COMPARED[planner](asked)
     shares = []
     for schedule, row in fitting_schedules(found, asked):
         run = formed(found, (schedule, "none"), asked)
