@@ -40,9 +40,10 @@ from published_microbatch_assignment import (
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reordering_steps import pipeline_seconds
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.algorithms.post_balance import partition_longest_first
-from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds, pipeline_steps, reorder_microbatches
+from multimodal.balance.algorithms.reorder_microbatches import pipeline_steps, reorder_microbatches
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 

@@ -6,7 +6,8 @@ the docstring says with what.
 
 from collections.abc import Sequence
 
-from multimodal.balance.algorithms.reorder_microbatches import interval_to_fill, pipeline_steps
+from benchmarks.reordering_steps import interval_to_fill
+from multimodal.balance.algorithms.reorder_microbatches import pipeline_steps
 
 Groups = list[list[int]]
 

@@ -1,4 +1,4 @@
-// The ends of the steps of one pipeline. Reference: multimodal/balance/algorithms/reorder_microbatches.py
+// The ends of the steps of one pipeline. Reference: benchmarks/reordering_steps.py
 
 #pragma once
 

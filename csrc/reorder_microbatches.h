@@ -1,4 +1,4 @@
-// The order of the microbatches of a pipeline (DistTrain, Alg. 3). Reference: multimodal/balance/algorithms/reorder_microbatches.py
+// The order of the microbatches of a pipeline (DistTrain, Alg. 3). Reference: benchmarks/reordering_steps.py
 
 #pragma once
 

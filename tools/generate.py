@@ -153,7 +153,7 @@ def _held_out(session: Session, flags: Any) -> Answering:
     num_ranks = Plan.from_dict(read_newest(flags.load)[1].plan).num_ranks
     config = parse_arguments(flags.run_flags, environ={"WORLD_SIZE": str(num_ranks)})
     data = build_data_sets(config, session.graph)
-    return Answering(session, data.valid, data.tokenizer)
+    return Answering(session, data.valid.source, data.tokenizer)
 
 
 def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], output: Path | None) -> None:

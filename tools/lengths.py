@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> None:
     data = build_data_sets(config, graph)
     lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
-    print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train)} training samples")
+    print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train.source)} training samples")
     tokens = _tokens_by_modality(lengths)
     print("\n".join(_histograms(tokens)))
     if given.png is not None:

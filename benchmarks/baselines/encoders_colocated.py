@@ -1,6 +1,7 @@
 """All encoders fused in the same first stages (Cornstarch 2 compares with it)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 from multimodal.plan.planners.allowed_sizes import (
@@ -14,7 +15,8 @@ from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.megatron import MOST_EXTRA_STAGES
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.planners.search.trials import shortest_run
+from multimodal.plan.planners.search.run_variants import with_first_balance
+from multimodal.plan.planners.search.trials import simulate_run
 
 NEAR = 1.02
 """Factor of the shortest estimate within which the formula is unreliable: the best of each number of replicas is simulated."""
@@ -32,6 +34,17 @@ def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     schedule = "encoders-colocated" if len(request.graph.encoders) > 1 else "1f1b"
     runs = (candidate.to_run(request, seconds=seconds, schedule=schedule) for candidate, seconds in best.values())
     return shortest_run(runs, request)
+
+
+def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
+    """Return the run with the shortest simulated step, of several with their first balancers; the first if none fits."""
+    waiting = list(runs)
+    if len(waiting) == 1:
+        return waiting[0]
+    found = [simulate_run(with_first_balance(run, request), request) for run in waiting]
+    ranked = [(predicted.key, index) for index, (predicted, _) in enumerate(found) if predicted is not None]
+    _, chosen = min(ranked, default=((0.0, 0), 0))
+    return replace(waiting[chosen], nominal_seconds=sum(nominal for _, nominal in found))
 
 
 def _with_encoder_stages(request: PlanningRequest) -> Iterator[Candidate]:

@@ -116,7 +116,8 @@ class _RepeatedAssignment(Assignment):
 def _microbatches_of_copy(encoder: str, copy: int, shape: StepShape) -> tuple[MicrobatchPlace, ...]:
     """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are used."""
     backbone, plan = shape.graph.backbone.name, shape.plan
-    beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
+    ranks = plan.units[encoder].replicas[copy].ranks
+    beside = next(index for index, replica in enumerate(plan.units[backbone].replicas) if set(ranks) <= set(replica.ranks))
     own = [MicrobatchPlace(encoder, copy, number) for number in range(shape.num_microbatches(encoder, copy))]
     takers = [MicrobatchPlace(backbone, beside, number) for number in range(shape.num_microbatches(backbone, beside))]
     taken = (source for taker in takers for source in shape.routes.sources_of.get(taker, ()) if source.unit == encoder)
@@ -131,8 +132,12 @@ class _LaneWithEncoders:
         graph, plan = original.graph, original.plan
         self.forward_of: dict[MicrobatchPlace, Action] = {}
         """Encoder microbatch -> its forward on these ranks, which runs when the LLM needs it."""
-        for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
-            copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
+        for encoder, copy in (
+            (unit.name, copy)
+            for unit in graph.encoders
+            for copy, replica in enumerate(plan.units[unit.name].replicas)
+            if replica.ranks == lane.ranks
+        ):
             for number, place in enumerate(_microbatches_of_copy(encoder, copy, original)):
                 targets = original.routes.targets_of.get(place, ())
                 stays = all(plan.virtual_stage(each.unit, each.replica, 0).ranks == lane.ranks for each in targets)

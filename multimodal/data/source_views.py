@@ -59,12 +59,12 @@ class SourceView(ABC):
 
 
 class SourceSubset(SourceView):
-    """Some samples of a source, such as those of one split."""
+    """Some samples of a source, such as those of one split, or those of a global batch, addressed by their ids."""
 
-    def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64]) -> None:
-        """Show the samples `indices` of `source`, in that order."""
+    def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64] | Mapping[int, int]) -> None:
+        """indices: in `source`, of the samples in their order, or by their ids."""
         self._source = source
-        self._indices = indices if isinstance(indices, SplitPart | range) else np.asarray(indices, dtype=np.int64)
+        self._indices = indices if isinstance(indices, SplitPart | range | Mapping) else np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
         """Count the samples shown."""
@@ -72,21 +72,6 @@ class SourceSubset(SourceView):
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, int(self._indices[index])
-
-
-class SamplesById(SourceView):
-    """The samples of a global batch, addressed by their ids."""
-
-    def __init__(self, source: SampleSource, index_of_sample: Mapping[int, int]) -> None:
-        """index_of_sample: sample id -> index in `source`."""
-        self._source, self._index_of_sample = source, index_of_sample
-
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self._index_of_sample)
-
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        return self._source, self._index_of_sample[index]
 
 
 class JoinedSources(SourceView):

@@ -217,16 +217,6 @@ class Plan:
         )
 
     @cached_property
-    def stage_of_ranks(self) -> Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]:
-        """(unit, ranks) -> (replica, index among its physical stages) of the stage with exactly these ranks."""
-        return {
-            (name, stage.ranks): (replica_index, stage_index)
-            for name, unit in self.units.items()
-            for replica_index, replica in enumerate(unit.replicas)
-            for stage_index, stage in enumerate(replica.stages)
-        }
-
-    @cached_property
     def stage_tables(self) -> "Mapping[str, StageTable]":
         """unit -> the lanes and ranks of its virtual stages, as arrays."""
         groups: dict[tuple[int, ...], int] = {}

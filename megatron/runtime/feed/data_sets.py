@@ -5,7 +5,7 @@ A resumed run must continue with the same data, in the same order.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,24 +41,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class DataSet(NamedTuple):
+    """Samples, and how they are drawn."""
+
+    source: SampleSource
+    parts: tuple[DataPart, ...]
+    """The data sets of a mixture, in the order of their samples in `source`, or the one that there is."""
+
+
 @dataclass(frozen=True)
 class DataSets:
     """The data sets of training and evaluation, and the tokenizer of both."""
 
-    train: SampleSource
-    valid: SampleSource
+    train: DataSet
+    valid: DataSet
     tokenizer: Tokenizer
-    train_parts: tuple[DataPart, ...]
-    """The data sets of a mixture, in the order of their samples in `train`, or the one that there is."""
-    valid_parts: tuple[DataPart, ...]
-    valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
+    valid_sets: Mapping[str, DataSet] = field(default_factory=dict)
     """The sets of --valid-data-path by their names."""
-    valid_set_parts: Mapping[str, tuple[DataPart, ...]] = field(default_factory=dict)
 
     @property
     def num_train(self) -> int:
         """Samples of the training, or sequences of them."""
-        return sum(part.num_samples for part in self.train_parts)
+        return sum(part.num_samples for part in self.train.parts)
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
@@ -66,17 +70,6 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 
     in_turn: lets one rank of a node index the data first, whose index the others then read; None: ranks do not wait.
     """
-    found = _open_data_sets(config, graph, in_turn=in_turn)
-    views: list[Callable[[SampleSource], SampleSource]] = []
-    views += [partial(PassedItems, graph=graph)] if graph.passes_items_on else []
-    views += [AveragedSamples] if config.training.loss_average == "samples" else []
-    for view in views:
-        sets = {name: view(source) for name, source in found.valid_sets.items()}
-        found = replace(found, train=view(found.train), valid=view(found.valid), valid_sets=sets)
-    return found
-
-
-def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:
     if (program := config.data.sample_program) is not None:
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
@@ -98,20 +91,16 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         train = [_join(source, part.train, config=config, name=path, is_shuffled=True) for path, source, part in parts]
         valid = [_join(source, part.valid, config=config, name=f"{path} ({HELD_OUT})") for path, source, part in parts]
         weights = [of.weight or of.repetitions * part.num_samples for (of, _), (_, part) in zip(sources, train, strict=True)]
-    joined = {name: _join(source, config=config, name=name) for name, source in sets.items()}
-    return DataSets(
-        _mix([source for source, _ in train], config),
-        _mix([source for source, _ in valid], config),
-        tokenizer,
-        tuple(replace(part, weight=weight) for (_, part), weight in zip(train, weights, strict=True)),
-        tuple(replace(part, weight=weight) for (_, part), weight in zip(valid, weights, strict=True)),
-        {name: source for name, (source, _) in joined.items()},
-        {name: (part,) for name, (_, part) in joined.items()},
-    )
 
+    def mixed(joined: Sequence[tuple[SampleSource, DataPart]], weights: Sequence[float] = (1.0,)) -> DataSet:
+        sources = [source for source, _ in joined]
+        source = sources[0] if len(sources) == 1 else Mixture(sources, loss_weights=config.training.sample_loss_weight)
+        source = PassedItems(source, graph=graph) if graph.passes_items_on else source
+        source = AveragedSamples(source) if config.training.loss_average == "samples" else source
+        return DataSet(source, tuple(replace(part, weight=weight) for (_, part), weight in zip(joined, weights, strict=True)))
 
-def _mix(sources: Sequence[SampleSource], config: RunConfig) -> SampleSource:
-    return sources[0] if len(sources) == 1 else Mixture(sources, loss_weights=config.training.sample_loss_weight)
+    alone = {name: mixed([_join(source, config=config, name=name)]) for name, source in sets.items()}
+    return DataSets(mixed(train, weights), mixed(valid, weights), tokenizer, alone)
 
 
 def _join(
@@ -349,7 +338,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     program = config.data.sample_program
     remote, mixture = config.data.remote, config.data.mixture
     digests = [program_digest(program)] if program else [_digest_of(named, remote) for named in mixture]
-    parts = data.train_parts
+    parts = data.train.parts
     split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
     joined = hashlib.blake2b(weighted.encode(), digest_size=16).hexdigest()
@@ -367,7 +356,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
         "chat_template": config.data.chat_template,
         **text_settings(config).digests,
         "attention_mask": config.model.attention_mask,
-        "num_train_samples": len(data.train),
+        "num_train_samples": len(data.train.source),
         "data_sets": [
             [data_set_name(digest, split, part.num_samples), part.weight] for digest, part in zip(digests, parts, strict=True)
         ],

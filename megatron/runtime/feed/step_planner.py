@@ -43,7 +43,7 @@ from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import ReadableItems, SamplesById
+from multimodal.data.source_views import ReadableItems, SourceSubset
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.align_replicas import Joins
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -163,7 +163,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         drawn = {sample.sample_id: sample.source_index for sample in self._batches.batch(step)}
         graph, plan = self._schedules.graph, self._schedules.plan
         readable = ReadableItems(self._source, graph=graph) if self._options.skips_bad else None
-        source: SampleSource = SamplesById(readable or self._source, drawn)
+        source: SampleSource = SourceSubset(readable or self._source, drawn)
         share = self._exchange.decode(source, list(drawn)) if self._exchange else None
         lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
         start = time.perf_counter()

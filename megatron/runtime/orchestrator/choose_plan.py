@@ -147,7 +147,7 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
             planned = row.plan_best(request)
         except BraidError:
             continue
-        if planned.run.num_gpus == request.num_gpus and planned.run.can_run:
+        if planned.run.num_gpus == request.num_gpus:
             found.append(planned)
     if not found:
         raise PlanError(

@@ -163,7 +163,7 @@ def first_lengths(config: RunConfig, data: DataSets, *, most: int | None = MOST_
 
     Where --split leaves nothing to train on (--skip-train), those of the held-out samples.
     """
-    source, parts = (data.train, data.train_parts) if len(data.train) else (data.valid, data.valid_parts)
+    source, parts = data.train if len(data.train.source) else data.valid
     is_shuffled, seed = config.data.sample_program is None, config.training.seed
     batches = GlobalBatches(parts, config.training.global_batch_size, seed, shuffle=is_shuffled)
     drawn = (sample for step in (count() if most is not None else (0,)) for sample in batches.batch(step))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.runtime import platform
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
+from megatron.runtime.feed.data_sets import DataSet
 from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS, HELD_OUT
 from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_adapter, save_hugging_face
@@ -28,8 +29,6 @@ from megatron.runtime.training.plan_steps import balance_options, load_evaluatio
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save_due, save_weights
 from megatron.runtime.training.run import Run, change_plan
-from multimodal.data.global_batches import DataPart
-from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
 from multimodal.values.errors import DataError
@@ -124,7 +123,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 options, lengths = balance_options(run, step_predictor(run)), tuple(step.lengths.values())
                 reporter.say_if(describe_better_pair(run.config, lengths, options=options))
                 session = run.session
-                reporter.say_if(describe_small_batch(run.config, run.data.train, graph=session.graph, plan=session.plan))
+                reporter.say_if(describe_small_batch(run.config, run.data.train.source, graph=session.graph, plan=session.plan))
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)
             progress.step = number
@@ -213,24 +212,24 @@ def _compare_with_simulation(
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
-    def evaluate(name: str, source: SampleSource, parts: tuple[DataPart, ...]) -> EvaluationReport:
-        report = run.trainer.evaluate(steps_until_stopped(source, parts))
+    def evaluate(name: str, data: DataSet) -> EvaluationReport:
+        report = run.trainer.evaluate(steps_until_stopped(data))
         reporter.evaluation(number, name, report)
         return report
 
-    def steps_until_stopped(source: SampleSource, parts: tuple[DataPart, ...]) -> Iterator[Step]:  # it may take minutes
-        for step in load_evaluation_steps(run, source, parts):
+    def steps_until_stopped(data: DataSet) -> Iterator[Step]:  # it may take minutes
+        for step in load_evaluation_steps(run, data):
             if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
                 raise _StoppedError(reason)
             yield step if run.bad_samples is None else run.bad_samples.leave_out(step, device=platform.device())
 
     flags, found = run.config.evaluation, []
-    held_out = {HELD_OUT: run.data.valid} if len(run.data.valid) else {}
-    for name, source in {**held_out, **run.data.valid_sets}.items():
-        parts = run.data.valid_set_parts.get(name, run.data.valid_parts)
-        evaluation, blank = evaluate(name, source, parts), None
+    held_out = {HELD_OUT: run.data.valid} if len(run.data.valid.source) else {}
+    for name, data in {**held_out, **run.data.valid_sets}.items():
+        evaluation, blank = evaluate(name, data), None
         if flags.eval_blank_images:
-            blank = evaluate(f"{name}, blank images", BlankImages(source, graph=run.session.graph), parts)
+            without = data._replace(source=BlankImages(data.source, graph=run.session.graph))
+            blank = evaluate(f"{name}, blank images", without)
         found.append((evaluation, blank))
     first = found[0]
     if run.config.checkpoint.save_best is not None:

@@ -5,6 +5,7 @@ from collections.abc import Generator
 
 import torch
 
+from megatron.runtime.feed.data_sets import DataSet
 from megatron.runtime.feed.step_planner import NodeDecisions, StepOptions, StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
@@ -17,7 +18,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 
 MOST_MEASURED = 8
@@ -27,15 +28,15 @@ MOST_MEASURED = 8
 def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
     """Yield these steps of the training, from 0, as this rank computes them; closing stops loading ahead."""
     size = run.config.training.global_batch_size
-    batches = GlobalBatches(run.data.train_parts, size, run.config.training.seed, shuffle=run.config.data.sample_program is None)
+    batches = GlobalBatches(run.data.train.parts, size, run.config.training.seed, shuffle=run.config.data.sample_program is None)
     in_order = run.phase.go_on(batches, run.described_data)
-    return _load(run, _planner(run, run.data.train, batches=in_order, forward_only=False), steps)
+    return _load(run, _planner(run, run.data.train.source, batches=in_order, forward_only=False), steps)
 
 
-def load_evaluation_steps(run: Run, source: SampleSource, parts: tuple[DataPart, ...]) -> Generator[Step, None, None]:
-    """Yield the --eval-iters steps of an evaluation, forward only; parts: the data sets of a mixture, or the one."""
-    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
-    planner = _planner(run, source, batches=batches, forward_only=True)
+def load_evaluation_steps(run: Run, data: DataSet) -> Generator[Step, None, None]:
+    """Yield the --eval-iters steps of an evaluation, forward only."""
+    batches = GlobalBatches(data.parts, run.config.training.global_batch_size, seed=0, shuffle=False)
+    planner = _planner(run, data.source, batches=batches, forward_only=True)
     return _load(run, planner, range(run.config.evaluation.eval_iters))
 
 

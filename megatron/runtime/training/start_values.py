@@ -122,7 +122,7 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     if config.data.sample_program is not None:
         return {"the digest of the program of --data-path": program_digest(config.data.sample_program), **valid}
     values = {"--data-path": "a manifest", **valid}
-    for name, source in (("training", data.train), ("validation", data.valid)):
+    for name, source in (("training", data.train.source), ("validation", data.valid.source)):
         values[f"the number of {name} samples"] = str(len(source))
         digest, every = hashlib.blake2b(digest_size=8), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1
         for index in range(0, len(source), every):  # spread over the set, so that the largest sets take seconds

@@ -15,13 +15,11 @@ from typing import Any
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import (
     LOSS_WEIGHT,
-    AudioSegment,
+    MEDIA,
     EmbeddedAddress,
     FileSegment,
-    ImageSegment,
     Segment,
     SegmentedSample,
-    VideoSegment,
     check_keys,
     check_path,
     loss_weight,
@@ -48,7 +46,6 @@ _PATH_KEYS = ("path", "image", "audio", "video", "url", "image_url", "audio_url"
 """Keys under which a part of a message names its file."""
 _Listed = Mapping[str, deque[tuple[int, str]]]
 """image, audio, video -> the paths that the sample lists and no place has taken yet, with their numbers."""
-_SEGMENTS: Mapping[str, type[FileSegment]] = {"image": ImageSegment, "audio": AudioSegment, "video": VideoSegment}
 
 
 def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
@@ -67,9 +64,9 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     role_key, text_key = next((keys for keys in _KEYS if any(keys[0] in each for each in objects)), _KEYS[key != "messages"])
     said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
     repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
-    listing = [name for kind in _SEGMENTS for name in (kind, f"{kind}s")]
+    listing = [name for kind in MEDIA for name in (kind, f"{kind}s")]
     check_keys(entry, (key, "system", LOSS_WEIGHT, *listing, *repeated), where=where)
-    paths = {kind: _listed_paths(entry, kind, where=where) for kind in _SEGMENTS}
+    paths = {kind: _listed_paths(entry, kind, where=where) for kind in MEDIA}
     listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
     turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
     if entry.get("system"):
@@ -169,8 +166,8 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     if kind == "text":
         check_keys(part, ("type", "text"), where=where)
         return TextSegment(role, required(part, "text", (str,), where=where))
-    if kind not in _SEGMENTS:
-        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(_SEGMENTS)}, or remove the sample")
+    if kind not in MEDIA:
+        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(MEDIA)}, or remove the sample")
     named = [part[name] for name in _PATH_KEYS if name in part]
     check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
@@ -178,7 +175,7 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
         raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with the path, or remove the sample")
-    return _SEGMENTS[kind](local_path(path, where=where))
+    return FileSegment(kind, local_path(path, where=where))
 
 
 def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) -> Segment:
@@ -194,7 +191,7 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
             f"{where}: 'index' is {shown(number)}, but this is place {place} for {kind}; list the files in the order of their "
             "places, and leave 'index' out"
         )
-    return _SEGMENTS[kind](path)
+    return FileSegment(kind, path)
 
 
 def local_path(path: str, *, where: str) -> str:
@@ -229,7 +226,7 @@ def parse_document_entry(entry: dict[str, Any], *, where: str) -> SegmentedSampl
     for text, image in places:
         if image is not None and not isinstance(path := path_in(image), str):
             raise DataError(f"{where}: image must be the path of a file, found {shown(image)}; correct it")
-        segments.append(TextSegment("document", text) if image is None else ImageSegment(local_path(path, where=where)))
+        segments.append(TextSegment("document", text) if image is None else FileSegment("image", local_path(path, where=where)))
     if not any(isinstance(segment, TextSegment) for segment in segments):
         raise DataError(f"{where}: the document has no text, so there is nothing to learn; remove it")
     return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))

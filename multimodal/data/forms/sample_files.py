@@ -16,11 +16,10 @@ from multimodal.data.forms.chat_rows import parse_chat_entry, parse_document_ent
 from multimodal.data.forms.segments import (
     EMBEDDED,
     LOSS_WEIGHT,
-    AudioSegment,
-    ImageSegment,
+    MEDIA,
+    FileSegment,
     Segment,
     SegmentedSample,
-    VideoSegment,
     check_keys,
     check_path,
     loss_weight,
@@ -192,24 +191,14 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
         if role not in ROLES:
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
         return TextSegment(role, required(segment, "text", (str,), where=where))
-    if kind in ("image", "audio"):
-        if (role := segment.get("role")) not in (None, *ROLES):
-            raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
-        path, unit, is_answer = _parse_path(segment, where=where), _parse_unit(segment, where=where), role == "assistant"
-        if kind == "audio":
-            return AudioSegment(path, unit, is_answer)
-        return ImageSegment(path, _parse_size(segment, where=where), is_answer, unit)
-    if kind == "video":
-        return VideoSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
-    raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
-
-
-def _parse_path(segment: dict[str, Any], *, where: str) -> str:
-    return check_path(required(segment, "path", (str,), where=where), where=where)
-
-
-def _parse_unit(segment: dict[str, Any], *, where: str) -> str | None:
-    return None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
+    if kind not in MEDIA:
+        raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
+    if (role := segment.get("role")) not in (None, *ROLES):
+        raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
+    path = check_path(required(segment, "path", (str,), where=where), where=where)
+    unit = None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
+    size = _parse_size(segment, where=where) if kind == "image" else None
+    return FileSegment(kind, path, unit, role == "assistant", size)
 
 
 def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | None:

@@ -18,39 +18,24 @@ class EmbeddedAddress(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSegment:
-    """An image file and its size in pixels, if the data gives it."""
+MEDIA = ("image", "audio", "video")
 
+
+@dataclass(frozen=True, slots=True)
+class FileSegment:
+    """A file with an image, with sound, or with a video, which is seen as some of its frames, each an image."""
+
+    kind: str
+    """One of MEDIA."""
     path: str
     """The path as the data spells it, relative to the data's folder; or EMBEDDED and the place in the data."""
+    unit: str | None = None
+    """The unit that takes it; None: the only unit that takes its kind, or makes it."""
+    is_answer: bool = False
     size: tuple[int, int] | None = None
-    """(width, height)."""
-    is_answer: bool = False
-    unit: str | None = None
-    """The unit that takes it; None: the only unit that takes images, or makes them."""
+    """(width, height) of an image in pixels, if the data gives it."""
 
 
-@dataclass(frozen=True, slots=True)
-class AudioSegment:
-    """An audio file."""
-
-    path: str
-    unit: str | None = None
-    """The unit that takes it; None: the only unit that takes sound, or makes it."""
-    is_answer: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class VideoSegment:
-    """A video file, which is seen as some of its frames, each an image."""
-
-    path: str
-    unit: str | None = None
-    """The unit that takes its frames; None: the only unit that takes images."""
-
-
-FileSegment = ImageSegment | AudioSegment | VideoSegment
 Segment = TextSegment | FileSegment
 
 

@@ -24,7 +24,7 @@ from multimodal.data.conversation import (
     find_item_behind_text,
 )
 from multimodal.data.forms.sample_files import SampleFiles
-from multimodal.data.forms.segments import EMBEDDED, AudioSegment, FileSegment, ImageSegment, SegmentedSample, VideoSegment
+from multimodal.data.forms.segments import EMBEDDED, FileSegment, SegmentedSample
 from multimodal.data.image_files import (
     SOUND,
     FramePlace,
@@ -144,7 +144,7 @@ class SampleIndexer:
             if not isinstance(segment, TextSegment):
                 unit = self._unit_of(segment, where=sample.where)
                 if unit is None:
-                    kind = {AudioSegment: "audio", ImageSegment: "images", VideoSegment: "videos"}[type(segment)]
+                    kind = f"{segment.kind}s".replace("audios", "audio")
                     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
         try:
@@ -184,10 +184,10 @@ class SampleIndexer:
 
     def _unit_of(self, segment: FileSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
-        is_sound = isinstance(segment, AudioSegment)
+        is_sound = segment.kind == "audio"
         made = [unit for unit in self._graph.generators if unit.image is not None and unit.makes_sound == is_sound]
         taken = [unit for unit in self._graph.item_encoders if (unit.audio if is_sound else unit.image) is not None]
-        fitting = made if not isinstance(segment, VideoSegment) and segment.is_answer and made else taken
+        fitting = made if segment.is_answer and segment.kind != "video" and made else taken
         if segment.unit is not None:
             return next((unit for unit in fitting if unit.name == segment.unit), None)
         if len(fitting) > 1:
@@ -202,15 +202,13 @@ class SampleIndexer:
         found = input_of(unit)
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
-        kind = {AudioSegment: "sound", ImageSegment: "image", VideoSegment: "video"}[type(segment)]
-        name, length = f"its {kind}" if is_embedded else path, None
-        block = VIDEO_BLOCK if isinstance(segment, VideoSegment) else BLOCK
-        has_size = isinstance(segment, ImageSegment) and segment.size is not None
-        content = None if has_size else open_item(self._files.open_item, path, block=block, where=where)
-        if isinstance(segment, AudioSegment):
+        name, length = f"its {'sound' if segment.kind == 'audio' else segment.kind}" if is_embedded else path, None
+        block = VIDEO_BLOCK if segment.kind == "video" else BLOCK
+        content = None if segment.size else open_item(self._files.open_item, path, block=block, where=where)
+        if segment.kind == "audio":
             size = read_audio_length(name, content=content, where=where), 1
         else:
-            if isinstance(segment, VideoSegment):
+            if segment.kind == "video":
                 length = read_video_length(name, content=content, where=where)
                 size = length.size
             else:

@@ -150,7 +150,7 @@ _ROWS = (
     PlannerRow(
         "braid",
         lambda request: plan_braid(request, [row for row in PLANNERS.values() if not row.searches_others]),
-        "searches the union of these layouts, except those that cannot be run, by simulation",
+        "searches the union of these layouts by simulation",
         searches_others=True,
     ),
 )
@@ -203,7 +203,7 @@ def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool
     """Return True if the planner finds a plan.
 
     A planner that searches by simulation is asked for a plan with the least memory, one sample per microbatch and full
-    recomputation; it also counts as successful if any other planner has a plan that can be run.
+    recomputation; it also counts as successful if any other planner has a plan.
     """
 
     def find(row: PlannerRow, asked: PlanningRequest) -> PredictedRun | None:
@@ -218,8 +218,7 @@ def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool
     if not planner.searches_others:
         return find(planner, asked) is not None
     *_, least = memory_concessions(replace(asked, micro_batch_size=request.default_micro_batch_size))
-    others = (find(row, least) for row in PLANNERS.values() if not row.searches_others)
-    if any(found is not None and found.run.can_run for found in others):
+    if any(find(row, least) is not None for row in PLANNERS.values() if not row.searches_others):
         return True
     budget = min(request.time_budget_seconds, SEARCH_BUDGET_SECONDS)
     return find(planner, replace(least, time_budget_seconds=budget, on_progress=None)) is not None

@@ -227,11 +227,10 @@ class PlanSearch:
         return next(filter(fits, names)) if fits(names[-1]) else names[-1]
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
-        """Tune the other planners' plans that can get below the best (`tune`), and that a run could follow."""
+        """Tune the other planners' plans that can get below the best (`tune`)."""
         below = self._least_seconds(RANKING)
         for planner in planners:
-            tuned = [each for each in tune(planner, self.trials, below=below) if each.run.can_run]
-            if tuned:
+            if tuned := tune(planner, self.trials, below=below):
                 self.tuned.append((planner, tuned))
 
     def vary_best(self) -> None:
@@ -293,8 +292,8 @@ class PlanSearch:
         return found if found and (ranked is None or found.key < ranked.key) else None
 
     def best(self, count: int) -> list[PredictedRun]:
-        """Return the best simulated runs that can train, by their expected seconds."""
-        return list(islice((each for each in self.trials.expected() if each.run.can_run), count))
+        """Return the best simulated runs by their expected seconds."""
+        return self.trials.expected()[:count]
 
     def second(self, best: PlannedRun) -> PlannedRun | None:
         """Return the best run of another plan for the same processes, whose weights lie alike, so that a run can change to it."""
@@ -308,19 +307,19 @@ class PlanSearch:
         At least one is judged, then promising plans of other planners, then more of the search as long as another one is expected
         to fit the budget, or none has fitted.
         """
-        while not self._fitting(FINAL) and self._judge_next():
+        while not self.trials.fitting(FINAL) and self._judge_next():
             pass
         if not self.is_interrupted:
             self._judge_others()
             slowest = 0.0
-            while not self._fitting(FINAL) or self._is_undecided() or self.trials.left(1.0) > slowest:
+            while not self.trials.fitting(FINAL) or self._is_undecided() or self.trials.left(1.0) > slowest:
                 before = self.trials.spent_seconds
                 if not self._judge_next():
                     break
                 slowest = max(slowest, self.trials.spent_seconds - before)
-        if not self._fitting(FINAL):
+        if not self.trials.fitting(FINAL):
             raise infeasible(self.request)
-        return self._fitting(FINAL)[0]
+        return self.trials.fitting(FINAL)[0]
 
     def settle(self, best: PredictedRun) -> PredictedRun:
         """Change one thing of the best run at a time until no neighbour that ranks well is judged better, whatever the budget."""
@@ -346,13 +345,9 @@ class PlanSearch:
                 changed = formed(replace(run, plan=plan), (run.schedule, run.balance), self.request)
                 yield from filter(None, (changed,))
 
-    def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
-        """Return the simulated runs that fit and can train, the shortest step first."""
-        return [each for each in self.trials.fitting(fidelity) if each.run.can_run]
-
     def _least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of these runs."""
-        return next((each.prediction.iteration_seconds for each in self._fitting(fidelity)), math.inf)
+        return next((each.prediction.iteration_seconds for each in self.trials.fitting(fidelity)), math.inf)
 
     def _judge_others(self) -> None:
         """Judge the other planners' tuned plans that ranked close to the best and, within the budget, promising ones."""
@@ -366,7 +361,7 @@ class PlanSearch:
 
     def _is_undecided(self) -> bool:
         """Return True if the best plan so far is clearly behind the ranked seconds of the next one."""
-        waiting = [each for each in self._fitting(RANKING) if each.run.key not in self.judged]
+        waiting = [each for each in self.trials.fitting(RANKING) if each.run.key not in self.judged]
         is_behind = bool(waiting) and self._least_seconds(FINAL) > PROMISING * waiting[0].prediction.iteration_seconds
         return is_behind and len(self.judged) < MOST_JUDGED
 

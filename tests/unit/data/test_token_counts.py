@@ -18,7 +18,7 @@ from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.length_table import read_length_table, uniform_lengths, write_length_table
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
-from multimodal.data.source_views import SamplesById
+from multimodal.data.source_views import SourceSubset
 from multimodal.values.assignment import Atom
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput, ModelGraph
@@ -251,7 +251,7 @@ def source(data: DataFolder) -> ManifestSource:
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
     """Patches, positions and bounds of each atom are those of the item itself."""
     atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
-    batch = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
+    batch = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
     assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
     assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
     assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
@@ -264,16 +264,16 @@ def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> 
 def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pixels the files are not touched, and all else is the same."""
     atoms = [Atom(70, 0), Atom(72, 0)]
-    full = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
+    full = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
     monkeypatch.delattr(ManifestSource, "item")
-    light = pack_encoder_microbatch(atoms, source=SamplesById(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=False)
+    light = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=False)
     assert light.patches is None
     assert torch.equal(light.positions, full.positions) and torch.equal(light.cu_seqlens, full.cu_seqlens)
 
 
 def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) -> None:
     """Every sample's slice is its own text, and every span holds placeholders only."""
-    batch = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SamplesById(source, INDEX_OF_SAMPLE))
+    batch = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SourceSubset(source, INDEX_OF_SAMPLE))
     assert batch.sample_ids == (71, 70, 72)
     assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens[-1] == len(batch.token_ids)
     for position, index in enumerate((1, 0, 2)):
@@ -291,7 +291,7 @@ def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) 
 
 def test_microbatches_travel_between_processes(source: ManifestSource) -> None:
     """Loader workers hand them over pickled."""
-    batch = pack_language_microbatch([Atom(70)], source=SamplesById(source, INDEX_OF_SAMPLE))
+    batch = pack_language_microbatch([Atom(70)], source=SourceSubset(source, INDEX_OF_SAMPLE))
     copy = pickle.loads(pickle.dumps(batch))
     assert copy.item_spans == batch.item_spans and torch.equal(copy.token_ids, batch.token_ids)
 
@@ -300,7 +300,7 @@ def test_microbatches_travel_between_processes(source: ManifestSource) -> None:
 def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, int], source: ManifestSource) -> None:
     """Behind its patches where it is dropped later, so that outputs keep their places; else before them."""
     atoms = [Atom(70, 0), Atom(70, 1)]
-    given = {"source": SamplesById(source, INDEX_OF_SAMPLE), "with_pixels": True}
+    given = {"source": SourceSubset(source, INDEX_OF_SAMPLE), "with_pixels": True}
     inputs = IMAGE, replace(IMAGE, class_token=class_token)
     plain, batch = (pack_encoder_microbatch(atoms, **given, item_input=each) for each in inputs)
     is_class = (batch.positions == -1).all(dim=1)

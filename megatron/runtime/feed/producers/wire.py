@@ -6,7 +6,7 @@ number, with which its answer comes, in any order. Nothing that is received is e
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.segments import AudioSegment, ImageSegment, Segment, SegmentedSample, VideoSegment
+from multimodal.data.forms.segments import MEDIA, FileSegment, Segment, SegmentedSample
 from multimodal.data.index.item_reader import WantedItem
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex
 from multimodal.data.sample_source import ItemPixels
@@ -25,12 +25,6 @@ MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
 _DTYPES = ("uint8", "bool", "int32", "int64", "float32", "float64")
 _ALIGNMENT = 8
-_SEGMENTS: Mapping[str, Callable[..., Segment]] = {
-    "text": TextSegment,
-    "image": ImageSegment,
-    "audio": AudioSegment,
-    "video": VideoSegment,
-}
 
 
 class SampleBlock(NamedTuple):
@@ -79,12 +73,7 @@ def pack_wanted(wanted: Wanted) -> Any:
     """Return a request in JSON's form: an item, or a list of samples to index."""
     if isinstance(wanted, WantedItem):
         return {**asdict(wanted.item), "where": wanted.where}
-    kinds = {kind: name for name, kind in _SEGMENTS.items()}
-    samples = (
-        [sample.where, sample.loss_weight, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)]
-        for sample in wanted.samples
-    )
-    return [wanted.number, *samples]
+    return [wanted.number, *([each.where, each.loss_weight, *map(asdict, each.segments)] for each in wanted.samples)]
 
 
 def unpack_wanted(said: Any) -> Wanted:
@@ -116,13 +105,15 @@ def _unpack_grid(said: Sequence[int]) -> Grid:
 
 def _unpack_segment(said: Mapping[str, Any]) -> Segment:
     fields = dict(said)
-    kind, size = fields.pop("kind"), fields.pop("size", None)
+    size = fields.pop("size", None)
     for name, value in fields.items():
         if not isinstance(value, str | bool | None):
             raise TypeError(f"a segment whose {name} is {type(value).__name__}")
-    if kind != "image":
-        return _SEGMENTS[kind](**fields)
-    return ImageSegment(size=None if size is None else (int(size[0]), int(size[1])), **fields)
+    if "kind" not in fields:
+        return TextSegment(**fields)
+    if fields["kind"] not in MEDIA:
+        raise ValueError(f"a segment of kind {fields['kind']!r}")
+    return FileSegment(size=None if size is None else (int(size[0]), int(size[1])), **fields)
 
 
 def pack_arrays(arrays: Iterable[npt.NDArray[Any]]) -> tuple[list[Any], bytes]:

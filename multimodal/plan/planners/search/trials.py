@@ -5,7 +5,7 @@ Microbatch size and balancer of another planner are tuned by them, so that plann
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -161,17 +161,6 @@ def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRu
     except BraidError:
         return None, nominal
     return PredictedRun(run, prediction) if prediction.peak_memory_bytes <= request.planned_memory_bytes else None, nominal
-
-
-def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
-    """Return the run with the shortest simulated step, of several with their first balancers; the first if none fits."""
-    waiting = list(runs)
-    if len(waiting) == 1:
-        return waiting[0]
-    found = [simulate_run(with_first_balance(run, request), request) for run in waiting]
-    ranked = [(predicted.key, index) for index, (predicted, _) in enumerate(found) if predicted is not None]
-    _, chosen = min(ranked, default=((0.0, 0), 0))
-    return replace(waiting[chosen], nominal_seconds=sum(nominal for _, nominal in found))
 
 
 NUM_RANKED = 3

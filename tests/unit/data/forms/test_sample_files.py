@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from multimodal.data.forms.sample_files import SampleFiles, open_sample_files
-from multimodal.data.forms.segments import AudioSegment, ImageSegment, VideoSegment
+from multimodal.data.forms.segments import FileSegment
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
@@ -35,10 +35,7 @@ def asked(content: Any, **beside: Any) -> dict[str, Any]:
 
 
 def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
-    return [
-        segment.path if isinstance(segment, (ImageSegment, AudioSegment, VideoSegment)) else (segment.role, segment.text)
-        for segment in segments
-    ]
+    return [segment.path if isinstance(segment, FileSegment) else (segment.role, segment.text) for segment in segments]
 
 
 def human(text: str) -> dict[str, str]:
@@ -278,7 +275,7 @@ def write_tar(path: Path, files: Mapping[str, Any]) -> Path:
 
 
 def content(files: SampleFiles, segment: Any) -> Any:
-    return files.open_item(segment.path).read() if isinstance(segment, ImageSegment) else (segment.role, segment.text)
+    return files.open_item(segment.path).read() if isinstance(segment, FileSegment) else (segment.role, segment.text)
 
 
 def read(path: Path) -> list[list[Any]]:

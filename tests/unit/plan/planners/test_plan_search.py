@@ -143,11 +143,10 @@ def test_no_planner_is_better_on_a_random_request(seed):
     best = COMPARED["braid"].plan_best(asked).prediction.iteration_seconds
     for name, row in PLANNERS.items():
         try:
-            run, prediction = row.plan_best(asked)
+            prediction = row.plan_best(asked).prediction
         except PlanError:
             continue
-        if run.can_run:
-            assert best <= prediction.iteration_seconds * (1 + 1e-9), name
+        assert best <= prediction.iteration_seconds * (1 + 1e-9), name
 
 
 def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():

@@ -77,8 +77,8 @@ def test_a_program_of_ones_own_makes_samples(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text(PROGRAM)
     data = build_data_sets(config_of(tmp_path / "json.py"), graph_of({"vision": {"image": IMAGE}}))
     digits = build_data_sets(CONFIG, graph_of({"vision": {"image": IMAGE}}))
-    assert (len(data.train), len(digits.train)) == (3, 6)
-    assert data.train.lengths(2) == digits.train.lengths(2)
+    assert (len(data.train.source), len(digits.train.source)) == (3, 6)
+    assert data.train.source.lengths(2) == digits.train.source.lengths(2)
     assert sys.modules["json"] is json
 
 

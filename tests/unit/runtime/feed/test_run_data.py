@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from megatron.runtime.feed.agreement import assignment_digest
-from megatron.runtime.feed.data_sets import DataSets, RunData, check_same_data, describe_data
+from megatron.runtime.feed.data_sets import DataSet, DataSets, RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import Phase, find_phase
 from megatron.runtime.feed.sample_exchange import Piece, needed_pieces
 from megatron.runtime.feed.step_planner import NodeDecisions
@@ -57,7 +57,7 @@ def config(tmp_path: Path) -> RunConfig:
 def describe(config: RunConfig, num_samples: int = 9) -> RunData:
     samples: Any = range(num_samples)
     parts = (DataPart(num_samples),)
-    return describe_data(config, DataSets(samples, samples, SimpleNamespace(), parts, parts))  # type: ignore[arg-type]
+    return describe_data(config, DataSets(DataSet(samples, parts), DataSet(samples, parts), SimpleNamespace()))  # type: ignore[arg-type]
 
 
 def change(config: RunConfig, group: str, **values: Any) -> RunConfig:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
+from benchmarks.baselines.encoders_colocated import plan_encoders_colocated, shortest_run
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
@@ -20,7 +20,7 @@ from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_e
 from multimodal.plan.planners.search.prediction import judge_run, predict_run
 from multimodal.plan.planners.search.run_variants import with_first_balance
 from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
-from multimodal.plan.planners.search.trials import climb, shortest_run, simulate_run
+from multimodal.plan.planners.search.trials import climb, simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths

@@ -14,7 +14,7 @@ from megatron.runtime.feed.producers.produced_items import ProducedItems, descri
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample, VideoSegment
+from multimodal.data.forms.segments import FileSegment, SegmentedSample
 from multimodal.data.index.item_reader import ItemReader
 from multimodal.data.index.sample_index import build_index
 from multimodal.data.index.sample_indexer import IndexOptions
@@ -131,10 +131,10 @@ def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving]
 def test_samples_travel_as_they_are() -> None:
     segments = (
         TextSegment("user", "\ud800 \n"),
-        ImageSegment("a", (3, 4), True, "vision"),
-        ImageSegment("\0b"),
-        AudioSegment("c"),
-        VideoSegment("d", "vision"),
+        FileSegment("image", "a", "vision", True, (3, 4)),
+        FileSegment("image", "\0b"),
+        FileSegment("audio", "c"),
+        FileSegment("video", "d", "vision"),
     )
     block = wire.SampleBlock(3, (SegmentedSample("line 1", segments), SegmentedSample("", ())))
     assert wire.unpack_wanted(json.loads(json.dumps(wire.pack_wanted(block)))) == block
