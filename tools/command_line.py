@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from multimodal.cost.layers.registry import read_model
@@ -128,13 +127,3 @@ def format_seconds(seconds: float) -> str:
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format consecutive ranks, such as 4-7."""
     return f"{ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
-
-
-def figure_folder(description: str | None) -> Path:
-    """Return the folder that is the only argument of a tool that draws (docs/figures by default), and make it."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n\n")[0])
-    default = Path(__file__).resolve().parents[1] / "docs" / "figures"
-    parser.add_argument("folder", nargs="?", type=Path, default=default, help="where the figures go (docs/figures)")
-    folder: Path = parser.parse_args().folder
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

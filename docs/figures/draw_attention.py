@@ -17,13 +17,13 @@ from matplotlib.patches import Patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from docs.figures.figure_folder import figure_folder
 from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
 from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
 from multimodal.cost.token_shares import BlockShares
-from tools.command_line import figure_folder
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

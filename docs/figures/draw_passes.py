@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from docs.figures.figure_folder import figure_folder
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.schedule.builders import BUILDERS
@@ -22,7 +23,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
-from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from docs.figures.figure_folder import figure_folder
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.draw import draw_timeline
@@ -17,7 +18,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
-from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
 Layers = list[list[int]]

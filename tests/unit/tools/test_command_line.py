@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from benchmarks.check_calls import all_calls, calls_in, package_of, problem_of
+from docs.figures.figure_folder import figure_folder
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.launch import REPOSITORY
 from tests.sanity.repository import ROOT
-from tools.command_line import figure_folder
 from tools.elastic import main
 from tools.index_data import main as index_data
 from tools.lengths import main as write_lengths
