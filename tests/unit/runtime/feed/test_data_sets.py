@@ -41,7 +41,7 @@ def graph_of(encoders: dict[str, Any]) -> ModelGraph:
 def test_encoders_take_turns() -> None:
     """Sample by sample, each with pictures cut as its encoder asks for."""
     fine = {**IMAGE, "patch_size": 4}
-    source = build_data_sets(CONFIG, graph_of({"coarse": {"image": IMAGE}, "fine": {"image": fine}})).train
+    source = build_data_sets(CONFIG, graph_of({"coarse": {"image": IMAGE}, "fine": {"image": fine}})).train.source
     units = [{item.unit for item in source.lengths(index).items} for index in range(len(source))]
     assert units == [{"coarse"}, {"fine"}] * 3
     assert [source.item(index, 0).patches.shape[1] for index in (0, 1)] == [64, 16]
