@@ -89,15 +89,16 @@ class ItemReader:
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
         content = open_item(self._files.open_item, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
-        is_sound = isinstance(found, AudioInput) or found.num_mel_bins is not None
-        name = f"its {'sound' if is_sound else 'video' if frame else 'image'}" if path.startswith(EMBEDDED) else path
-        if is_sound:
+        bands = None if isinstance(found, AudioInput) else found.num_mel_bins
+        kind = "sound" if isinstance(found, AudioInput) or bands else "video" if frame else "image"
+        name = f"its {kind}" if path.startswith(EMBEDDED) else path
+        if isinstance(found, AudioInput) or bands is not None:
             read = read_audio if path == item.path else read_sound
             samples = read(name, content=content, num_samples=item.size[0], where=where)
             if isinstance(found, AudioInput):
                 return audio_to_patches(samples, audio=found)
-            assert found.num_mel_bins is not None
-            pixels = sound_to_pixels(samples, num_frames=item.grid[1] * found.patch_size, num_mel_bins=found.num_mel_bins)
+            assert bands is not None
+            pixels = sound_to_pixels(samples, num_frames=item.grid[1] * found.patch_size, num_mel_bins=bands)
             cut = cut_patches(pixels[:, :, None], patch_size=found.patch_size, merge_size=found.merge_size)
             return ItemPixels(cut, item.grid)
         if frame is not None:
