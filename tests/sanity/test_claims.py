@@ -136,7 +136,7 @@ Balancers
   for any torch loop = distributed/test_module_exchange.py::test_examples_train_as_unbalanced
   `--balance` with = distributed/test_every_builder.py::test_every_balancer_trains_every_model
     + unit/balance/test_auto.py::test_auto_is_the_best_of_all_and_never_worse_than_none
-  C++ kernels, else Python references (not of `entrain`, nor of the order in `disttrain`) = unit/test_kernels.py::test_every_declared_kernel_is_asked_for
+  C++ kernels, else Python (not `entrain`, `disttrain`'s order) = unit/test_kernels.py::test_every_declared_kernel_is_asked_for
   off the critical path = {PRETRAIN}::test_the_log_has_the_step_and_its_split
   or exchanged after decoding = unit/runtime/feed/test_run_data.py::test_a_replica_needs_the_pixels_of_its_own_microbatches
     + {PRETRAIN}::test_any_sizes_log_the_same_losses
