@@ -171,15 +171,15 @@ def _processor_seconds() -> float:
 
 def write_rows(folder: Path, num_rows: int) -> None:
     """Write an index of so many samples without tokens: files with holes in them."""
-    from multimodal.data.index.sample_index import _ARRAYS, _header
+    from multimodal.data.index.sample_index import _ARRAYS, _SUMMARY, _num_bytes
 
     of_samples = ("is_cut", "loss_weights", "token_starts", "item_starts", "place_starts")
+    rows = {name: num_rows * (name in of_samples) + name.endswith("_starts") for name in _ARRAYS}
     write_index(lambda done: (build_index(()),), folder)
-    for name, kind in _ARRAYS.items():
-        rows = num_rows * (name in of_samples) + name.endswith("_starts")
-        with (folder / f"{name}.npy").open("wb") as file:
-            file.write(_header(name, num_rows=rows))
-            file.truncate(file.tell() + rows * np.dtype(kind).itemsize)
+    for name, of_array in rows.items():
+        os.truncate(folder / name, _num_bytes(name, of_array))
+    summary = json.loads((folder / _SUMMARY).read_text())
+    (folder / _SUMMARY).write_text(json.dumps({**summary, "num_rows": rows}))
 
 
 def measure_rows(folder: Path, num_rows: int) -> dict[str, float]:

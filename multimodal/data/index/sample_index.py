@@ -5,8 +5,8 @@ it into memory. If that process is killed, the next one goes on behind its last 
 """
 
 import fcntl
-import io
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -26,11 +26,11 @@ from multimodal.data.conversation import Conversation
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.units.items import Grid
 
-_SUMMARY, _PROGRESS, _LOCK = "index.json", "progress.json", "lock"
+_SUMMARY, _LOCK = "index.json", "lock"
 _HIDDEN = ".writing-"
 _KEPT_SECONDS = 7 * 86400.0
 """Time after which nobody is expected to go on with an index that is not complete."""
-FORMAT = 3
+FORMAT = 4
 """Version of the written format."""
 _ARRAYS = {
     "token_ids": "int32",
@@ -99,8 +99,7 @@ class SampleIndex:
     @property
     def num_cut(self) -> int:
         """Number of samples whose end was cut off."""
-        found = self.summary.get("num_cut")  # older indices count on request
-        return int(self.arrays["is_cut"].sum()) if found is None else int(found)
+        return self.summary["num_cut"]
 
     def conversation(self, index: int) -> Conversation:
         """The tokens of a sample."""
@@ -188,22 +187,16 @@ def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _unfinished(folder) as hidden, ExitStack() as stack:
         joined = _read_progress(hidden)
-        files = {name: stack.enter_context((hidden / f"{name}.npy").open("ab+")) for name in _ARRAYS}
-        is_new = not joined.num_rows["token_starts"]
+        files = {name: stack.enter_context((hidden / name).open("ab")) for name in _ARRAYS}
         for name, file in files.items():
-            file.truncate(0 if is_new else _size(name, joined.num_rows[name]))
-            file.write(_header(name, num_rows=0) if is_new else b"")
+            file.truncate(_num_bytes(name, joined.num_rows[name]))
+        is_new = not joined.num_rows["token_starts"]
         for rows in chain((joined.first_rows(),) if is_new else (), map(joined.next_rows, build(joined.num_samples))):
             for name, file in files.items():
-                file.write(np.ascontiguousarray(rows[name]).data.cast("B") if rows[name].size else b"")
+                file.write(rows[name].tobytes())
                 file.flush()
-            (hidden / f"{_PROGRESS}.new").write_text(json.dumps(joined.progress))
-            os.replace(hidden / f"{_PROGRESS}.new", hidden / _PROGRESS)
-        for name in _ARRAYS:
-            with (hidden / f"{name}.npy").open("rb+") as file:
-                file.write(_header(name, num_rows=joined.num_rows[name]))
-        (hidden / _SUMMARY).write_text(json.dumps(joined.summary))
-        (hidden / _PROGRESS).unlink()
+            (hidden / f"{_SUMMARY}.new").write_text(json.dumps(joined.summary))
+            os.replace(hidden / f"{_SUMMARY}.new", hidden / _SUMMARY)
         (hidden / _LOCK).unlink(missing_ok=True)
         hidden.chmod(0o755)
         try:
@@ -234,7 +227,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
         try:
             yield hidden
         except BaseException as problem:
-            if isinstance(problem, OSError) or hidden != shared or not (hidden / _PROGRESS).exists():
+            if isinstance(problem, OSError) or hidden != shared or not (hidden / _SUMMARY).exists():
                 shutil.rmtree(hidden, ignore_errors=True)  # also what fills a disk
             raise
         shutil.rmtree(hidden, ignore_errors=True)
@@ -243,8 +236,8 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 def _read_progress(hidden: Path) -> "_Joined":
     """Return what was joined in a folder, nothing if its files do not hold that."""
     with suppress(OSError, ValueError):
-        joined = _Joined(json.loads((hidden / _PROGRESS).read_bytes()))
-        if all((hidden / f"{name}.npy").stat().st_size >= _size(name, joined.num_rows[name]) for name in _ARRAYS):
+        joined = _Joined(json.loads((hidden / _SUMMARY).read_bytes()))
+        if all((hidden / name).stat().st_size >= _num_bytes(name, joined.num_rows[name]) for name in _ARRAYS):
             return joined
     return _Joined()
 
@@ -252,9 +245,9 @@ def _read_progress(hidden: Path) -> "_Joined":
 class _Joined:
     """Counts what was joined so far, for the numbers in the rows that follow."""
 
-    def __init__(self, progress: Mapping[str, Any] | None = None) -> None:
-        """progress: of another one, with which this goes on."""
-        found = progress or {}
+    def __init__(self, summary: Mapping[str, Any] | None = None) -> None:
+        """summary: of what this goes on with."""
+        found = summary or {}
         self._units: dict[str, int] = {name: number for number, name in enumerate(found.get("units", ()))}
         self._skipped = Counter[str](found.get("skipped"))
         self._num_cut: int = found.get("num_cut", 0)
@@ -264,13 +257,10 @@ class _Joined:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The summary of the index."""
-        return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped), "num_cut": self._num_cut}
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Everything that this counts."""
-        return {**self.summary, "ends": self._ends, "num_rows": self.num_rows}
+        """The summary of the index, and everything that this counts."""
+        units, skipped = list(self._units), dict(self._skipped)
+        found = {"format": FORMAT, "units": units, "skipped": skipped, "num_cut": self._num_cut}
+        return {**found, "ends": self._ends, "num_rows": self.num_rows}
 
     @property
     def num_samples(self) -> int:
@@ -301,27 +291,22 @@ class _Joined:
         return rows
 
 
-def _size(name: str, num_rows: int) -> int:
-    """Return the bytes of an array's file."""
-    num_values = num_rows * (_ITEM_NUMBERS if name == "items" else 1)
-    return len(_header(name, num_rows=0)) + num_values * np.dtype(_ARRAYS[name]).itemsize
+def _shape(name: str, num_rows: int) -> tuple[int, ...]:
+    return (num_rows, _ITEM_NUMBERS) if name == "items" else (num_rows,)
 
 
-def _header(name: str, *, num_rows: int) -> bytes:
-    """Return the beginning of an array's file, which is equally long for any number of rows."""
-    shape = (num_rows, _ITEM_NUMBERS) if name == "items" else (num_rows,)
-    file = io.BytesIO()
-    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(_ARRAYS[name])), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, described)
-    return file.getvalue()
+def _num_bytes(name: str, num_rows: int) -> int:
+    """Return the bytes of an array's file, which holds nothing but its values."""
+    return math.prod(_shape(name, num_rows)) * np.dtype(_ARRAYS[name]).itemsize
 
 
 def read_index(folder: Path) -> SampleIndex | None:
     """Map a written index into memory; None if there is none, or it is damaged."""
     try:
         summary = json.loads((folder / _SUMMARY).read_bytes())
-        return SampleIndex({name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}, summary)
-    except (OSError, EOFError, ValueError):
+        arrays = {name: _mapped(folder / name, name, summary["num_rows"][name]) for name in _ARRAYS}
+        return SampleIndex(arrays, summary)
+    except (OSError, KeyError, OverflowError, TypeError, ValueError):
         return None
 
 
@@ -329,7 +314,8 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
     """Raise ValueError for arrays that do not form an index; O(1)."""
     if not isinstance(summary, Mapping) or summary.get("format") != FORMAT:
         raise ValueError("an index of another format")
-    if not isinstance(summary.get("units"), list) or not isinstance(summary.get("skipped"), Mapping):
+    expected = {"units": list, "skipped": Mapping, "num_cut": int}
+    if not all(isinstance(summary.get(name), kind) for name, kind in expected.items()):
         raise ValueError("an index without its summary")
     if {name: str(array.dtype) for name, array in arrays.items()} != _ARRAYS:
         raise ValueError("an index with other arrays")
@@ -344,12 +330,10 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
             raise ValueError(f"an index that is cut off ({name}_starts)")
 
 
-def _mapped(path: Path) -> npt.NDArray[Any]:
-    """Map a file into memory; empty files cannot be mapped, and the arrays of others are only views of the file."""
-    try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except ValueError:
-        return np.load(path, allow_pickle=False)
+def _mapped(path: Path, name: str, num_rows: int) -> npt.NDArray[Any]:
+    """Map a file into memory; empty files cannot be mapped."""
+    shape = _shape(name, num_rows)
+    return np.asarray(np.memmap(path, _ARRAYS[name], "r", shape=shape)) if num_rows else np.empty(shape, _ARRAYS[name])
 
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
