@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_file
+from multimodal.values.file_form import FromFile
 from multimodal.values.typed_reader import Plain
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
@@ -49,7 +48,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(FromFile):
     """Any number of equal nodes. Rank r is accelerator r % gpus_per_node of node r // gpus_per_node."""
 
     gpus_per_node: int = field(metadata=_COUNT)
@@ -116,11 +115,6 @@ class Cluster:
         cluster = top.build(cls)
         _check_shares(cluster, top)
         return cluster
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "Cluster":
-        """Read a YAML or JSON cluster file; a ConfigError names the line."""
-        return read_file(path, cls.from_dict, error=ConfigError)
 
 
 def peak_tflops(device_name: str, dtype: str) -> float | None:

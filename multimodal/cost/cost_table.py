@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from multimodal.cost.cluster import TransferCost
@@ -11,7 +10,7 @@ from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange, action_to_text
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_file
+from multimodal.values.file_form import FromFile
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import MOST_RANKS, Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.shape import StepShape
@@ -46,7 +45,7 @@ class UnitSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class CostTable:
+class CostTable(FromFile):
     """One replica per unit, one lane per stage unless ranks say otherwise; units come in a topological order."""
 
     num_microbatches: int
@@ -82,11 +81,6 @@ class CostTable:
                 place=("units",),
             )
         return cls(count, _seconds(top["send_seconds"]) if "send_seconds" in top else 0.0, units)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "CostTable":
-        """Read a YAML or JSON table; a ConfigError names the line."""
-        return read_file(path, cls.from_dict, error=ConfigError)
 
 
 def _upstream(keys: Mapping[str, Plain], *, names: tuple[str, ...]) -> tuple[str, ...]:

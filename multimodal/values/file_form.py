@@ -3,15 +3,15 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 
-from multimodal.values.errors import BraidError
+from multimodal.values.errors import BraidError, ConfigError
 
 T = TypeVar("T")
 LARGEST_FILE_BYTES = 64 * 2**20
@@ -24,6 +24,24 @@ def read_file(path: str | Path, build: Callable[[dict[str, Any]], T], *, error: 
         return build(value)
     except BraidError as problem:
         raise at_line(path, problem) from None
+
+
+class FromFile:
+    """A value whose plain form a YAML or JSON file can hold."""
+
+    __slots__ = ()
+    file_error: ClassVar[type[BraidError]] = ConfigError
+    """Raised where a file or its value is wrong."""
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """Build from the plain form; raises `file_error`."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Read a YAML or JSON file; a `file_error` names the line."""
+        return read_file(path, cls.from_dict, error=cls.file_error)
 
 
 def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]:

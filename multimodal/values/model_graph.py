@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from multimodal.values.errors import ModelError
-from multimodal.values.file_form import read_file
+from multimodal.values.file_form import FromFile
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.check_unit import check_unit
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
@@ -32,9 +31,10 @@ _EDGE_ROLES = (*((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, 
 
 
 @dataclass(frozen=True)
-class ModelGraph:
+class ModelGraph(FromFile):
     """Units in a topological order, and the edges along which activations flow."""
 
+    file_error: ClassVar = ModelError
     units: tuple[Unit, ...]
     edges: tuple[tuple[str, str], ...] = ()
 
@@ -159,11 +159,6 @@ class ModelGraph:
             return cls(units, tuple(edges))
         pairs = top["edges"].entries(expected="a list of [source, target] pairs", called="edge")
         return cls(units, tuple(pair.read(tuple[str, str]) for pair in pairs))
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "ModelGraph":
-        """Read a YAML or JSON model file; a ModelError names the line."""
-        return read_file(path, cls.from_dict, error=ModelError)
 
 
 def _check_graph(graph: ModelGraph) -> None:

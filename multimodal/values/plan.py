@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import read_file, write_mapping
+from multimodal.values.file_form import FromFile, write_mapping
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.transformer import MOST_LAYERS
 
@@ -157,9 +157,10 @@ class StageTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(FromFile):
     """The parallelism of every unit; units may own disjoint ranks or share them."""
 
+    file_error: ClassVar = PlanError
     units: Mapping[str, UnitPlan] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -254,11 +255,6 @@ class Plan:
         top = Plain(value, "plan", PlanError).mapping(known=("units",), required=("units",))
         units = top["units"].mapping(at_least=1, expected="each unit's name with its replicas")
         return cls({name: replace(entry, where=f"plan: unit '{name}'").build(UnitPlan) for name, entry in units.items()})
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "Plan":
-        """Read a YAML or JSON plan file; a PlanError names the line."""
-        return read_file(path, cls.from_dict, error=PlanError)
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON plan file."""

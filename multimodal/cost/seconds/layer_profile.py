@@ -23,7 +23,7 @@ from typing import Any
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, Quadratic
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_file, write_mapping
+from multimodal.values.file_form import FromFile, write_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
@@ -54,7 +54,7 @@ class StepProfile:
 
 
 @dataclass(frozen=True)
-class LayerProfile:
+class LayerProfile(FromFile):
     """Curves of one rank's computations, without collectives and recomputation."""
 
     device: str
@@ -121,11 +121,6 @@ class LayerProfile:
         step = top["step"].build(StepProfile) if "step" in top else None
         device, dtype = (top[key].read(str) if key in top else "" for key in ("device", "dtype"))
         return cls(device, dtype, curves, step)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "LayerProfile":
-        """Read a YAML or JSON file; a ConfigError names the line."""
-        return read_file(path, cls.from_dict, error=ConfigError)
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON file."""

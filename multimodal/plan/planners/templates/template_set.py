@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import read_file, write_mapping
+from multimodal.values.file_form import FromFile, write_mapping
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
@@ -155,9 +155,10 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class TemplateSet:
+class TemplateSet(FromFile):
     """Templates for consecutive numbers of nodes, and their instances at the start."""
 
+    file_error: ClassVar = PlanError
     num_nodes: int = field(metadata=_COUNT)
     gpus_per_node: int = field(metadata=_COUNT)
     fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
@@ -259,11 +260,6 @@ class TemplateSet:
     def from_dict(cls, value: Mapping[str, Any]) -> "TemplateSet":
         """Build from the plain form; raises PlanError naming the offending place."""
         return Plain(value, "templates", PlanError).build(cls)
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "TemplateSet":
-        """Read a YAML or JSON file of templates; a PlanError names the line."""
-        return read_file(path, cls.from_dict, error=PlanError)
 
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON file of templates."""
