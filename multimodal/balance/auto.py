@@ -22,8 +22,8 @@ def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..
     Candidates are the results of the balancers, the data's order first, and the LLM's balanced microbatches in DistTrain's order,
     with encoders balanced on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is
     also tried with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor`
-    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate, as does a gain below what
-    exchanging was measured to lose (`Predictor.margin`). Limits apply to the number of candidates and the size of simulations,
+    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate, as does a gain below
+    `Predictor.margin`. Limits apply to the number of candidates and the size of simulations,
     not to their time, so that ranks agree.
     """
     reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)

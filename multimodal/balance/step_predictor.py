@@ -40,7 +40,7 @@ class StepPredictor:
     profile: LayerProfile | None = None
     """Measured layers, used instead of those that follow from the cluster's description."""
     margin: float = 0.0
-    """Share of a step that must be gained over the data's order: what exchanging samples was measured to lose."""
+    """Share of a step that must be gained over the data's order: what deciding and exchanging cost, and predictions are off."""
     _first: list[ModelCosts] = field(default_factory=list, init=False, repr=False, compare=False)
     """Costs of the first step; its cached values about the plan are valid for all steps."""
     _latest: "list[StepPrediction]" = field(default_factory=list, init=False, repr=False, compare=False)

@@ -52,6 +52,8 @@ from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
 
+_MOST_LEFT = 31
+"""Most steps in a row that a balancer which predicts steps leaves undecided, once it has kept the data's order."""
 _MOST_KEPT = 32
 """Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
 
@@ -157,6 +159,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
         self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
         self._decisions, self._in_order = decisions, in_order
+        self._left = range(0)  # steps left in the data's order since the one before them kept it, twice as many each time
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
@@ -167,12 +170,15 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         share = self._exchange.decode(source, list(drawn)) if self._exchange else None
         lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
         start = time.perf_counter()
-        balancer = BALANCERS[UNBALANCED] if step in self._in_order else self._balancer
+        balancer = BALANCERS[UNBALANCED] if step in self._in_order or step in self._left else self._balancer
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         before = balance_in_order(work, plan=plan)
         balance = partial(self._balance, balancer, work, before)
         decided = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
         assignment, predicted_seconds = decided
+        if predicted_seconds is not None:  # every rank's worker passes the same steps in order, and so leaves the same ones
+            num_left = min(2 * len(self._left) + 1, _MOST_LEFT) if assignment == before else 0
+            self._left = range(step + 1, step + 1 + num_left)
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         balance_seconds = time.perf_counter() - start

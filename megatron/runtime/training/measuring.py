@@ -4,6 +4,7 @@ Every rank sums up its own computations, rank 0 fits the layers' seconds to all 
 the same step on.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -42,6 +43,8 @@ class _Measured(NamedTuple):
     lengths: Sequence[SampleLengths]
     events: Sequence[TimelineEvent]
     seconds: float
+    deciding_seconds: float
+    """Seconds in which its assignment was chosen."""
     is_in_order: bool
     """True if its samples were left in the data's order, to be compared with the others."""
 
@@ -66,7 +69,8 @@ class Measuring:
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())
             is_in_order = number - 1 in steps_in_order(self.run)
-            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds, is_in_order))
+            seconds = report.step_seconds, step.balance.balance_ms / 1e3
+            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, *seconds, is_in_order))
         if number < due or not self._steps:
             return None
         measured, self._steps = self._steps, []
@@ -108,7 +112,10 @@ class Measuring:
         fitted = predictor_by(self.run, MeasuredCosts(number, profile))
         margin = self.run.measured.margin if self.run.measured else 0.0
         if in_order and balanced:
-            margin = lost_by_exchanging(balanced, in_order)
+            margin = lost_by_exchanging(balanced, in_order) + prediction_error(balanced, in_order)
+            if platform.device().type == "cpu":  # who decides takes a core from those who compute
+                decided = [step.deciding_seconds for step in steps if not step.is_in_order]
+                margin += median(decided) / (took * (os.cpu_count() or 1))
         last = steps[-1]
         now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (fitted, before))
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
@@ -116,10 +123,10 @@ class Measuring:
             return None, {}
         units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
         what = f"those of step {self.run.measured.step}" if self.run.measured else "the described machine's"
-        lost = f", {margin:.1%} of it in exchanging samples beyond what was predicted" if margin else ""
+        least = f"; balance keeps the data's order unless it gains {margin:.1%}" if margin else ""
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
-            f"{took:.4g} s{lost}; schedule and balance go by these layers now",
+            f"{took:.4g} s; schedule and balance go by these layers now{least}",
             MeasuredCosts(number, profile, margin).to_dict(),
         )
 
@@ -130,6 +137,14 @@ def lost_by_exchanging(balanced: Sequence[float], in_order: Sequence[float]) -> 
     balanced, in_order: measured over predicted seconds of steps whose samples were exchanged, and of steps in the data's order.
     """
     return 1 - median(in_order) / median(balanced) if min(balanced) > max(in_order) else 0.0
+
+
+def prediction_error(*kinds: Sequence[float]) -> float:
+    """Return how far predictions are off, as a share of a step: the median distance from the median of a step's own kind.
+
+    kinds: measured over predicted seconds of steps, by kind.
+    """
+    return median(abs(ratio / median(kind) - 1) for kind in kinds for ratio in kind)
 
 
 def _unit_seconds(costs: ModelCosts) -> dict[str, tuple[float, float]]:

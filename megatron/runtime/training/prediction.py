@@ -45,6 +45,8 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import Timeline
 
+_UNMEASURED_MARGIN = 0.03
+"""Share of a step that balancing must gain over the data's order before it has been measured what predictions are worth."""
 _SAMPLES_OF_LAYERS = 1024
 """Number of samples, the first of the training, whose lengths determine the layers of pipeline stages."""
 
@@ -81,7 +83,8 @@ def build_predictor(
     num_state_copies: of an elastic run's optimizer state; measured: what the run has measured, without --layer-costs.
     """
     options = run_options(config, num_state_copies=num_state_copies)
-    profile, margin = (measured.layers, measured.margin) if measured else (_profile_of(config), 0.0)
+    assumed = _profile_of(config), 0.0 if config.training.emulate is not None else _UNMEASURED_MARGIN
+    profile, margin = (measured.layers, measured.margin) if measured else assumed
     return StepPredictor(schedules, _cluster_of(config), vocab_size, options, profile, margin)
 
 
