@@ -16,6 +16,7 @@ This file is also an example of a program that makes samples: `--data-path FILE.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -135,7 +136,7 @@ def draw_digits_sample(
     layouts: equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], the digit that each shows; skew:
     above 1 pictures with few digits are more frequent than those with many.
     """
-    kind = _KINDS[int(np.searchsorted(_KINDS_UP_TO, random.random()))]
+    kind = _KINDS[bisect(_KINDS_UP_TO, random.random())]
     num_pictures = MAX_PICTURES if random.random() < _TWO_PICTURES_SHARE else 1
     max_digits = (SUM_MAX_DIGITS if kind == "sum" else MAX_DIGITS) // num_pictures
     pictures = tuple(
@@ -153,11 +154,11 @@ def draw_picture(
     num_digits = 1 + int(random.random() ** skew * min(max_digits, layout.rows * layout.columns))
     is_smallest_cell = layout.cell_pixels == layouts[0].cell_pixels
     smallest = layout.cell_pixels if is_smallest_cell else round(_SMALLEST_GLYPH * layout.cell_pixels)
-    glyphs = pool[random.integers(len(pool), size=num_digits)]
-    sizes = random.integers(smallest, layout.cell_pixels + 1, size=num_digits)
-    tops, lefts = (random.random((2, num_digits)) * (layout.cell_pixels - sizes + 1)).astype(np.int64)
-    placed = zip(glyphs.tolist(), sizes.tolist(), tops.tolist(), lefts.tolist(), strict=True)
-    return DigitsPicture(layout, tuple(PlacedGlyph(*glyph) for glyph in placed))
+    drawn = random.random((4, num_digits))
+    sizes = smallest + (drawn[1] * (layout.cell_pixels + 1 - smallest)).astype(np.int64)
+    tops, lefts = (drawn[2:] * (layout.cell_pixels + 1 - sizes)).astype(np.int64).tolist()
+    glyphs = pool[(drawn[0] * len(pool)).astype(np.int64)].tolist()
+    return DigitsPicture(layout, tuple(map(PlacedGlyph, glyphs, sizes.tolist(), tops, lefts)))
 
 
 def _answer(kind: str, shown: Sequence[int]) -> str:
@@ -210,7 +211,7 @@ class RandomPictures(ABC):
         self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
         self._seq_length = seq_length
         self._count_outputs = count_outputs or image.num_output_tokens
-        self._entropy, self._split = (seed, self._STREAMS[split]), split
+        self._key, self._split = (8 * seed + self._STREAMS[split]) % 2**64 << 64, split
         self._glyphs, self._pool = load_handwritten_digits(), glyph_pool(split)
         self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
         self._prepare()
@@ -270,7 +271,7 @@ class RandomPictures(ABC):
         if index not in self._cached:
             if len(self._cached) >= _CACHED_SAMPLES:
                 self._cached.clear()
-            random = np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index))))
+            random = np.random.Generator(np.random.Philox(key=self._key + index))
             sample = self._draw(random, index)
             segments = self._segments(sample)
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
