@@ -10,21 +10,20 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch import Tensor
-
-from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_settings
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.index.item_reader import DIGEST, latent_key
 from multimodal.hugging_face.architecture import autoencoder_digest
-from multimodal.model.latents import encode_image, join_patches, normalised_patches
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def build_parser() -> Parser:
@@ -39,6 +38,11 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """Encode what the run's generators make; raises BraidError."""
     given, config, graph = read_run_flags(build_parser(), argv)
+    import torch  # behind the flags, as it takes seconds
+
+    from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_settings
+    from multimodal.model.latents import encode_image, join_patches, normalised_patches
+
     images, device = latent_images(graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not images:
         raise ConfigError("--model: no generator of it makes latents; give one `latents` in its image")
@@ -70,11 +74,11 @@ class _Writer:
 
     def __init__(self, folder: Path, digest: str, images_per_file: int) -> None:
         self._folder, self._digest, self._most = folder, digest, images_per_file
-        self._held: dict[str, Tensor] = {}
+        self._held: dict[str, "Tensor"] = {}
         self._num_files = 0
         self.names: set[str] = set()
 
-    def add(self, name: str, latents: Tensor) -> None:
+    def add(self, name: str, latents: "Tensor") -> None:
         """Keep an image's latents for the next file."""
         self.names.add(name)
         self._held[name] = latents.contiguous()

@@ -17,13 +17,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
@@ -33,6 +32,9 @@ from multimodal.values.timeline import Timeline
 from tools import simulate
 from tools.command_line import Parser, count, program
 from tools.simulate import build_step_schedule, build_steps, check_flags
+
+if TYPE_CHECKING:
+    from megatron.runtime.emulation.emulated_run import EmulatedRun
 
 
 def build_parser() -> Parser:
@@ -52,6 +54,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """Emulate and print; raises BraidError."""
     given, model_flags = build_parser().parse_known_args(argv)
+    from megatron.runtime.emulation.emulated_run import emulate  # behind the flags, as torch takes seconds
+
     emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
     simulation = simulate_schedule(emulated.schedule, emulated.costs)
     timelines = emulate(emulated)
@@ -69,8 +73,10 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(f"{name:>20}  {value}" for name, value in summary.items()))
 
 
-def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
+def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> "EmulatedRun":
     """Build the run of the first step that the flags of tools/simulate.py describe; raises BraidError."""
+    from megatron.runtime.emulation.emulated_run import EmulatedRun
+
     flags = simulate.build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
     step = next(iter(build_steps(flags)))

@@ -15,16 +15,18 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.feed.data_sets import open_manifest, text_settings
 from multimodal.data.index.sample_indexer import BAD
-from multimodal.data.manifest import ManifestSource
 from multimodal.values.errors import ConfigError, DataError
 from tools.command_line import Parser, parser_beside_a_run, program, read_run_flags
+
+if TYPE_CHECKING:
+    from multimodal.data.manifest import ManifestSource
 
 _BLOCK = 1024
 """Items that wait for being read at a time."""
@@ -41,6 +43,8 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """Index, and check if asked to; raises BraidError."""
     given, config, graph = read_run_flags(build_parser(), argv)
+    from megatron.runtime.feed.data_sets import open_manifest, text_settings  # behind the flags, as torch takes seconds
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     if config.data.sample_program is not None:
         raise ConfigError("--data-path: a program's samples (digits, FILE.py) have no index; use a manifest")
@@ -58,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     print(f"{num_samples:,} samples" + (", all of whose items can be read" if given.check else ""))
 
 
-def _problems(source: ManifestSource) -> Iterator[str]:
+def _problems(source: "ManifestSource") -> Iterator[str]:
     """Yield what is wrong with samples that could not be indexed, and with items that cannot be decoded, each once."""
     found = [reason.removeprefix(BAD) for reason in source.skipped if reason.startswith(BAD)]
     items = ((index, item) for index in range(len(source)) for item in range(len(source.lengths(index).items)))
@@ -71,7 +75,7 @@ def _problems(source: ManifestSource) -> Iterator[str]:
                 yield problem
 
 
-def _problem(source: ManifestSource, place: tuple[int, int]) -> str | None:
+def _problem(source: "ManifestSource", place: tuple[int, int]) -> str | None:
     try:
         source.item(*place)
     except DataError as problem:
