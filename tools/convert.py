@@ -18,37 +18,21 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.checkpoint.distributed_folder import export_checkpoint, has_optimizer_state, read_index_of
-from megatron.runtime.checkpoint.megatron_weights import has_state, load_megatron, save_megatron
-from megatron.runtime.generation.whole_model import (
-    StoredModel,
-    empty_session,
-    find_checkpoint,
-    find_hugging_face,
-    find_megatron,
-)
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
-from megatron.runtime.hugging_face.load_adapter import load_adapter
-from megatron.runtime.hugging_face.load_weights import gather_adapters, load_hugging_face
-from megatron.runtime.hugging_face.save_weights import (
-    check_adapter_target,
-    check_hugging_face_target,
-    save_adapter,
-    save_hugging_face,
-)
-from megatron.runtime.state.held_tensors import is_average
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, program
+
+if TYPE_CHECKING:
+    from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
+    from megatron.runtime.generation.whole_model import StoredModel
 
 
 def build_parser() -> Parser:
@@ -97,6 +81,21 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
     if (flags.load_megatron is None) != (flags.model is None):
         raise ConfigError("--load-megatron and --model belong together: names and shapes follow from the model file; give both")
+    # Behind the flags, since torch takes seconds.
+    from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+    from megatron.runtime.checkpoint.distributed_folder import export_checkpoint, has_optimizer_state
+    from megatron.runtime.checkpoint.megatron_weights import has_state, load_megatron, save_megatron
+    from megatron.runtime.generation.whole_model import empty_session, find_checkpoint, find_megatron
+    from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+    from megatron.runtime.hugging_face.load_adapter import load_adapter
+    from megatron.runtime.hugging_face.load_weights import gather_adapters, load_hugging_face
+    from megatron.runtime.hugging_face.save_weights import (
+        check_adapter_target,
+        check_hugging_face_target,
+        save_adapter,
+        save_hugging_face,
+    )
+
     if flags.save_distributed is not None:
         if flags.load is None or flags.averages or flags.no_load_optim:
             raise ConfigError(
@@ -127,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
         if all(unit.lora is None for unit in source.graph.units):
             raise ConfigError(f"--save-adapter: the run in {flags.load} has no adapters; use --save-hf")
         check_adapter_target(flags.save_adapter, graph=source.graph, like=like)
-    loaded: LoadedCheckpoint | None = None
+    loaded: "LoadedCheckpoint | None" = None
     has_optimizer = False
     if not flags.no_load_optim and flags.load_megatron is not None:
         has_optimizer = has_state(flags.load_megatron)
@@ -171,11 +170,16 @@ def main(argv: Sequence[str]) -> None:
 
 def _check_averages(folder: Path | None) -> None:
     """Raise ConfigError if a run has no averages."""
+    from megatron.runtime.checkpoint.distributed_folder import read_index_of
+    from megatron.runtime.state.held_tensors import is_average
+
     if folder is None or not any(map(is_average, read_index_of(folder)[1])):
         raise ConfigError("--averages is of --load, the checkpoints of a run with --generator-ema-decay; leave it out")
 
 
-def _read_hugging_face(flags: Any) -> StoredModel:
+def _read_hugging_face(flags: Any) -> "StoredModel":
+    from megatron.runtime.generation.whole_model import find_hugging_face
+
     found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by)
     if flags.load_adapter is None:
         return found

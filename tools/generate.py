@@ -16,26 +16,21 @@ import warnings
 from argparse import REMAINDER
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from PIL import Image
-
-from megatron.runtime.checkpoint.manifest import read_newest
-from megatron.runtime.feed.data_sets import build_data_sets
-from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.field_flags import flag_of
-from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
-from megatron.runtime.generation.drawing import make_item, size_of
-from megatron.runtime.generation.whole_model import StoredModel, open_model
-from megatron.runtime.session import Session
 from multimodal.data.sample_source import NUM_FRAMES
 from multimodal.values.errors import ConfigError
-from multimodal.values.plan import Plan
 from tools.command_line import Parser, at_least_zero, count, program
+
+if TYPE_CHECKING:
+    from megatron.runtime.generation.answering import Answering, Message
+    from megatron.runtime.generation.whole_model import StoredModel
+    from megatron.runtime.session import Session
 
 
 def build_parser() -> Parser:
@@ -88,6 +83,11 @@ def main(argv: Sequence[str]) -> None:
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     making = _making_options(flags)
+    # Behind the flags, since torch takes seconds.
+    from megatron.runtime.generation.answering import generate, open_answering
+    from megatron.runtime.generation.drawing import make_item, size_of
+    from megatron.runtime.generation.whole_model import open_model
+
     with open_model(flags.load or flags.load_hf, is_hugging_face=flags.load is None) as (session, model):
         changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
         model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
@@ -118,6 +118,8 @@ def _making_options(flags: Any) -> dict[str, Any] | None:
         return None
     if flags.video:
         raise ConfigError("--video would be ignored: a --prompt, images and sound make an --output; leave one of the two out")
+    from PIL import Image
+
     suffix, is_sound = flags.output.suffix.lower(), flags.output.suffix.lower() == ".wav"
     if not is_sound and suffix not in Image.registered_extensions():
         raise ConfigError(
@@ -149,14 +151,20 @@ def _generation_options(flags: Any) -> dict[str, Any]:
     )
 
 
-def _held_out(session: Session, flags: Any) -> Answering:
+def _held_out(session: "Session", flags: Any) -> "Answering":
+    from megatron.runtime.checkpoint.manifest import read_newest
+    from megatron.runtime.feed.data_sets import build_data_sets
+    from megatron.runtime.flags.arguments import parse_arguments
+    from megatron.runtime.generation.answering import Answering
+    from multimodal.values.plan import Plan
+
     num_ranks = Plan.from_dict(read_newest(flags.load)[1].plan).num_ranks
     config = parse_arguments(flags.run_flags, environ={"WORLD_SIZE": str(num_ranks)})
     data = build_data_sets(config, session.graph)
     return Answering(session, data.valid.source, data.tokenizer)
 
 
-def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], output: Path | None) -> None:
+def _answer_all(answering: "Answering", *, num: int, options: Mapping[str, Any], output: Path | None) -> None:
     lines, num_right = [], 0
     for index in range(min(num, len(answering))):
         said, expected = answering.answer(index, **options), answering.expected(index)
@@ -169,7 +177,9 @@ def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], o
     print(f"{num_right} of {len(lines)} answers are those in the data" + (f"; all in {output}" if output else ""))
 
 
-def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> None:
+def _talk(session: "Session", model: "StoredModel", options: Mapping[str, Any]) -> None:
+    from megatron.runtime.generation.answering import generate, user_message
+
     messages: list[Message] = []
     files: dict[str, list[Path]] = {"images": [], "audio": [], "videos": []}
     kinds = dict(zip(("/image", "/audio", "/video"), files, strict=True))
