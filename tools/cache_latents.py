@@ -74,7 +74,7 @@ class _Writer:
 
     def __init__(self, folder: Path, digest: str, images_per_file: int) -> None:
         self._folder, self._digest, self._most = folder, digest, images_per_file
-        self._held: dict[str, "Tensor"] = {}
+        self._held: dict[str, Tensor] = {}
         self._num_files = 0
         self.names: set[str] = set()
 

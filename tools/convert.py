@@ -126,7 +126,7 @@ def main(argv: Sequence[str]) -> None:
         if all(unit.lora is None for unit in source.graph.units):
             raise ConfigError(f"--save-adapter: the run in {flags.load} has no adapters; use --save-hf")
         check_adapter_target(flags.save_adapter, graph=source.graph, like=like)
-    loaded: "LoadedCheckpoint | None" = None
+    loaded: LoadedCheckpoint | None = None
     has_optimizer = False
     if not flags.no_load_optim and flags.load_megatron is not None:
         has_optimizer = has_state(flags.load_megatron)

@@ -24,19 +24,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from megatron.runtime import platform
-from megatron.runtime.orchestrator.profile_layers import ProfiledLayer, ProfileOptions, join_profile, layers_of, profile_layer
-from megatron.runtime.profiler import LayerTimes
 from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.model.layers.generator_ends import count_operations
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -45,7 +38,9 @@ from tools.command_line import Parser, count, padded_vocab_size, program
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    from megatron.runtime.orchestrator.profile_layers import ProfiledLayer
+
+DTYPES = ("float32", "bfloat16", "float64")
 SECONDS_PER_SIZE = 0.2
 DEFAULT_SIZES = "64,256,1024,4096"
 DEFAULT_SEQUENCES = "1,8"
@@ -92,6 +87,14 @@ def main(argv: Sequence[str]) -> None:
     given = build_parser().parse_args(argv)
     graph = read_model(given.model)
     _check(given, graph)
+    # Behind the flags, since torch takes seconds.
+    import torch
+
+    from megatron.runtime import platform
+    from megatron.runtime.orchestrator.profile_layers import ProfileOptions, join_profile, layers_of, profile_layer
+    from multimodal.model.layers.generator_ends import count_operations
+    from multimodal.model.transformer_config import BuildOptions, Precision
+
     if given.count_operations:
         counted = [unit.module is not None and unit in graph.generators for unit in graph.units]
         pairs = zip(graph.units, counted, strict=True)
@@ -103,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
     platform.install()
     dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
     options = ProfileOptions(
-        build=BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl),
+        build=BuildOptions(Precision(getattr(torch, dtype)), transformer_impl=given.transformer_impl),
         sizes=given.sizes,
         sequences=given.sequences,
         vocab_size=padded_vocab_size(given, graph),
@@ -143,7 +146,7 @@ def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
     return [unit for unit in graph.units if given.unit is None or unit.name in given.unit]
 
 
-def draw_curves(rows: Sequence[ProfiledLayer], path: Path) -> None:
+def draw_curves(rows: "Sequence[ProfiledLayer]", path: Path) -> None:
     """Write a PNG with one panel per layer that attends.
 
     Lines are curves, dots the points they were fitted to, rings the points held out. Solid lines are for the fewest sequences
@@ -160,7 +163,9 @@ def draw_curves(rows: Sequence[ProfiledLayer], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_layer(axes: "Axes", layer: ProfiledLayer) -> None:
+def _draw_layer(axes: "Axes", layer: "ProfiledLayer") -> None:
+    import numpy as np
+
     counts = sorted({size.num_sequences for size in layer.fitted})
     for name, color in COLORS.items():
         measured = layer.seconds[name]
@@ -194,7 +199,7 @@ def _draw_layer(axes: "Axes", layer: ProfiledLayer) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argparse.Namespace) -> None:
+def _report(rows: "Sequence[ProfiledLayer]", profile: LayerProfile, given: argparse.Namespace) -> None:
     step = profile.step
     assert step is not None
     if given.json:
@@ -209,6 +214,8 @@ def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argpars
         ]
         print(json.dumps({"output": str(given.output), "layers": layers, "step": step.to_dict()}))
         return
+    from megatron.runtime.profiler import LayerTimes
+
     names = LayerTimes._fields[:3]
     table = Table("unit", "layer", "tp", *names, title="mean (worst) error at held-out sizes", box=None)
     for row in rows:
