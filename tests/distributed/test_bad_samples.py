@@ -56,15 +56,15 @@ def run(folder: Path, names: tuple[str, str], flags: dict[str, object], *, num_r
     return found, done.output
 
 
-def test_what_cannot_be_read_counts_nothing_on_any_plan(folder: Path) -> None:
+@pytest.mark.deep(when=lambda flags: flags == SPREAD)
+@pytest.mark.parametrize("flags", [SPREAD, DECODED], ids=["spread", "decoded"])
+def test_what_cannot_be_read_counts_nothing_on_any_plan(folder: Path, flags: dict[str, object]) -> None:
     expected, _ = run(folder, ("only", "rest"), {"--global-batch-size": 2}, num_ranks=3)
     assert list(map(len, expected)) == [5, 5, 3]
-    for flags, num_ranks in ((SPREAD, 5), (DECODED, 5)):
-        given = {**SKIP, **flags, "--global-batch-size": 4}
-        found, said = run(folder, ("first", "second"), given, num_ranks=num_ranks)
-        assert found == [pytest.approx(each, rel=0, abs=1e-9) for each in expected], said
-        assert "left out 1 samples that cannot be read" in said and "gone.png does not exist" in said
-        assert said.count("left out a sample that cannot be read") == 6 and "1.png cannot be decoded as an image" in said
+    found, said = run(folder, ("first", "second"), {**SKIP, **flags, "--global-batch-size": 4}, num_ranks=5)
+    assert found == [pytest.approx(each, rel=0, abs=1e-9) for each in expected], said
+    assert "left out 1 samples that cannot be read" in said and "gone.png does not exist" in said
+    assert said.count("left out a sample that cannot be read") == 6 and "1.png cannot be decoded as an image" in said
 
 
 def test_too_many_are_an_error_on_all_ranks(folder: Path) -> None:

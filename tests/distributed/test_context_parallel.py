@@ -166,6 +166,7 @@ CASES = {
 LIKE_OTHERS = (
     *("tokens: encoder", "tokens: encoder with tp, apart", "tokens: encoder and LLM cross", "tokens: generator"),
     *("tokens: generator and LLM", "tokens: blocks of 16", "tokens: zb-h1", "items: recompute full, split"),
+    *("tokens: LLM in stages", "tokens: lpt", "tokens: ring", "tokens: random", "items: cp 2", "items: frozen encoder"),
 )
 """Rows of which others, or the master test, have every part."""
 
@@ -192,6 +193,7 @@ def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:
     return result.num_correct_tokens, dict(result.correct_samples)
 
 
+@pytest.mark.deep(when=lambda tp: tp == 1)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_answer_is_right_if_all_ranks_that_share_it_say_so(ranks: RankPool, tp: int) -> None:
     two_words = RandomSource(GRAPH, SAMPLES, vocab_size=2, seed=SEED)

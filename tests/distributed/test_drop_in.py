@@ -33,7 +33,12 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
     return found
 
 
-@pytest.mark.deep(when=lambda schedule, case: schedule == "gpipe" or case.per_token_loss)  # other rows have their parts
+def is_like_others(schedule: str, case: LoopCase) -> bool:
+    """Tell whether other rows have the parts of this one."""
+    return schedule == "gpipe" or case.per_token_loss or (schedule == "interleaved-zb" and not case.launches_sync)
+
+
+@pytest.mark.deep(when=is_like_others)
 @pytest.mark.parametrize(
     ("schedule", "case"),
     [
@@ -52,6 +57,7 @@ def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedul
     assert_same_training(case, ranks, schedule=schedule)
 
 
+@pytest.mark.deep(when=lambda case: case.num_chunks == 2)  # its groups are in test_drop_in_groups.py
 @pytest.mark.parametrize("case", [LoopCase(2, tensor_parallel_size=2), LoopCase(2, num_chunks=2, options=INTERLEAVED)])
 def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPool, case: LoopCase) -> None:
     """Ranks as Megatron numbers them, so that each has what it has there."""
@@ -67,6 +73,7 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
     assert_same_training(case, ranks, schedule="1f1b", under=(model, plan))
 
 
+@pytest.mark.deep(when=lambda encoders: encoders == [[0]])
 @pytest.mark.parametrize(
     ("encoders", "options"),
     [([[0], [1]], {}), ([[0]], {}), ([[2]], VARIABLE)],
@@ -99,6 +106,7 @@ def _graph(num_layers: int, *, has_images: bool = False) -> ModelGraph:
     return ModelGraph.from_dict({"units": units})
 
 
+@pytest.mark.deep(when=lambda per_token: per_token)  # a divisor beside the same gradients
 @pytest.mark.parametrize("per_token", [False, True])
 def test_replicas_that_are_not_alike_train_as_alike_ones(ranks: RankPool, per_token: bool) -> None:
     """One stage on rank 0 and two on the others, with tied embeddings: the second step's losses follow from all gradients."""
@@ -148,6 +156,7 @@ def test_balanced_microbatches_train_the_same(ranks: RankPool) -> None:
     assert len({*tokens[0]}) == 1 < len({*tokens[1]})
 
 
+@pytest.mark.deep(when=lambda case: case.num_chunks == 2)  # training has such chunks
 @pytest.mark.parametrize("case", [LoopCase(4, forward_only=True), LoopCase(2, 2, forward_only=True, options=INTERLEAVED)])
 def test_evaluation_equals_that_on_megatrons_own_function(ranks: RankPool, case: LoopCase) -> None:
     found = assert_same_training(case, ranks, schedule="1f1b")

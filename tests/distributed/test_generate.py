@@ -116,6 +116,7 @@ def forward_logits(answering: Answering, index: int) -> torch.Tensor:
     return found[0]
 
 
+@pytest.mark.deep(when=lambda name: name in ("gemma2", "phi3"))
 @pytest.mark.parametrize("name", ["small qwen2", "gemma2", "gemma3", "phi3", "mixtral with windows"])
 def test_a_folder_answers_as_transformers_do(name: str, tmp_path: Path) -> None:
     """Phi-3's angles depend on the length of the whole text."""

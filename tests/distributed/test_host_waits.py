@@ -158,6 +158,7 @@ def waits_on_rank(case: GradientCase, planted: bool = False) -> list[str]:
     return found
 
 
+@pytest.mark.deep(when=lambda name: name == "recomputed")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_has_none(ranks: RankPool, name: str) -> None:
     assert ranks.run(waits_on_rank, CASES[name], world_size=CASES[name].plan.num_ranks) == [[]] * CASES[name].plan.num_ranks
@@ -211,7 +212,7 @@ def record(function: Callable[..., Any], *args: Any) -> Recorded:
     return events
 
 
-@pytest.mark.deep(when=lambda name: name == SIXTEEN or (name in test_plan_change.CHANGES and name != test_plan_change.SHARDED))
+@pytest.mark.deep(when=lambda name: name == SIXTEEN or name in test_plan_change.CHANGES)  # recoveries change plans, too
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_calls_ends_with_nccl(ranks: RankPool, name: str) -> None:
     num_ranks, function, given = RUNS[name]()

@@ -163,7 +163,7 @@ NEW = range(57, 63)
 """Of these tokens the model's vocabulary of 61 has room for four; two make it grow."""
 
 
-@pytest.mark.deep(when=lambda plan: plan == "tp 2, pp 2")
+@pytest.mark.deep  # a run has both in test_hugging_face_runs.py, and test_lora.py their gradients
 @pytest.mark.parametrize(
     ("make", "plan"),
     [(llama, "tp 2, pp 2"), (TEXT_MODELS["llama of long contexts"], "zero 3, tp 2, dp 2")],

@@ -67,6 +67,7 @@ def image_with(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**sizes, "latents": {**latents, **changes}}
 
 
+@pytest.mark.deep(when=lambda painter, options: "dp" in painter or options == {**JOINT, "builder": "zb-h1"})
 @pytest.mark.parametrize(
     ("painter", "options"),
     [

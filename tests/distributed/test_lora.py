@@ -30,7 +30,7 @@ def with_adapters(case: GradientCase, **loras: Lora) -> GradientCase:
     return replace(case, graph=replace(case.graph, units=units))
 
 
-@pytest.mark.deep(when=lambda sizes: sizes == "tp 2 and 4")  # planted errors are of its kind
+@pytest.mark.deep(when=lambda change: change != "zb-h1")  # planted errors are of the first kind
 @pytest.mark.parametrize(("sizes", "change"), CASES)
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
     case = build_case(sizes, **{**CHANGES[change], **CASES[sizes, change]})
@@ -44,7 +44,7 @@ ROWS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-@pytest.mark.deep(when=lambda change: change == "split backward")
+@pytest.mark.deep(when=lambda change: change != "zb-h1")
 @pytest.mark.parametrize(("sizes", "change"), ROWS)
 def test_new_rows_of_a_frozen_vocabulary(ranks: RankPool, sizes: str, change: str) -> None:
     """Rows 4 to 7 of 12 are on both of two ranks, beside adapters and in an LLM that is frozen otherwise."""

@@ -65,22 +65,18 @@ def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, An
     flags |= {"--data-path": [tmp_path / "data" / name for name in alone], "--sample-loss-weight": [1, 0.5]}
     spread = {"--micro-batch-size": 1, "--vision-tp": 2, "--llm-pp": 2, "--num-workers": 1, "--sequence-parallel": None}
     shared = {"--micro-batch-size": 2, "--llm-cp": 2, "--lengths-from": "decode", "--num-workers": LEFT_OUT}
-    unweighted = {"--loss-average": "tokens"}
-    trained = [
-        train(tmp_path, flags | how, num_ranks=ranks) for how, ranks in (({}, 2), (spread, 4), (shared, 3), (unweighted, 2))
-    ]
+    trained = [train(tmp_path, flags | how, num_ranks=ranks) for how, ranks in (({}, 2), (spread, 4), (shared, 3))]
     runs, outputs = zip(*trained, strict=True)
     values = [[(entry["loss"], entry["grad_norm"]) for entry in run] for run in runs]
-    for found in values[1:3]:
+    for found in values[1:]:
         assert [pytest.approx(each, rel=0, abs=1e-9) for each in values[0]] == found
-    for run in runs[:3]:
+    for run in runs:
         assert run[0]["data_set_losses"] == pytest.approx(alone, rel=0, abs=1e-9)
     weights = [
         sum(entry["loss_weight"] for entry in part) * weight for part, weight in zip(parts.values(), (1, 0.5), strict=True)
     ]
     assert runs[0][0]["loss"] == pytest.approx(np.average(list(alone.values()), weights=weights), rel=0, abs=1e-9)
     assert f"loss by data set: charts.jsonl {runs[0][-1]['data_set_losses']['charts.jsonl']:.4f}, maps" in outputs[0].output
-    assert abs(values[0][0][0] - values[3][0][0]) > 1e-6
 
 
 def test_a_weight_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -110,7 +106,7 @@ def losses_of_one_process(folder: Path) -> tuple[Path, list[float], list[float]]
     return folder, losses(folder, ALIKE | RATES, num_ranks=1), losses(folder, ALIKE, num_ranks=1)
 
 
-@pytest.mark.deep(when=lambda plan: plan == "shared ranks")
+@pytest.mark.deep(when=lambda plan: plan != "zero 3")
 @pytest.mark.parametrize("plan", PLANS)
 def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tmp_path: Path) -> None:
     folder, alone, with_one_rate = once(losses_of_one_process)
@@ -120,7 +116,7 @@ def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tm
     assert losses(folder, flags, num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
 
 
-@pytest.mark.deep(when=lambda dtype: dtype == "float64")
+@pytest.mark.deep  # what is frozen is in the master test; rates that differ are above
 @pytest.mark.parametrize(
     ("rates", "frozen", "dtype"),
     [
@@ -142,6 +138,7 @@ def test_what_hardly_learns_is_as_if_frozen(
     assert found == pytest.approx(expected, rel=0, abs=1e-9 if dtype == "float64" else 1e-5)
 
 
+@pytest.mark.deep  # rates have warm-ups of their own above
 def test_one_warm_up_for_every_unit_is_that_of_all(tmp_path: Path) -> None:
     own = {f"--{part}-lr-warmup-iters": 3 for part in ("vision", "vision-projector", "llm")}
     alone, together, shorter = (losses(tmp_path, ALIKE | flags, num_ranks=1) for flags in (own, {"--lr-warmup-iters": 3}, {}))

@@ -80,6 +80,7 @@ def predicted_bytes(case: GradientCase) -> list[int]:
     return [found.peak_activation_bytes[case.plan.lane_of_rank[rank]] + costs.memory.broker_bytes(rank) for rank in ranks]
 
 
+@pytest.mark.deep(when=lambda graph, builder, recompute: (graph is FROZEN) != (builder == "gpipe") or recompute == "selective")
 @pytest.mark.parametrize(
     ("graph", "builder", "recompute"),
     [
@@ -98,6 +99,7 @@ def test_peaks_with_more_between_stages_are_predicted(ranks: RankPool) -> None:
     check(ranks, case_of(DEEPSTACK, PLAN))
 
 
+@pytest.mark.deep(when=lambda sequence_parallel: not sequence_parallel)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_peaks_of_tensor_parallel_ranks_are_predicted(ranks: RankPool, sequence_parallel: bool) -> None:
     check(ranks, case_of(GRAPH, TENSOR_PLAN, sequence_parallel=sequence_parallel))
@@ -226,6 +228,7 @@ def gathered_bytes(case: TrainingCase) -> int:
     return max(found)
 
 
+@pytest.mark.deep(when=lambda dtype, once: once != (dtype == torch.bfloat16))
 @pytest.mark.parametrize(
     ("dtype", "once"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, True)]
 )

@@ -28,6 +28,7 @@ def train_example(name: str, variant: object) -> tuple[list[float], dict[str, np
     return losses, {key: gradient.numpy() for key, gradient in gradients.items()}, shares
 
 
+@pytest.mark.deep(when=lambda example: example == "megatron_mimo")
 @pytest.mark.parametrize(
     ("example", "as_drawn", "variants"),
     [("torch_ddp", (), [("vision",), ("vision", "llm")]), ("megatron_mimo", False, [True])],

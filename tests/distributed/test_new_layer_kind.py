@@ -112,7 +112,7 @@ def test_it_trains_under_any_plan(kind: str, ranks: RankPool) -> None:
     """Encoder under tp 2 and LLM under tp 4, each with both kinds, equal one process that takes the samples one by one."""
     ranks.run(register, world_size=8)
     try:
-        for change in ("plain", "weights shared", "zb-h1 with recomputation"):
+        for change in ("weights shared", "zb-h1 with recomputation"):
             case = build_case("tp 2 and 4", **CHANGES[change])
             units = [replace(unit, layer_kinds=(unit.layers[0], kind, *unit.layers[2:])) for unit in case.graph.units]
             assert_matches(replace(case, graph=replace(case.graph, units=tuple(units))), ranks)

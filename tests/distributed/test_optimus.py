@@ -44,12 +44,13 @@ def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
     return dealt_case(described_units, Plan(plan), shapes=ONE_ITEM_EACH, groups=None, builder="optimus", cluster=cluster)
 
 
-@pytest.mark.deep(when=lambda cluster, freezing: cluster is FAST or bool(freezing))
+@pytest.mark.deep(when=lambda cluster, freezing: cluster is not EVEN or bool(freezing))
 @pytest.mark.parametrize(("cluster", "freezing"), [(SLOW, {}), (EVEN, {}), (FAST, {}), (EVEN, {"freeze_module": True})])
 def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
     assert_matches(build_case(cluster, **freezing), ranks)
 
 
+@pytest.mark.deep(when=lambda builder: builder == "nested")
 @pytest.mark.parametrize("builder", ["optimus-zb", "nested"])
 def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool, builder: str) -> None:
     """Four ranks: the LLM has tp 2 and pp 2; of four replicas of the encoder, those of the first stage take one of three."""

@@ -181,6 +181,7 @@ def build_case(sizes: str, **changes: Any) -> GradientCase:
     return replace(case, **changes)
 
 
+@pytest.mark.deep(when=lambda change: change in ("plain", "split backward"))  # planted errors are of the first kind
 @pytest.mark.parametrize(
     ("sizes", "change"),
     [

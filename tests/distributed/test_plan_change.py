@@ -41,20 +41,19 @@ COLOCATED = {"vision": (2, 1, 3), "llm": (1, 3, 2), "colocated": True}
 UNLIKE = build_unlike_plan()
 DRAWING_WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 1), "painter": (1, 1, 2)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 3, 1), "painter": (2, 1, 1)}
-SHARDED = "tied, weights shared: there and back over a pipeline"
-SHARING = "experts: of two replicas, of stages, of four, of one, of two that are cut"
+SHARDED = "tied, weights shared: over a pipeline"
+SHARING = "experts: of two replicas, of stages, of four, of two that are cut"
 EXPERT_SIZES = [
     {"vision": vision, "llm": llm, "experts": experts}
     for vision, llm, experts in (
         ((1, 1, 2), (1, 1, 4), 2),
         ((2, 1, 1), (1, 2, 2), 2),
         ((1, 1, 2), (1, 1, 4), 4),
-        ((1, 1, 2), (1, 1, 4), 1),
         ((1, 1, 2), (2, 1, 2), 2),
     )
 ]
 CHANGES: dict[str, tuple[ModelGraph, tuple[dict[str, Any] | Plan, ...]]] = {
-    SHARDED: (TIED, (WIDE, DEEP, WIDE)),
+    SHARDED: (TIED, (WIDE, DEEP)),
     "tied: context parallel, shared ranks, own ranks": (TIED, (SPREAD, COLOCATED, DEEP)),
     "tied: replicas that differ, and back": (TIED, (WIDE, UNLIKE, DEEP)),
     "with a generator": (DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE)),
@@ -158,14 +157,16 @@ def values_of(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
-def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool) -> None:
+@pytest.mark.deep(when=lambda dtype: dtype == torch.bfloat16)  # a run resumes so
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool, dtype: torch.dtype) -> None:
+    """In bfloat16 with the weights shared, too."""
     plan, other = plans_of(TIED, (WIDE, COLOCATED))
     unsharded = run(ranks, there_and_back, TrainingCase(TIED, plan, torch.float64), other)
-    for dtype, shards_weights in ((torch.float32, False), (torch.bfloat16, True)):
-        found = run(ranks, there_and_back, TrainingCase(TIED, plan, dtype, shards_weights=shards_weights), other)
-        assert all(same for _, same in found), dtype
-        halves = (found[rank][0] < 0.7 * unsharded[rank][0] for rank in plan.units["llm"].ranks)
-        assert all(halves), "each of two replicas keeps about half"
+    found = run(ranks, there_and_back, TrainingCase(TIED, plan, dtype, shards_weights=dtype == torch.bfloat16), other)
+    assert all(same for _, same in found)
+    halves = (found[rank][0] < 0.7 * unsharded[rank][0] for rank in plan.units["llm"].ranks)
+    assert all(halves), "each of two replicas keeps about half"
 
 
 Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
@@ -200,9 +201,9 @@ def pieces_of(tensors: list[HeldTensor]) -> Pieces:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_averages_of_a_generator_s_weights_do_not_know_the_plan(ranks: RankPool, dtype: torch.dtype, tmp_path: Path) -> None:
     """They are those of the formula, through changes of the plan and a checkpoint."""
-    plans = plans_of(DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE))
+    plans = plans_of(DRAWING, (DRAWING_WIDE, DRAWING_DEEP))
     alone = build_plan(DRAWING, **ONE_RANK)
-    ((weights, _),) = run(ranks, train_and_average, TrainingCase(DRAWING, alone, dtype), [alone] * 3, tmp_path / "alone")
+    ((weights, _),) = run(ranks, train_and_average, TrainingCase(DRAWING, alone, dtype), [alone] * 2, tmp_path / "alone")
     found = run(ranks, train_and_average, TrainingCase(DRAWING, plans[0], dtype), plans, tmp_path / "plans")
     tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     for key in weights[0]:

@@ -14,7 +14,7 @@ from multimodal.data.index.index_cache import FOLDER_NAME
 from tests.distributed.launch import Forked, Launched, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
-NUM_RANKS, NUM_STEPS = 3, 16
+NUM_RANKS, NUM_STEPS = 3, 10
 TENSOR_PARALLEL = ("--vision-tp", 2, "--balance", "orchmllm")
 
 

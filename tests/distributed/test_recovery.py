@@ -134,6 +134,7 @@ NOISE = (
 )
 
 
+@pytest.mark.deep
 def test_strangers_end_nothing_and_a_frozen_store_ends_all_with_a_message(tmp_path: Path, inputs: Path) -> None:
     """Strangers reach the store, stay there, and say noise, that the run is over, and what no program can read."""
     with running(tmp_path, inputs, Nodes(3), num_steps=10**5, flags=("--elastic-timeout", 5), is_new_program=True) as run:

@@ -35,6 +35,7 @@ def test_a_bucket_trains_as_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert f"{bucket}/1.png does not exist" in done.output
 
 
+@pytest.mark.deep(when=lambda bad_sample: bad_sample == "error")
 @pytest.mark.parametrize("bad_sample", ["error", "skip"])
 def test_a_server_that_fails_ends_all_ranks(bad_sample: str, tmp_path: Path) -> None:
     """Whichever rank reads the file; a server that does not answer later on is nothing to leave out."""

@@ -82,6 +82,7 @@ def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path],
     return act
 
 
+@pytest.mark.deep(when=lambda asked: asked == signal.SIGTERM)
 @pytest.mark.parametrize(
     ("asked", "ranks", "flags"),
     [(signal.SIGTERM, (0, 1, 2), ("--async-save", "--save-interval", 2)), (signal.SIGUSR1, (2,), ())],
@@ -130,6 +131,7 @@ def test_a_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
     assert f"stopped by --exit-duration-in-mins after step {last}; checkpoint" in ended.output
 
 
+@pytest.mark.deep(when=lambda killed: killed == 2)
 @pytest.mark.parametrize("killed", [0, 2])
 def test_the_others_say_that_a_rank_is_gone(tmp_path: Path, killed: int) -> None:
     ended = train(tmp_path, meanwhile=send(signal.SIGKILL, killed))
