@@ -4,6 +4,7 @@ Deep are tests, and rows of parametrised tests, that repeat what others show: `@
 row's parameters, for those rows of which it is true.
 """
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as runs have it
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
-SHARE_OF_EXAMPLES = 4
+SHARE_OF_EXAMPLES = 6
 """Without --all, hypothesis draws one in so many of a test's examples, but no fewer than the following."""
 FEWEST_EXAMPLES = 3
 
@@ -57,8 +58,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_sessionfinish() -> None:
-    """Give what was frozen back, or extension modules say that it leaks."""
-    gc.unfreeze()
+    """Give what was frozen back in the end, or extension modules say that it leaks; pytest looks through it five times before."""
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

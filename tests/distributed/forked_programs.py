@@ -31,6 +31,7 @@ from megatron.runtime.training import loop, prediction
 from megatron.runtime.training import run as training_run
 from megatron.runtime.training.trainer import Trainer
 from tests.distributed.added_rows import ADDS_ROWS, add_rows
+from tests.unit.plan.planners.planning_cases import few_planners
 from tools import launch as launcher
 
 launcher.import_for_ranks()
@@ -112,6 +113,8 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         stream.flush()
         os.dup2(file, stream.fileno())
     sys.argv = [program, *argv]
+    if program == "pretrain_mllm.py":
+        few_planners().__enter__()  # for runs with --plan auto
     if ADDS_ROWS in environment:
         add_rows()
     if ASKS_FOR_BETTER not in environment:

@@ -99,6 +99,7 @@ def test_weights_alone_load_into_another_precision(ranks: RankPool, tmp_path: Pa
     assert np.allclose(after[0].losses, before[0].losses, rtol=2e-2, atol=0)
 
 
+@pytest.mark.deep  # test_lora.py has units with a fresh optimizer
 def test_a_unit_that_was_frozen_starts_with_a_fresh_optimizer(ranks: RankPool, tmp_path: Path) -> None:
     """From then on step counts differ between parameters, and that is saved, too."""
     frozen, trained = case_of(build_graph(frozen=("vision",)), WIDE), case_of(GRAPH, COLOCATED)

@@ -156,6 +156,7 @@ def test_a_tower_sees_what_transformers_see(folders: Path, ranks: RankPool, tmp_
         assert torch.allclose(torch.from_numpy(found), eye(pixels[None]).last_hidden_state[0, 3:], atol=1e-12)
 
 
+@pytest.mark.deep  # test_hugging_face_families.py has these layers
 def test_the_layers_of_a_whisper_are_trained_here(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
     encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
     graph = multimodal.compose(llm=folders / "llm", encoders=encoders, merge_size=3, output=output)

@@ -382,6 +382,7 @@ def test_a_pipeline_of_the_exported_folder_draws_the_same(
     torch.testing.assert_close(cut_image(found.double(), places, (2, 2)), drawn[:4], rtol=0, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_averages_are_exported(tmp_path: Path) -> None:
     llama(vocab_size=264).save_pretrained(tmp_path / "llm")
     painter = graph_with(save_module("unet", tmp_path / "unet")).unit("painter")

@@ -212,7 +212,7 @@ def record(function: Callable[..., Any], *args: Any) -> Recorded:
     return events
 
 
-@pytest.mark.deep(when=lambda name: name == SIXTEEN or name in test_plan_change.CHANGES)  # recoveries change plans, too
+@pytest.mark.deep(when=lambda name: name in (SIXTEEN, "samples exchanged, receives by durations", *test_plan_change.CHANGES))
 @pytest.mark.parametrize("name", RUNS)
 def test_what_a_run_calls_ends_with_nccl(ranks: RankPool, name: str) -> None:
     num_ranks, function, given = RUNS[name]()

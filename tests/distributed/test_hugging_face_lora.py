@@ -328,6 +328,7 @@ def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_pa
         ranks.run(WithAdapters(folder, tmp_path / "none", adapter=adapter), case, world_size=2)
 
 
+@pytest.mark.deep
 def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build_wide_model(LLAVAS["clip and llama"], folder)

@@ -89,6 +89,7 @@ def case() -> GradientCase:
     return found
 
 
+@pytest.mark.deep  # drawn cases have them
 def test_four_tensor_parallel_ranks(ranks: RankPool) -> None:
     case = build_case(4, QUARTET)
     assert schedule_of(case).has_inside

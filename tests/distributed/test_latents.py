@@ -67,7 +67,7 @@ def image_with(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**sizes, "latents": {**latents, **changes}}
 
 
-@pytest.mark.deep(when=lambda painter, options: "dp" in painter or options == {**JOINT, "builder": "zb-h1"})
+@pytest.mark.deep(when=lambda painter, options: "sequence_parallel" not in options and "lora" not in options)
 @pytest.mark.parametrize(
     ("painter", "options"),
     [

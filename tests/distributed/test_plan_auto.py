@@ -151,15 +151,12 @@ def test_weights_are_taken_over_and_the_run_can_be_requeued(tmp_path: Path) -> N
     write_working_files(tmp_path)
     pretrained = tmp_path / "pretrained"
     before, _ = run(tmp_path, tmp_path / "before.jsonl", "--save", pretrained)
-
     other = ("--seed", 5, "--global-batch-size", 4, "--dtype", "float64", "--attention-mask", "embedded", "--train-iters", 4)
-    fresh, _ = run(tmp_path, tmp_path / "fresh.jsonl", *other)
     finetune = (*other, "--finetune", None, "--load", pretrained, "--save", tmp_path / "tuned")
     log = tmp_path / "tuned.jsonl"
     first, said = run(tmp_path, log, *finetune, "--exit-interval", 2)
     assert f"starting at step 0 from the weights of {pretrained / 'step_00000004'}" in said
     assert [entry["step"] for entry in first] == [1, 2]
-    assert first[0]["loss"] < 0.9 * fresh[0]["loss"]
     assert first[0]["loss"] < 0.9 * before[0]["loss"]
 
     leave_mark_of_a_killed_run(tmp_path / "tuned")

@@ -33,8 +33,8 @@ from tests.distributed.small_run import (
 
 Entries = list[dict[str, Any]]
 STEPS: dict[str, object] = {"--train-iters": 3, "--global-batch-size": 4, "--micro-batch-size": 1}
-ON_FOUR: dict[str, object] = {**STEPS, "--train-iters": 4, "--vision-dp": 2, "--llm-pp": 2, "--dtype": "float32"}
-ON_FOUR["--global-batch-size"] = 2  # half of the data: other samples in every other step
+ON_TWO: dict[str, object] = {**STEPS, "--train-iters": 4, "--vision-dp": 2, "--llm-dp": 2, "--colocate-units": None}
+ON_TWO |= {"--dtype": "float32", "--global-batch-size": 2}  # half of the data: other samples in every other step
 
 
 def values_of(entries: Entries, name: str = "loss") -> list[float]:
@@ -228,7 +228,7 @@ def whole_run(once: Once) -> Alone:
 
 
 def train_without_interruption(folder: Path) -> Alone:
-    return folder, train(folder, ON_FOUR, num_ranks=4)[0]
+    return folder, train(folder, ON_TWO)[0]
 
 
 def test_the_log_has_the_step_and_its_split(whole_run: Alone) -> None:
@@ -244,7 +244,7 @@ def test_the_log_has_the_step_and_its_split(whole_run: Alone) -> None:
 
 
 def test_bfloat16_stays_close_to_float32(tmp_path: Path, whole_run: Alone) -> None:
-    coarse, _ = train_beside(whole_run, tmp_path, {**ON_FOUR, "--dtype": "bfloat16", "--peak-tflops": 1}, num_ranks=4)
+    coarse, _ = train_beside(whole_run, tmp_path, {**ON_TWO, "--dtype": "bfloat16", "--peak-tflops": 1})
     assert values_of(coarse) == pytest.approx(values_of(whole_run[1]), rel=0.03)
     assert values_of(coarse) != values_of(whole_run[1])
 

@@ -142,6 +142,7 @@ def losses(case: TrainingCase, is_staged: bool, is_on_device: bool) -> tuple[lis
         return [training.train_step(number) for number in range(2)], copied.call_count, apart.call_count
 
 
+@pytest.mark.deep  # messages are as before, and a block of collectives is below
 def test_staged_messages_and_collectives_one_by_one_train_the_same(ranks: RankPool) -> None:
     plain, staged, apart = (run(ranks, losses, CASE, *how) for how in ((False, False), (True, False), (False, True)))
     for found in (staged, apart):

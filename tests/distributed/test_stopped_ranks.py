@@ -124,6 +124,7 @@ def test_interrupting_shows_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.deep  # as a signal does
 def test_a_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
     ended = train(tmp_path, "--save", tmp_path / "saved", "--exit-duration-in-mins", 0.02)
     assert ended.exit_codes == (0,) * NUM_RANKS, ended.output

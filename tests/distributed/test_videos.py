@@ -161,7 +161,6 @@ def test_a_sample_with_a_video_is_what_transformers_make_of_it(
 PLANS: Mapping[str, Mapping[str, object]] = {
     "both cut by context": {"--colocate-units": None, "--llm-cp": 2, "--vision-cp": 2, "--balance": "orchmllm"},
     "apart, from a producer": {"--vision-dp": 1, "--llm-dp": 1, "--schedule": "1f1b"},
-    "two stages": {"--colocate-units": None, "--llm-pp": 2},
 }
 
 

@@ -26,13 +26,13 @@ def test_rows(size, name):
 def test_whole():
     pass
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(strategies.integers())
 def test_drawn(number):
     DRAWN.append(number)
 
 def test_number_of_examples(request):
-    assert len(DRAWN) == (40 if request.config.getoption("all") else 10)
+    assert len(DRAWN) == (60 if request.config.getoption("all") else 10)
 """
 PLANTED = "import pytest\n@pytest.mark.deep\ndef test_a_planted_error():\n    pass\n"
 LONG = "import pytest\n@pytest.mark.parametrize('n', [1], ids=['x' * 121])\ndef test_row(n):\n    pass\n"

@@ -93,6 +93,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.deep  # whoever has a GPU runs it
 def test_ranks_are_rehearsed_on_the_cpu(tmp_path: Path) -> None:
     """What is right passes; other losses, and a run that does not end, do not."""
     rehearsal = Forked("-c", (REHEARSAL, str(tmp_path)), {"CUDA_VISIBLE_DEVICES": ""}, output=tmp_path / "said")

@@ -18,7 +18,7 @@ from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.model_graph import Experts, ModelGraph
 from tests.sanity.repository import ROOT
-from tests.unit.plan.planners.planning_cases import AUDIO, GRAPHS, LLM, VISION, random_lengths
+from tests.unit.plan.planners.planning_cases import AUDIO, GRAPHS, LLM, VISION, few_planners, random_lengths
 from tools.plan import main as plan_main
 from tools.simulate import main as simulate_main
 
@@ -93,7 +93,8 @@ def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, 
     plan = tmp_path / "plan.yaml"
     more = [*asked.more.split(), *(("--freeze", asked.frozen) if asked.frozen else ())]
     flags = [*write_inputs(tmp_path, asked), *more, "--simulate-all", "--output", plan]
-    answer = run(plan_main, capsys, *flags)
+    with few_planners(asked.planner):
+        answer = run(plan_main, capsys, *flags)
     is_run = "pretrain_mllm.py" in plan.read_text()
     if not asked.frozen and is_run:
         again = run(simulate_main, capsys, *printed(plan, "tools/simulate.py"))

@@ -41,7 +41,7 @@ def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
     assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.deep(when=lambda chosen: chosen == options(None))
+@pytest.mark.deep(when=lambda chosen: chosen in (options(None), options(1)))  # others cut items, and have larger tiles
 @pytest.mark.parametrize(
     ("rule", "drawn", "chosen"),
     [

@@ -1,9 +1,13 @@
 """Small models and requests for planners."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_item
@@ -36,6 +40,15 @@ def random_lengths(graph: ModelGraph, *, count: int = 24, seed: int = 0) -> tupl
         items += [ItemLengths(unit.name, draw.randint(16, 256), 0) for unit in graph.generators]
         samples.append(SampleLengths(index, tuple(items), draw.randint(20, 600), 10))
     return tuple(samples)
+
+
+@contextmanager
+def few_planners(*more: str) -> Iterator[None]:
+    """Let `braid` hold its plans against those of two planners; asking all of them takes seconds. more: others to keep."""
+    with patch.dict(PLANNERS):
+        for name in PLANNERS.keys() - {"braid", "disttrain", "megatron", *more}:
+            del PLANNERS[name]
+        yield
 
 
 def request(graph: ModelGraph = TWO, **changes: object) -> PlanningRequest:

@@ -37,7 +37,7 @@ def varied(asked, planner):
 
 
 def test_all_balancers_that_suit_are_tried():
-    tried = {run.balance for run in varied(request(TWO, num_gpus=4, global_batch_size=8), "disttrain")}
+    tried = {run.balance for run in varied(request(TWO, num_gpus=2, global_batch_size=8), "disttrain")}
     assert tried == {name for name, row in BALANCERS.items() if not row.needs_costs and not row.is_for_these_alone}
 
 
@@ -159,12 +159,12 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
     assert tuned.run.balance != UNBALANCED
 
 
-def test_the_bound_of_a_run_is_below_its_step():
+@pytest.mark.deep(when=lambda name: name not in ("disttrain", "megatron-balanced", "optimus"))
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_bound_of_a_run_is_below_its_step(name):
     asked = request(num_gpus=2, global_batch_size=8, time_budget_seconds=0.1)
-    trials = Trials(asked)
-    for name, row in COMPARED.items():
-        run = row(asked)
-        assert 0 < trials.least_step_seconds(run) <= predict_run(run, asked).iteration_seconds, name
+    run = COMPARED[name](asked)
+    assert 0 < Trials(asked).least_step_seconds(run) <= predict_run(run, asked).iteration_seconds
 
 
 @pytest.mark.deep(when=lambda planner: planner == "disttrain")

@@ -35,7 +35,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import Experts
 from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, TWO, frozen, request, with_memory
+from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, TWO, few_planners, frozen, request, with_memory
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -66,6 +66,7 @@ def test_fused_layers_are_counted_on_only_where_they_can_run():
     assert not replace(fused, sharding="optim_grads_params").allows("zb-h1")
 
 
+@few_planners()
 def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
     asked = request(TEXT_ONLY, transformer_impl="transformer_engine", sharding="optim_grads_params")
     run = PLANNERS["braid"](asked)

@@ -28,6 +28,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.timeline import Timeline, TimelineEvent
 from tests.distributed.launch import REPOSITORY
+from tests.unit.plan.planners.planning_cases import few_planners
 
 DIGITS = REPOSITORY / "examples" / "digits"
 GRAPH = ModelGraph.from_file(DIGITS / "model.yaml")
@@ -61,7 +62,8 @@ def test_sizes_that_were_given_are_fixed() -> None:
 @pytest.fixture(scope="module")
 def choice() -> Choice:
     """Return what is chosen for two processes."""
-    return choose_plan(asked(configured()), may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
+    with few_planners():
+        return choose_plan(asked(configured()), may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
 
 
 def test_a_choice_is_planned_told_and_run(choice: Choice) -> None:
@@ -93,6 +95,7 @@ def test_durations_of_the_machine_are_given_to_runs_that_go_by_them(choice: Choi
     ]
 
 
+@few_planners()
 def test_a_plan_that_would_leave_processes_idle_is_refused_with_the_number_that_works() -> None:
     sizes = [part for unit in ("llm", "vision") for size in ("dp", "pp", "tp") for part in (f"--{unit}-{size}", "1")]
     request = asked(configured(*sizes), num_ranks=3)
