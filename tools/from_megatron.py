@@ -50,6 +50,8 @@ _DEFAULT_SIZES = {
 _LENGTHS = "decoder-seq-length", "total-seq-length", "dataloader-seq-length", "encoder-seq-length", "seq-length"
 """Flags of the length of sequences, the first that is given being that of the LLM's."""
 _MOST_CHECKS = 40
+MOCK = "mock.jsonl"
+"""File of text in place of Megatron's random tokens."""
 _DEFAULTS = {"hidden-dropout": 0, "attention-dropout": 0, "rotary-percent": 1, "transformer-impl": "transformer_engine"}
 """Flag -> the value with which it asks for what holds anyway (on CUDA)."""
 _HOLDS = {
@@ -143,7 +145,8 @@ class Conversion:
     def _data(self) -> None:
         flags, config = self.flags, self.config
         if flags.is_mock and not self.graph.encoders:
-            self.note(TO_DO, "mock-data", "there is none for text alone; give --data-path")
+            config["data-path"] = MOCK
+            self.note(RENAMED, "mock-data", f"data-path: {MOCK}, some words that are written beside this report")
         elif flags.is_mock:
             config["data-path"] = "digits"
             if "mock-data" in flags:
@@ -309,6 +312,9 @@ def main(argv: Sequence[str]) -> None:
     write_mapping(folder / "model.yaml", conversion.model)
     if conversion.plan:
         write_mapping(folder / "plan.yaml", conversion.plan)
+    if conversion.config.get("data-path") == MOCK:
+        words = [f"{number} and {number} is {2 * number}. " * 40 for number in range(64)]
+        (folder / MOCK).write_text("".join(f'{{"text": "{each}"}}\n' for each in words), encoding="utf-8")
     conversion.check(folder)
     lines = [f"{name}:\n" + "".join(f"  {line}\n" for line in found) for name, found in conversion.report.items() if found]
     lines.append(

@@ -9,9 +9,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -19,13 +21,17 @@ from typing import NamedTuple
 from multimodal.values.errors import ConfigError
 
 _SECONDS = 20
-_NOTE = 'exec 3>&"$1"; shift; '
+_START = 'exec 3>&"$1"; _text=$2; shift 2; eval "$_text"'
 _BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
 kill() { return 0; }
 sbatch() { local text; read -r -d '' text; eval "$text"; }
+dirname() { [[ $1 == */* ]] && echo "${1%/*}" || echo .; }
+seq() { local i=1; (( $# > 1 )) && i=$1; for (( ; i <= ${!#}; i++ )); do echo $i; done; }
 command_not_found_handle() {
     for _name in ${!MIMO_@}; do printf '%s\\0' "$_name=${!_name}" >&3; done
-    printf '%s\\0' "$@" $'\\x01' >&3; return 0
+    printf '%s\\0' "$@" $'\\x01' >&3
+    [[ ${!#} == ?(*/)?(ba)sh ]] && sbatch
+    return 0
 }
 """
 _OUT_OF_PLACE = (
@@ -39,8 +45,8 @@ _PROGRAM = re.compile(r"[\w./${}-]+\.py")
 _LAUNCHERS = "torch.distributed", "debugpy", "pdb"
 """Modules that start a program."""
 _NUMBER = re.compile(r"(?:--n(?:proc|nodes)(?:[-_]per[-_]node)?|mpi(?:run|exec)\b.* -np?)[= ](\d+)")
-_OF_JOB = re.compile(r"(?:-N|--nodes|--gpus-per-node)[= ](\d+)")
-_OVERRIDE = re.compile(r"\+{0,2}[a-z_]+(?:\.[a-z_]+)+=.*")
+_OF_JOB = re.compile(r"(?:-N|--nodes|--gpus-per-node|--gres=gpu(?::[a-z]\w*)?)[= :](\d+)")
+_OVERRIDE = re.compile(r"\+{0,2}[a-z_]+(?:\.[a-z_]+)+=.*|mixed_precision=.*")
 _MODULES = {"LLM": "llm", "VISION": "encoder"}
 """Modules whose sizes Megatron-Bridge's examples of MegatronMIMO read from MIMO_MODULE_SIZE -> flags of the same."""
 _BRIDGE = {"freeze-language-model": "freeze-LM", "freeze-vision-model": "freeze-ViT", "sequence-length": "seq-length"}
@@ -73,7 +79,7 @@ def read_command(words: Sequence[str]) -> Command:
     variables = dict(word.split("=", 1) for word in words[1:] if re.match(r"[A-Za-z_]\w*=", word))
     arguments = [word for word in words[1:] if not re.match(r"[A-Za-z_]\w*=", word)]
     text = script.read_text(encoding="utf-8", errors="replace")
-    commands = [_command(started) for started in _started(text, variables=variables, arguments=arguments)]
+    commands = [_command(started) for started in _started(script, text, variables=variables, arguments=arguments)]
     found = max(commands, key=lambda each: len(each.flags), default=None)
     if found is None or not found.flags:
         raise ConfigError(f"{script}: starts no program with flags; give the script that starts the training, or its flags")
@@ -82,7 +88,7 @@ def read_command(words: Sequence[str]) -> Command:
     return found._replace(unset=_unset(text, variables=variables, num_arguments=len(arguments)))
 
 
-def _started(text: str, *, variables: Mapping[str, str], arguments: Sequence[str]) -> list[list[str]]:
+def _started(script: Path, text: str, *, variables: Mapping[str, str], arguments: Sequence[str]) -> list[list[str]]:
     """Return the words of every command that a script starts."""
     bash = shutil.which("bash")
     if bash is None:
@@ -92,17 +98,18 @@ def _started(text: str, *, variables: Mapping[str, str], arguments: Sequence[str
     with tempfile.TemporaryFile() as notes:
         environment = {**{name: os.environ.get(name, "") for name in _OWN}, **variables, "PATH": "/nowhere"}
         process = subprocess.Popen(
-            [bash, "--norc", "--noprofile", "-r", "-c", _NOTE + 'eval "$0"', _BEFORE + text, str(notes.fileno()), *arguments],
+            [bash, "--norc", "--noprofile", "-r", "-c", _START, script.name, str(notes.fileno()), _BEFORE + text, *arguments],
             env=environment,
             pass_fds=(notes.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             process.wait(_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             raise ConfigError(f"the script does not end in {_SECONDS} s; give the flags themselves behind --") from None
         notes.seek(0)
         words = notes.read().decode(errors="replace").split("\0")
@@ -119,8 +126,9 @@ def _unwrapped(words: list[str]) -> list[str]:
     """Return a command that a launcher gets as one word (srun sh -c "...") as words."""
     for word in words:
         if " --" in word and _PROGRAM.search(word):
-            inner = shlex.split(word.rsplit(";", 1)[-1].rsplit("&&", 1)[-1])
-            return [*words[: words.index(word)], *inner]
+            with suppress(ValueError):  # a text with quotation marks of its own
+                inner = shlex.split(word.rsplit(";", 1)[-1].rsplit("&&", 1)[-1])
+                return [*words[: words.index(word)], *inner]
     return words
 
 
@@ -143,7 +151,9 @@ def _command(words: list[str]) -> Command:
         elif _OVERRIDE.fullmatch(word):
             key, _, value = word.partition("=")
             name = key.rsplit(".", 1)[-1].replace("_", "-")
-            if value.lower() not in ("false", "null", "none"):
+            if key == "mixed_precision":
+                flags[value.partition("_")[0]] = []
+            elif value.lower() not in ("false", "null", "none"):
                 flags[_BRIDGE.get(name, name)] = [] if value.lower() == "true" else [value]
         else:
             current.append(word)
@@ -164,8 +174,9 @@ def _unset(text: str, *, variables: Mapping[str, str], num_arguments: int) -> tu
     text = re.sub(r"(?m)(^|\s)#.*$", "", text)
     outside = re.sub(r"(?ms)^\s*(?:function\s+)?\w+\s*\(\)\s*\{.*?(?:^|; *)\}", "", text)  # functions have arguments of their own
     found = re.findall(r"\$\{?([1-9])(?=\W|$)", outside) + re.findall(r"\$\{?([A-Z]\w*)(?=\W|$)", text)
-    used = dict.fromkeys(found)
+    used = dict.fromkeys(name for name in found if not re.fullmatch(r"SLURM_\w*ID\w*|MASTER_\w+|\w*RANK|OPTARG", name))
     has_default = {*_OWN, *re.findall(r"\$\{(\w+):?[-=+]", text), *re.findall(r"\b([A-Za-z_]\w*)\+?=", text)}
+    has_default |= {*re.findall(r"-n\s+\"?\$\{?(\w+)", text)}  # what only counts if it is set
     is_set = {
         *variables,
         *has_default,

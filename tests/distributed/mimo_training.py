@@ -108,7 +108,7 @@ def mimo_without_cuda() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
     parallel_state._set_global_memory_buffer()
     try:
-        with megatron_without_cuda(), patch.object(bridge_communicator, "dist", _Gloo()):
+        with megatron_without_cuda(), patch.object(bridge_communicator, "dist", Gloo()):
             yield
     finally:
         BridgeCommunicator.destroy_bridge_pgs()
@@ -287,7 +287,7 @@ class _Encoder(Module):
         return output
 
 
-class _Gloo:
+class Gloo:
     """torch.distributed as the bridge between modules sees it, which asks for NCCL by name."""
 
     def __getattr__(self, name: str) -> Any:

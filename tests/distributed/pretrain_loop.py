@@ -16,6 +16,8 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.llava_model import DEFAULT_IMAGE_TOKEN_INDEX
+from megatron.core.pipeline_parallel import bridge_communicator
+from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.training import arguments, get_args, global_vars, initialize, pretrain, training
@@ -24,7 +26,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron.runtime import patches
+from tests.distributed import pretrain_mimo
 from tests.distributed.drop_in_training import IMAGE_SIZE, build_llava, fill_weights
+from tests.distributed.megatron_checkpoint import writing_without_psutil
+from tests.distributed.mimo_training import Gloo
 
 SEQUENCE_LENGTH, VOCABULARY = 8, 32
 FLAGS = {
@@ -44,7 +49,7 @@ FLAGS = {
     "eval-iters": 1,
     "log-interval": 1,
     "lr": 0.01,
-    "clip-grad": 0,  # whose code asserts that tensors are CUDA's
+    "clip-grad": 0.5,
     "attention-dropout": 0.0,
     "hidden-dropout": 0.0,
     "dataloader-type": "external",
@@ -53,7 +58,7 @@ FLAGS = {
 }
 SWITCHES = (
     *("no-gradient-accumulation-fusion", "no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-gelu-fusion"),
-    *("no-bias-dropout-fusion", "use-cpu-initialization", "no-save-rng", "no-load-rng", "no-rope-fusion"),
+    *("no-bias-dropout-fusion", "use-cpu-initialization", "no-load-rng", "no-rope-fusion"),
 )
 
 
@@ -70,12 +75,14 @@ _CALLS_OF_CUDA = ("empty_cache", "synchronize", "set_device", "reset_peak_memory
 
 
 class _CudaOnCpu(TorchFunctionMode):
-    """Makes tensors for device "cuda" on the CPU."""
+    """Makes tensors for device "cuda" on the CPU, which name the type that clipping asserts."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if function is Tensor.type and len(args) == 1 and not isinstance(args[0], torch.nn.Parameter):
+            return function(*args).replace("torch.", "torch.cuda.")
         return args[0] if function is Tensor.cuda else function(*args, **kwargs)
 
 
@@ -100,6 +107,8 @@ def _on_cpu() -> Iterator[None]:
         stack.enter_context(patch.object(training, "set_jit_fusion_options", lambda **_: None))
         stack.enter_context(patch.dict(training._STARTUP_TIMESTAMPS, program_start=None))  # on ranks that trained before
         stack.enter_context(torch._dynamo.config.patch(disable=True))
+        stack.enter_context(patch.object(bridge_communicator, "dist", Gloo()))
+        stack.enter_context(writing_without_psutil())
         stack.enter_context(_CudaOnCpu())
         yield
 
@@ -109,10 +118,16 @@ class _Stream:
         pass
 
 
-def pretrain_model(flags: dict[str, Any], schedule: str | None, has_images: bool = False, **more: Any) -> PretrainResult:
+def pretrain_model(
+    flags: dict[str, Any],
+    schedule: str | None,
+    has_images: bool = False,
+    mimo: pretrain_mimo.MimoSizes | None = None,
+    **more: Any,
+) -> PretrainResult:
     """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions.
 
-    has_images: train LLaVAModel, with the encoder where the plan has it; more: of `patches.apply`.
+    has_images: train LLaVAModel, with the encoder where the plan has it; mimo: train MimoModel so; more: of `patches.apply`.
     """
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
@@ -127,17 +142,48 @@ def pretrain_model(flags: dict[str, Any], schedule: str | None, has_images: bool
     parts = {"add_encoder": "vision" in groups, "add_decoder": "llm" in groups} if groups else {}
     try:
         with patch.object(sys, "argv", argv), _on_cpu(), _recorded(logged):
-            arguments.parse_and_validate_args()
-            providers = {"model_provider": partial(_build_model, models, parts if has_images else None)}
-            step = _forward_with_images if has_images else _forward_step
-            pretrain(pretrain_cfg_container_from_args(get_args()), _open_data, ModelType.encoder_or_decoder, step, **providers)
+            if mimo is not None:
+                _pretrain_mimo(mimo, models)
+            else:
+                arguments.parse_and_validate_args()
+                providers = {"model_provider": partial(_build_model, models, parts if has_images else None)}
+                step = _forward_with_images if has_images else _forward_step
+                config = pretrain_cfg_container_from_args(get_args())
+                pretrain(config, _open_data, ModelType.encoder_or_decoder, step, **providers)
     finally:
         patches.undo()
+        BridgeCommunicator.destroy_bridge_pgs()
+        BridgeCommunicator.destroy_broadcast_pgs()
         parallel_state.destroy_model_parallel()
     weights = {
         f"{place} {n}": p.detach().numpy().copy() for place, model in enumerate(models) for n, p in model.named_parameters()
     }
     return PretrainResult(logged, weights)
+
+
+def _pretrain_mimo(sizes: pretrain_mimo.MimoSizes, models: list[Any]) -> None:
+    """Do as Megatron's program for modules on ranks of their own."""
+    args = arguments.parse_args()
+    world, args.world_size = args.world_size, sizes.llm_dp * sizes.llm_pp
+    arguments.validate_args(args)
+    args.world_size = world
+    args.padded_vocab_size = pretrain_mimo.VOCABULARY
+    global_vars.set_global_variables(args, build_tokenizer=False)
+    if sizes.shares_ranks:
+        parallel_state.initialize_model_parallel()
+    elif parallel_state._GLOBAL_MEMORY_BUFFER is None:  # without a plan
+        parallel_state._set_global_memory_buffer()
+    topology = pretrain_mimo.MimoTopology(sizes)
+    model = pretrain_mimo.MimoBuildConfig(_topology=topology, post_wrap_hooks=[models.extend])
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        topology.open_data,
+        ModelType.encoder_or_decoder,
+        pretrain_mimo.forward_step,
+        skip_model_parallel_init=True,
+        p2p_communicator=topology.communicator,
+        pg_collection=topology.collection,
+    )
 
 
 @contextmanager

@@ -75,17 +75,19 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
 
 @pytest.mark.deep(when=lambda encoders: encoders == [[0]])
 @pytest.mark.parametrize(
-    ("encoders", "options"),
-    [([[0], [1]], {}), ([[0]], {}), ([[2]], VARIABLE)],
-    ids=["first stage", "one replica", "own ranks"],
+    ("encoders", "options", "num_chunks"),
+    [([[0], [1]], {}, 1), ([[0]], {}, 1), ([[2]], VARIABLE, 1), ([[0]], INTERLEAVED | VARIABLE, 2)],
+    ids=["first stage", "one replica", "own ranks", "interleaved"],
 )
-def test_encoders_fill_bubbles_of_a_loops_llm(ranks: RankPool, encoders: list[list[int]], options: dict[str, Any]) -> None:
+def test_encoders_fill_bubbles_of_a_loops_llm(
+    ranks: RankPool, encoders: list[list[int]], options: dict[str, Any], num_chunks: int
+) -> None:
     """LLaVAModel's encoder, with the LLM's first stage or on ranks of its own, as a unit whose work goes where lanes wait."""
-    case = LoopCase(2, has_images=True, options=options)
+    case = LoopCase(2, num_chunks=num_chunks, has_images=True, options=options)
     width = len(encoders)
-    model = _graph(2, has_images=True)
-    cuts = split_layers(model.backbone.layers, num_stages=2)
-    llm = tuple(Replica((Stage((d,), cuts[:1]), Stage((d + width,), cuts[1:]))) for d in range(width))
+    model = _graph(2 * num_chunks, has_images=True)
+    cuts = split_layers(model.backbone.layers, num_stages=2 * num_chunks)
+    llm = tuple(Replica((Stage((d,), cuts[::2]), Stage((d + width,), cuts[1::2]))) for d in range(width))
     vision = tuple(Replica((Stage(tuple(each), ((0, len(model.unit("vision").layers)),)),)) for each in encoders)
     plan = Plan({"vision": UnitPlan(vision), "llm": UnitPlan(llm)})
     expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=2 * width)

@@ -237,7 +237,7 @@ class PipelineStep(LaneRun):
         self.overlapped = find_overlapped(inputs.chunks) if self.is_late else []
         if self.is_split:
             for chunk in inputs.chunks:
-                prepare_split(chunk, inputs.config)
+                prepare_split(chunk, inputs.config, is_encoder=not shape.llm.is_here)
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_late=self.is_late)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
         self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))

@@ -26,10 +26,10 @@ _deferring = WeakSet[Module]()
 _ADVICE = "give patches.apply(schedule=...) '1f1b' or another schedule of whole backwards"
 
 
-def prepare_split(chunk: Module, config: Any) -> None:
+def prepare_split(chunk: Module, config: Any, *, is_encoder: bool = False) -> None:
     """Let the linear layers of a loop's model leave weight gradients to the active queue; without one they stay as they are.
 
-    Raises ConfigError for layers that cannot.
+    is_encoder: it may be of any layers, whose backwards stay whole. Raises ConfigError for layers that cannot.
     """
     if chunk in _deferring:
         return
@@ -45,7 +45,7 @@ def prepare_split(chunk: Module, config: Any) -> None:
             "the schedule splits backwards, but layers of Transformer Engine were built without delay_wgrad_compute; set the "
             f"config's delay_wgrad_compute=True before, or {_ADVICE}"
         )
-    if not linears and not engine:
+    if not linears and not engine and not is_encoder:
         raise ConfigError(f"the schedule splits backwards, but the model has no linear layer of megatron-core's; {_ADVICE}")
     defer_in_modules(chunk)
     for linear in linears:

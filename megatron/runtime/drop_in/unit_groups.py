@@ -2,11 +2,9 @@
 
 import importlib.util
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.runtime.drop_in.training_loop import TrainingLoop
 from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan, UnitPlan
@@ -51,12 +50,11 @@ class UnitGroups:
         for name in self._states:
             with self.within(name):
                 self.collections[name] = ProcessGroupCollection.use_mpu_process_groups()
-        _write(self._states[next(name for name in first if name in self._states)])
-        loaded: Mapping[str, Any] = sys.modules
-        self._arguments = loaded.get("megatron.training.arguments")
-        if self._arguments is not None:
-            self._parse = self._arguments.parse_args
-            self._arguments.parse_args = partial(_parse_for, self._parse, len(set(plan.units[first[0]].ranks)))
+        units = [next(name for name in first if rank in plan.units[name].ranks) for rank in range(dist.get_world_size())]
+        _write(self._states[units[dist.get_rank()]])
+        named = sorted({*units}, key=[*first].index)
+        num_ranks = len({*plan.units[first[0]].ranks})
+        self._loop = TrainingLoop(units[dist.get_rank()], named, num_ranks=num_ranks, groups=self._made)
 
     @contextmanager
     def within(self, unit: str) -> Iterator[None]:
@@ -71,10 +69,9 @@ class UnitGroups:
             _write(outer)
 
     def close(self) -> None:
-        """Give parallel_state, and Megatron's arguments, back what they said before, and destroy the groups."""
+        """Give parallel_state, and Megatron's training loop, back what they were before, and destroy the groups."""
         _write(self._before)
-        if self._arguments is not None:
-            self._arguments.parse_args = self._parse
+        self._loop.close()
         for group in self._made:
             if group in dist.distributed_c10d._world.pg_map:  # destroy_model_parallel, if the loop called it, destroyed some
                 dist.destroy_process_group(group)
@@ -93,13 +90,6 @@ class UnitGroups:
             expert_model_parallel_size=unit.expert_parallel_size,
         )
         return _read(state)
-
-
-def _parse_for(parse: Callable[..., Any], num_ranks: int, *words: Any, **options: Any) -> Any:
-    """Return Megatron's arguments, which count replicas by the ranks of the backbone alone."""
-    found = parse(*words, **options)
-    found.world_size = num_ranks
-    return found
 
 
 def megatron_order(unit: UnitPlan) -> tuple[int, ...]:

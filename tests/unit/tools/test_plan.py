@@ -23,6 +23,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.validate import read_plan
 from tests.distributed.launch import train
 from tests.sanity.repository import ROOT
+from tools.from_megatron import MOCK
 from tools.from_megatron import main as from_megatron
 from tools.megatron_command import read_command
 from tools.plan import build_parser, build_request, main
@@ -267,7 +268,16 @@ read -r -d '' ARGS <<'EOF'
 EOF
 CMD="python pretrain_gpt.py $ARGS"
 eval srun -l $CMD --tensor-model-parallel-size $((1 + 1))"""
+JOB = f"""#SBATCH --nodes=1 --gres=gpu:2
+HERE=$(dirname "$0")
+case ${{SIZE:-small}} in small) WIDTH=16 ;; *) WIDTH=64 ;; esac
+[ -n "$MORE" ] && WIDTH=$MORE
+for TRY in $(seq 1); do srun --label bash <<EOS
+  python $HERE/pretrain_gpt.py {SHAPE} {TRAINED} --kv-channels $WIDTH --mock-data --seq-length 64 --position-embedding-type rope
+EOS
+done"""
 SCRIPTS = {
+    "job, mock text": JOB,
     "mistral and clip": encoded(DIRECT, "mistral_7b", "clip"),
     "mistral and clip, batch": encoded(IN_SHELL, "mistral_7b", "clip"),
     "llama and radio": encoded(IN_SHELL, "llama3.1_8b", "radio"),
@@ -337,6 +347,8 @@ def test_what_a_program_reads_from_its_environment(tmp_path: Path) -> None:
 def test_a_job_s_processes_and_a_gated_quick_gelu(tmp_path: Path) -> None:
     _, units, report = convert("batch", tmp_path)
     assert "--nproc-per-node 4 " in report and units["llm"]["activation"] == "quick_geglu" and "ARGS" not in report
+    config, _, report = convert("job, mock text", tmp_path)
+    assert "--nproc-per-node 2 " in report and config["data-path"] == MOCK and "script uses" not in report
 
 
 def test_sizes_of_a_module_become_a_plan(tmp_path: Path) -> None:
@@ -368,7 +380,7 @@ HERE = {"tokenizer-type": "ByteTokenizer", "seq-length": 512, "train-iters": 2, 
 NOT_HERE = "tokenizer-model", "load", "pretrained-checkpoint", "save", "split", "eval-iters", "eval-interval", "lr-warmup-iters"
 
 
-@pytest.mark.deep(when=lambda name: name not in ("mimo", "batch"))
+@pytest.mark.deep(when=lambda name: name not in ("mimo", "job, mock text"))
 @pytest.mark.parametrize("name", [*SCRIPTS, *COMMANDS])
 def test_what_is_written_trains_a_small_model(tmp_path: Path, name: str) -> None:
     """Two steps of the written run, with its sizes of modules and its flags, of narrow layers."""
@@ -386,7 +398,8 @@ def test_what_is_written_trains_a_small_model(tmp_path: Path, name: str) -> None
         samples = [{"image": "a.png", "conversations": turns}] * 32
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, samples)))
     config = {key: value for key, value in config.items() if key not in NOT_HERE} | HERE
-    config["data-path"] = "digits" if len(units) > 1 and not is_shown else str(tmp_path / "data.jsonl")
+    if config.get("data-path") != MOCK:
+        config["data-path"] = "digits" if len(units) > 1 and not is_shown else str(tmp_path / "data.jsonl")
     (tmp_path / "out" / "config.yaml").write_text(json.dumps(config))
     (tmp_path / "out" / "model.yaml").write_text(json.dumps({"units": units}))
     num_ranks = int(report.partition("--nproc-per-node ")[2].split()[0])
