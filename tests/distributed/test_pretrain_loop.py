@@ -12,7 +12,7 @@ import pytest
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankError, RankPool
 
 pytest.importorskip(
     "megatron.training",
@@ -126,6 +126,14 @@ def _apart(vision_dp: int, llm_pp: int, llm_dp: int) -> tuple[ModelGraph, Plan]:
     llm = UnitSizes(pipeline_parallel_size=llm_pp, data_parallel_size=llm_dp)
     sizes = {"vision": UnitSizes(data_parallel_size=vision_dp), "llm": llm}
     return model, plan_disaggregated(model, sizes=sizes, world_size=vision_dp + llm_pp * llm_dp)
+
+
+def test_checkpoints_in_which_units_would_overwrite_each_other_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    model, plan = _apart(vision_dp=1, llm_pp=1, llm_dp=1)
+    flags = {"pipeline-model-parallel-size": 1, "save": tmp_path / "run", "ckpt-format": "torch"}
+    with pytest.raises(RankError, match="--ckpt-format torch names files .*; give --ckpt-format torch_dist"):
+        ranks.run(partial(pretrain_model, has_images=True, model=model, plan=plan), flags, "1f1b", world_size=2)
+    assert not (tmp_path / "run").exists()
 
 
 def test_pretrain_runs_with_balanced_microbatches(ranks: RankPool) -> None:
