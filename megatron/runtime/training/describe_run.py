@@ -59,7 +59,7 @@ def describe_run(run: Run) -> str:
             f"{_shown_stages(trained, unit)}"
         )
     joined = f" in {run.data.num_train} sequences" if run.config.training.packing_seq_length else ""
-    samples = f"{len(run.data.train)} training samples{joined}, {run.config.training.global_batch_size} a step"
+    samples = f"{len(run.data.train.source)} training samples{joined}, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
     schedule = " + ".join([run.config.training.schedule, *filter(None, run.config.training.schedule_passes.split(","))])
     sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""

@@ -51,7 +51,8 @@ def test_answers_follow_from_the_digits_shown() -> None:
     assert set(kinds) == set(QUESTIONS) and min(kinds.values()) > 30
     for index, glyphs in enumerate(shown_glyphs(source)):
         shown = [int(digits[glyph]) for glyph in glyphs]
-        expected = {"read": "".join(map(str, shown)), "count": str(len(shown)), "sum": str(sum(shown))}
+        terms = f"{shown[0]}+{shown[1]}=" if len(shown) == 2 else ""
+        expected = {"read": "".join(map(str, shown)), "count": str(len(shown)), "sum": f"{terms}{sum(shown)}"}
         sample = source.sample(index)
         assert sample.answer == expected[sample.kind]
 
@@ -97,7 +98,7 @@ def test_an_encoder_that_no_picture_fits_is_an_error() -> None:
 
 
 def test_a_seq_length_that_would_cut_samples_is_an_error() -> None:
-    longest = 2 * (40 + 2) + len("what is the sum") + 12 + 4
+    longest = 2 * (40 + 2) + len("how many") + 12 + 4
     with pytest.raises(ConfigError, match=rf"up to {longest} tokens .* --seq-length is {longest - 1}; set it to {longest}"):
         open_digits(seq_length=longest - 1)
     assert max(open_digits(1000, seq_length=longest).lengths(index).num_tokens for index in range(1000)) <= longest

@@ -34,7 +34,7 @@ def test_a_balancer_that_keeps_the_datas_order_is_asked_ever_less_often(margin: 
     plan = plan_disaggregated(inputs.graph, sizes=config.parallelism.units, world_size=4)
     schedules = ScheduleCache(inputs.graph, plan, BUILDERS["1f1b"])
     predictor = replace(build_predictor(config, schedules, vocab_size=inputs.vocab_size), margin=margin)
-    counted, source = _Counted(), inputs.data.train
+    counted, source = _Counted(), inputs.data.train.source
     planner = StepPlanner(
         source,
         batches=GlobalBatches((DataPart(len(source)),), 32, seed=0, shuffle=False),

@@ -57,7 +57,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "language with scaled positions": {"language": {**BACKBONE, "rotary_dynamic_scaling": [2.0, 64]}},
     "chain of 3 + 4 layers": GRAPH.to_dict()["units"],
-    "digits": yaml.safe_load((ROOT / "examples" / "digits" / "model.yaml").read_text())["units"],
+    "digits": yaml.safe_load((ROOT / "tests" / "unit" / "runtime" / "six_layers.yaml").read_text())["units"],
 }
 MACHINES = {
     "CPU": (False, None),

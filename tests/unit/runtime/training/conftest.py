@@ -7,12 +7,13 @@ from megatron.runtime.orchestrator.orchestrate import Inputs
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
 
-EXAMPLES = ROOT / "examples"
+EXAMPLES, MORE_LAYERS = ROOT / "examples", ROOT / "tests" / "unit" / "runtime" / "six_layers.yaml"
 
 
 def open_example(line: str = "", *, example: str = "digits", num_ranks: int = 8) -> tuple[RunConfig, Inputs]:
-    """Open what a run of an example trains; line: flags beside its configuration."""
-    given = ["--config", str(EXAMPLES / example / "config.yaml"), *line.split()]
+    """Open what a run of an example trains, of the digits with more layers; line: flags beside its configuration."""
+    model = ["--model", str(MORE_LAYERS)] if example == "digits" else []
+    given = ["--config", str(EXAMPLES / example / "config.yaml"), *model, *line.split()]
     config = parse_arguments(given, environ={"WORLD_SIZE": str(num_ranks)})
     graph = choose_trained(ModelGraph.from_file(config.model.model), config.model)
     data = build_data_sets(config, graph)
