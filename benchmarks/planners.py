@@ -60,8 +60,8 @@ class Case(NamedTuple):
 
 
 PAIRS = (
-    ("mllm-9b", "a800", 96, 128, {"vision": 1024, "llm": 8192, "generator": 441}, ()),
-    ("mllm-72b", "a800", 96, 40, {"vision": 1024, "llm": 8192, "generator": 1764}, ()),
+    ("mllm-9b", "a800", 96, 128, {"vision": 1024, "llm": 8192, "generator": 64}, ()),
+    ("mllm-72b", "a800", 96, 40, {"vision": 1024, "llm": 8192, "generator": 256}, ()),
     ("vit-22b-gpt-175b", "h100", 512, 256, {"vision": 2048, "llm": 2560}, ()),
     ("cornstarch-vlm-m", "a40", 24, 96, {"vision": 1024, "llm": 2048}, ("vision", "llm")),
     ("orchmllm-10b", "h100", 64, 512, {"vision": 1024, "audio": 1500, "llm": 3072}, ()),

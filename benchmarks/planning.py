@@ -59,7 +59,7 @@ MANY_GPUS, CLAIMED_SECONDS_OF_ALL, CLAIMED_MB = 10_240, 2 * 300, 2000
 def disttrain_request(num_gpus: int) -> PlanningRequest:
     """Return a request for MLLM-72B on A800 nodes: 8,192 tokens per sample, one input image and one generated image."""
     graph = ModelGraph.from_file(EXAMPLES / "models" / "mllm-72b.yaml")
-    lengths = uniform_lengths(graph, tokens={"vision": 1024, "llm": 8192, "generator": 1764}, num_samples=1)
+    lengths = uniform_lengths(graph, tokens={"vision": 1024, "llm": 8192, "generator": 256}, num_samples=1)
     cluster = Cluster.from_file(EXAMPLES / "clusters" / "a800.yaml")
     vocab_size = graph.backbone.vocab_size or 128256
     return PlanningRequest(graph, cluster, num_gpus, 1920, lengths, vocab_size=vocab_size)

@@ -29,7 +29,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 
 BATCH_SIZE, SEQUENCE_LENGTH, NUM_IMAGES, IMAGE_TOKENS = 1920, 8192, 7, 1024
 CALIBRATED_MFU, SMALLEST_MFU = 0.547, 0.518
@@ -89,7 +89,7 @@ def _frozen(cluster: Cluster) -> Iterator[Row]:
         graph = read_model(model)
         graph = replace(graph, units=tuple(replace(unit, freeze_module=unit.name != trained) for unit in graph.units))
         setup, run = _disttrain(model, cluster, num_gpus=NUM_FROZEN_GPUS, graph=graph, batch_size=FROZEN_BATCHES[model])
-        megatron = replace(_megatron(model, num_gpus=NUM_FROZEN_GPUS), graph=graph, global_batch_size=FROZEN_BATCHES[model])
+        megatron = replace(_megatron(model, num_gpus=NUM_FROZEN_GPUS, batch_size=FROZEN_BATCHES[model]), graph=graph)
         ours, theirs = setup.predict(run, cluster), megatron.simulate(cluster)
         mfus.append(ours.mfu / theirs.mfu)
         throughputs.append(theirs.iteration_seconds / ours.iteration_seconds)
@@ -149,17 +149,21 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _megatron(model: str, *, num_gpus: int) -> Setup:
-    sizes = {"vision": FixedSizes(8, 1), "llm": FixedSizes(8, MEGATRON_STAGES[model]), "generator": FixedSizes(8, 1)}
+def _megatron(model: str, *, num_gpus: int, batch_size: int = BATCH_SIZE) -> Setup:
+    """Every GPU of the generator's tensor parallel groups has the whole U-Net (section 2.1), for other images."""
+    stages = MEGATRON_STAGES[model]
+    data = max(each for each in _divisors(batch_size) if each * 8 * (stages + 2) <= num_gpus)
+    sizes = {"vision": FixedSizes(8, 1), "llm": FixedSizes(8, stages), "generator": FixedSizes(1, 1, 8 * data)}
     return Setup(
-        "megatron", read_model(model), (_sample(model),), num_gpus, BATCH_SIZE, sizes, num_overlapped_parts=STEPCCL_PARTS
+        "megatron", read_model(model), (_sample(model),), num_gpus, batch_size, sizes, num_overlapped_parts=STEPCCL_PARTS
     )
 
 
 def _sample(model: str) -> SampleLengths:
-    generator = read_model(model).unit("generator").image
+    graph = read_model(model)
+    generator = graph.unit("generator").image
     assert generator is not None
     made = ((1024 if model == LARGE else 512) // generator.patch_size) ** 2
-    images = [ItemLengths("vision", IMAGE_TOKENS, IMAGE_TOKENS)] * NUM_IMAGES
+    images = [ItemLengths("vision", IMAGE_TOKENS, IMAGE_TOKENS)] * NUM_IMAGES + [ItemLengths("generator", made, 0)] * NUM_IMAGES
     num_text_tokens = SEQUENCE_LENGTH - NUM_IMAGES * IMAGE_TOKENS
-    return SampleLengths(0, (*images, *[ItemLengths("generator", made, 0)] * NUM_IMAGES), num_text_tokens, num_text_tokens)
+    return SampleLengths(0, pass_items(graph, images), num_text_tokens, num_text_tokens)

@@ -1,12 +1,12 @@
-"""The samples of --data-path digits, and as many that ask to draw the sum of two pictures of handwritten digits.
+"""Samples that ask to draw a number of one to three digits, and as many the sum of two pictures of handwritten digits.
 
+    begin user "draw 407" assistant [image] end
     begin [image] [image] user "draw the sum" assistant [image] "13" end
 
 Both pictures show one digit, and the sum is drawn with two. The words behind it say what was drawn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from examples.digits.handwritten_digits import (
     in_turn,
     possible_layouts,
 )
-from examples.digits.handwritten_digits import open_samples as open_digits
 from multimodal.data.conversation import GeneratedSegment, ItemSegment, Segment, TextSegment
 from multimodal.data.sample_source import SampleRequest, SampleSource
 from multimodal.values.errors import ConfigError
@@ -64,24 +63,16 @@ class DigitsToAddSource(DigitsToDrawSource):
 
 def open_samples(request: SampleRequest) -> tuple[SampleSource, SampleSource]:
     """Return the training and the validation samples; raises ConfigError or ModelError if the model cannot take them."""
-    graph, half = request.graph, replace(request, num_train=-(-request.num_train // 2), num_valid=-(-request.num_valid // 2))
-    train, valid = open_digits(half)
-    if not graph.generators:
-        raise ConfigError("sums.py needs a model with a generator, found none; use examples/digits_generator/model.yaml")
-    encoder, painter = next(unit for unit in graph.item_encoders if unit.image is not None), graph.generators[0]
+    graph = request.graph
+    encoder = next((unit for unit in graph.item_encoders if unit.image is not None), None)
+    if not graph.generators or encoder is None:
+        raise ConfigError("sums.py needs a model with an image encoder and a generator; use examples/digits_generator/model.yaml")
+    painter, count_outputs = graph.generators[0], partial(count_llm_tokens, graph, encoder)
+    given = {"seed": request.seed, "unit": painter.name, "image": painter.image, "tokenizer": request.tokenizer}
 
-    def with_sums(source: SampleSource, split: Split) -> SampleSource:
-        sums = DigitsToAddSource(
-            len(source),
-            encoder=encoder,
-            count_outputs=partial(count_llm_tokens, graph, encoder),
-            seed=request.seed,
-            split=split,
-            unit=painter.name,
-            image=painter.image,
-            tokenizer=request.tokenizer,
-            seq_length=request.seq_length,
-        )
-        return in_turn([source, sums])
+    def build(num_samples: int, split: Split) -> SampleSource:
+        half, more = -(-num_samples // 2), {**given, "split": split, "seq_length": request.seq_length}
+        sums = DigitsToAddSource(half, encoder=encoder, count_outputs=count_outputs, **more)
+        return in_turn([DigitsToDrawSource(half, **more), sums])
 
-    return with_sums(train, "train"), with_sums(valid, "valid")
+    return build(request.num_train, "train"), build(request.num_valid, "valid")

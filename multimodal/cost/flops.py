@@ -57,9 +57,9 @@ def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlo
         need = layers_backward_need(graph, unit_name, range(index, index + 1))
         layer = describe_layer(graph, unit, kind, vocab_size=vocab_size)
         for column, load in enumerate(_ONES):
-            linear, attention = layer.forward_flops(load)
+            linear, attention, frozen = layer.forward_flops(load)
             linear += layer.adapter_flops(load)
-            forward[column] += linear + attention
+            forward[column] += linear + attention + frozen
             backward[column] += linear * layer.passes_gradient(need) + attention * (2 if need.has_backward else 0)
             backward[column] += layer.weight_gradient_flops(load) * need.trains_weights
     return UnitFlops(LoadFlops(*forward), LoadFlops(*backward))

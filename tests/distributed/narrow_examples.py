@@ -61,13 +61,14 @@ def _narrow_transformer(shape: Transformer, num_layers: int) -> Transformer:
 
 def _narrow_image(image: ImageInput) -> ImageInput:
     side, grid, deep = image.image_size and 4 * image.merge_size, image.position_grid and 3, len(image.deepstack_layers)
-    small = replace(image, patch_size=2, min_pixels=4, max_pixels=1024, image_size=side, position_grid=grid)
+    small = replace(image, latents=None, patch_size=2, min_pixels=4, max_pixels=1024, image_size=side, position_grid=grid)
     return replace(small, deepstack_layers=tuple(range(deep)))
 
 
 def _narrow_unit(unit: Unit, num_layers: int) -> Unit:
     return replace(
         unit,
+        module=None,
         transformer=_narrow_transformer(unit.transformer, num_layers),
         image=unit.image and _narrow_image(unit.image),
         audio=unit.audio and replace(unit.audio, num_mel_bins=4, max_tokens=16),

@@ -15,20 +15,24 @@ import yaml
 pytest.importorskip("diffusers", reason="diffusers is not installed (pip install 'braid[diffusion]')")
 
 from safetensors.torch import load_file
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.runtime.generation.drawing import _follow
 from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
+from multimodal.cost.layers.layer import ActivationCase
 from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.hugging_face.composition import compose
 from multimodal.hugging_face.registry import read_encoder
 from multimodal.hugging_face.weight_names import rows_of
 from multimodal.model.latents import ItemsMade, NoisePath, cut_image, join_patches
+from multimodal.model.layers.generator_ends import _keep
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
+from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Role
@@ -42,6 +46,7 @@ from tests.distributed.launch import launch, train
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_latents import autoencoder, write_run
+from tests.unit.cost.cost_cases import unit_parameters
 from tools import convert, profile_layers
 
 SIDE = 4
@@ -301,11 +306,37 @@ def test_operations_of_a_module_are_counted_into_the_model_file(kind: str, tmp_p
     )
     layer = describe_layer(counted, counted.unit("painter"), "denoiser", vocab_size=0)
     assert layer.num_parameters == sum(parameter.numel() for parameter in module.parameters())
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
         told = {"unet": {"encoder_hidden_states": torch.zeros(2, 3, WIDTH)}, "dit": {"class_labels": torch.zeros(2).long()}}
         told["sd3"] = {**told["unet"], "pooled_projections": torch.zeros(2, 24)}
         module(torch.zeros(2, 1, 16, 16), timestep=torch.zeros(2), **told[kind])
-    assert sum(layer.forward_flops(UnitLoad(36, 2 * 18**2, 36, 2))) == counter.get_total_flops()
+    load = UnitLoad(36, 2 * 18**2, 32, 2)
+    assert sum(layer.forward_flops(load)) == counter.get_total_flops()
+    kept: dict[int, torch.Tensor] = {}
+    module = module.to_empty(device="cpu").eval()
+    own = {each.untyped_storage()._cdata for each in module.parameters()}
+    with saved_tensors_hooks(partial(_keep, kept), lambda each: each):
+        module(
+            torch.zeros(2, 1, 16, 16),
+            timestep=torch.zeros(2),
+            **{key: torch.zeros(each.shape, dtype=each.dtype) for key, each in told[kind].items()},
+        )
+    bytes_kept = sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
+    case = ActivationCase(BackwardNeed.FULL, 4, "local")
+    assert layer.activation_bytes(load, case).replicated == pytest.approx(bytes_kept, rel=0.02)
+
+
+def count_parameters(case: GradientCase) -> int:
+    """Runs on a rank."""
+    return sum(each.numel() for each in build_session(case).stages["painter", 0].parameters())
+
+
+@pytest.mark.parametrize(("kind", "prediction"), IN_LAYERS)
+def test_weights_of_layers_are_those_that_are_built(kind: str, prediction: str, ranks: RankPool, tmp_path: Path) -> None:
+    """With embeddings and head; the last layer of an SD3 lacks the conditions' projection and MLP, which kinds do not tell."""
+    graph = graph_with(save_module(kind, tmp_path / kind), prediction)
+    (built,) = ranks.run(count_parameters, case_of(graph, single_rank_plan(graph)), world_size=1)
+    assert unit_parameters(graph, graph.unit("painter")) - built == ("sd3" in kind) * (9 * WIDTH**2 + 6 * WIDTH)
 
 
 def draw_and_save(case: GradientCase, target: str, guidance_scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,9 +12,16 @@ import yaml
 pytest.importorskip("diffusers", reason="diffusers is not installed (pip install 'braid[diffusion]')")
 
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.runtime.feed.data_sets import with_cached_latents
 from megatron.runtime.generation.drawing import image_of, make_item
 from megatron.runtime.generation.whole_model import open_model
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.flops import unit_flops
+from multimodal.cost.layers.backbone_ends import encoding_flops
+from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.hugging_face.architecture import check_autoencoders
 from multimodal.model.latents import decode_latents
 from multimodal.values.errors import ModelError
@@ -144,6 +151,42 @@ def test_latents_are_drawn_as_diffusers_decodes_them(tmp_path: Path) -> None:
     expected = (pixels[0] * 0.5 + 0.5).mul(255).clamp(0, 255).round().byte()
     drawn = image_of(patches, torch.cartesian_prod(torch.arange(2), torch.arange(3)), image)
     assert np.array_equal(np.asarray(drawn), expected.numpy())
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["tiny", "stable diffusion"])
+def test_encoding_costs_what_torch_counts_on_the_first_stage_alone(is_large: bool, tmp_path: Path) -> None:
+    """For items of 2 and of 6 patches behind two conditions; the sizes of Stable Diffusion's hold where no folder is."""
+    from diffusers import AutoencoderKL
+
+    with torch.device("meta"):
+        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        large = AutoencoderKL(**blocks, block_out_channels=(128, 256, 512, 512), layers_per_block=2)
+    vae = large if is_large else AutoencoderKL.from_pretrained(autoencoder(tmp_path / "vae")).to("meta")
+    sizes = {"channels": 4, "factor": 8} if is_large else {}
+    image = image_with(tmp_path / "vae", **sizes) | {"in_channels": 3 if is_large else 1, "patch_size": 16 if is_large else 4}
+    flow = {"condition_tokens": 3}
+    units = {"llm": {"role": "backbone", **SHAPE}, "painter": {"role": "generator", **SHAPE, "image": image, "flow": flow}}
+
+    def flops(graph: ModelGraph, load: UnitLoad) -> tuple[float, float]:
+        found = unit_flops(graph, "painter", vocab_size=8)
+        return found.forward.of(load), found.backward.of(load)
+
+    load = UnitLoad(12, 4**2 + 8**2, 8, 2)
+    graph = ModelGraph.from_dict({"units": units})
+    with FlopCounterMode(display=False) as counter, torch.device("meta"), torch.no_grad():
+        for rows, columns in ((1, 2), (2, 3)):
+            vae.encode(torch.empty(1, image["in_channels"], *(image["patch_size"] * each for each in (rows, columns))))
+    before, after = flops(with_cached_latents(graph), load), flops(graph, load)
+    assert (after[0] - before[0], after[1]) == (pytest.approx(counter.get_total_flops(), rel=1e-12), before[1])
+    per_pixel, _ = encoding_flops(graph.unit("painter").image.latents, in_channels=image["in_channels"])
+    assert not is_large or 4.1e6 < per_pixel < 4.2e6
+    cluster = Cluster.from_file("examples/clusters/h100.yaml")
+    with_and_without = [
+        LayerCosts(each, cluster, 8).seconds("painter", "generator_projector", load, tensor_parallel_size=2)
+        for each in (graph, with_cached_latents(graph))
+    ]
+    forward, *gradients = (one - other for one, other in zip(*with_and_without, strict=True))
+    assert forward * cluster.flops_per_second == pytest.approx(counter.get_total_flops(), rel=1e-9) and not any(gradients)
 
 
 @pytest.mark.parametrize(

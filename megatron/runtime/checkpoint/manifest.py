@@ -23,6 +23,7 @@ _CHECKSUM = "crc32"
 """Key of the checksum over the rest of the file."""
 _LAST_STEP = 10**15
 _CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels", "weights", "directory"}
+_CHANGEABLE |= {"is_cached", "operations", "num_weights", "kept_values"}
 """Fields in which a checkpoint's model and the run's may differ, because they change neither a weight's shape nor its meaning.
 Folders may have been moved."""
 

@@ -17,7 +17,15 @@ from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.megatron_weights import check_megatron_target
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.agreement import BadSamples
-from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
+from megatron.runtime.feed.data_sets import (
+    DataSets,
+    RunData,
+    build_data_sets,
+    padded_vocab_size,
+    text_settings,
+    with_cached_latents,
+    with_vocabulary,
+)
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, with_epochs
@@ -170,6 +178,8 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
     if config.checkpoint.save_megatron and world.rank == 0:
         check_megatron_target(config.checkpoint.save_megatron, graph=graph)
+    if config.data.latent_cache is not None:
+        graph = with_cached_latents(graph)
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     if prompts := config.evaluation.sample_prompts:
         chat = text_settings(config).open()[1] if config.data.sample_program is None else None

@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Literal, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.seconds.layer_curves import Counts, Quadratic, counted_tokens
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.errors import ModelError
+from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.units.unit import NEW_ROWS
 
@@ -30,6 +34,8 @@ class LayerFlops(NamedTuple):
     """Matrix products with weights."""
     attention: float = 0.0
     """Attention itself: products of activations with activations."""
+    frozen: float = 0.0
+    """A frozen module's before the layer, which has no backward and which every rank that shares the layer repeats."""
 
 
 class LayerTraffic(NamedTuple):
@@ -125,6 +131,13 @@ class SegmentWork(NamedTuple):
     """Bytes per token that elementwise work moves in a forward and in a backward, as in `LayerTraffic`."""
     attends: bool
     """True if tokens attend to each other in it."""
+
+
+@cache
+def read_config(directory: str) -> dict[str, Any]:
+    """Return the config.json of a folder; nothing where the folder is not on this machine. Raises ModelError."""
+    path = Path(directory) / "config.json"
+    return dict(read_mapping(path, error=ModelError)) if path.is_file() else {}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import math
 
+from multimodal.cost.layers.backbone_ends import pairs_of_patches
 from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbeddingLayer
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
 from multimodal.cost.layers.transformer import TransformerLayer
@@ -106,6 +107,7 @@ class DenoiserLayer(OpaqueLayer):
 
     position = "last"  # type: ignore[assignment]
     roles = (Role.GENERATOR,)
+    counts = "made"
 
     @property
     def num_weights(self) -> int:
@@ -121,10 +123,18 @@ class DenoiserLayer(OpaqueLayer):
         """A quadratic form of an item's patches, without the conditions before them."""
         if self._module.operations is None:
             return super().forward_flops(load)
-        (of_item, of_patch, of_pair), before = self._module.operations, self.unit.num_conditions - 1
-        num_patches = load.num_tokens - before * load.num_sequences
-        num_pairs = load.num_squared - before * (load.num_tokens + num_patches)
-        return LayerFlops(of_item * load.num_sequences + of_patch * num_patches, of_pair * num_pairs)
+        of_item, of_patch, of_pair = self._module.operations
+        linear = of_item * load.num_sequences + of_patch * load.num_outputs
+        return LayerFlops(linear, of_pair * pairs_of_patches(load, num_before=self.unit.num_conditions - 1))
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Those that were counted, if the model file has them: also of patches and pairs of them."""
+        if self._module.kept_values is None:
+            return super().saved_bytes(load, case)
+        of_item, of_patch, of_pair = self._module.kept_values
+        num_pairs = pairs_of_patches(load, num_before=self.unit.num_conditions - 1)
+        kept = of_item * load.num_sequences + of_patch * load.num_outputs + of_pair * num_pairs
+        return ActivationBytes(replicated=case.bytes_per_element * kept)
 
     @property
     def _module(self) -> Opaque:

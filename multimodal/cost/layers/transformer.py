@@ -16,6 +16,7 @@ from multimodal.cost.layers.layer import (
     LinearShape,
     Segment,
     SegmentWork,
+    read_config,
 )
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
@@ -222,6 +223,8 @@ class TransformerLayer(Layer):
 
 NUM_MODULATIONS = 6
 """Shift, scale and gate of two branches."""
+NUM_TIME_FEATURES = 256
+"""Sines and cosines of a time from which diffusers embeds it."""
 
 
 class ModulatedTransformerLayer(TransformerLayer):
@@ -254,9 +257,10 @@ class ModulatedTransformerLayer(TransformerLayer):
 
     @property
     def num_vector_entries(self) -> int:
-        """Those of a transformer layer, and the biases of the maps."""
-        of_maps = (1 + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size
-        return super().num_vector_entries + of_maps + (self._num_streams - 1) * self._num_biases
+        """Those of a transformer layer, whose norms in a `form` have none, and the biases of the maps."""
+        of_maps = (self._num_time_maps + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size
+        of_norms = 2 * self.norm_vector_entries() * (self._form is not None)
+        return super().num_vector_entries + of_maps - of_norms + (self._num_streams - 1) * self._num_biases
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Count the maps of the time once an item. A token is multiplied by one of two sets of weights."""
@@ -283,7 +287,19 @@ class ModulatedTransformerLayer(TransformerLayer):
 
     @property
     def _num_time_weights(self) -> int:
-        return (1 + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size**2
+        hidden = self.unit.transformer.hidden_size
+        num_rows = {None: hidden, "sd3": 0}.get(self._form)
+        if num_rows is None:  # a DiT's maps of the time, and classes, the last of which is none
+            num_rows = NUM_TIME_FEATURES + hidden + read_config(self.unit.weights or "").get("num_embeds_ada_norm", 1000) + 1
+        return (num_rows + self._num_streams * NUM_MODULATIONS * hidden) * hidden
+
+    @property
+    def _num_time_maps(self) -> int:
+        return {None: 1, "sd3": 0, "dit": 2}[self._form]
+
+    @property
+    def _form(self) -> str | None:
+        return self.unit.flow.form if self.unit.flow is not None else None
 
     @property
     def _num_streams(self) -> int:

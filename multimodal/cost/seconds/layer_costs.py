@@ -118,7 +118,6 @@ def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares
 
 
 _ONE_TOKEN = UnitLoad(1, 1, 1)
-_ONE_INSIDE = UnitLoad(1, 1)
 _PRODUCTS_PER_ADAPTER = 2
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
 
@@ -314,23 +313,27 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     only those of adapters (the half of them that tensor parallel ranks do not share is counted as shared); attention's backward
     belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
-    linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.counts == "leaving" else _ONE_INSIDE)
-    in_windows = layer.forward_flops(UnitLoad(1)).attention
-    of_queries = layer.forward_flops(UnitLoad(num_outputs=layer.num_queries)).linear
+    before = layer.unit.num_conditions - 1 if layer.counts == "made" else 0
+    one_token = UnitLoad(1, num_outputs=int(layer.counts in ("leaving", "made")))
+    one_sequence = UnitLoad(before, num_outputs=layer.num_queries, num_sequences=1)
+    of_token, of_square, of_sequence = map(layer.forward_flops, (one_token, UnitLoad(num_squared=1), one_sequence))
     half = cluster.half_efficiency_gflop * 1e9
     speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
-    products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed, sequence=of_queries / num_ranks / speed)
+    again = counted_tokens(one_sequence, counts=layer.counts)[0]  # the tokens as which a sequence counts anyway
+    per_token, per_sequence = (flops.linear / num_ranks / speed for flops in (of_token, of_sequence))
+    products = Quadratic(layer.num_products * half / speed, per_token, sequence=per_sequence - again * per_token)
     adapters = Quadratic(
         _PRODUCTS_PER_ADAPTER * len(layer.adapted) * half / speed, layer.adapter_flops(_ONE_TOKEN) / num_ranks / speed
     )
     attention = Quadratic()
-    if attention_flops:
-        per_token, per_square = (flops / num_ranks / attention_speed for flops in (in_windows, attention_flops - in_windows))
-        attention = Quadratic(half / attention_speed, per_token, per_square)
+    if of_square.attention or of_token.attention:
+        terms = (flops.attention / num_ranks / attention_speed for flops in (of_token, of_square, of_sequence))
+        attention = Quadratic(half / attention_speed, *terms)
+    frozen = Quadratic(0.0, *(flops.frozen / speed for flops in (of_token, of_square, of_sequence)))
     traffic, bandwidth = layer.traffic(cluster.bytes_per_element), cluster.memory_bandwidth_gbytes_per_second or math.inf
     moving, moving_back = (Quadratic(linear=moved / (num_ranks * bandwidth * 1e9)) for moved in traffic)
     return LayerCurves(
-        forward=products.plus(adapters, attention, moving),
+        forward=products.plus(adapters, attention, moving, frozen),
         input_gradient=products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back),
         weight_gradient=adapters if layer.adapted else products,
         attention=attention,

@@ -8,9 +8,9 @@ import numpy as np
 
 from multimodal.cost.unit_load import UnitLoad
 
-Counts = Literal["inside", "leaving", "given"]
+Counts = Literal["inside", "leaving", "given", "made"]
 """The tokens that a layer's cost depends on: those inside its unit, those that leave it, or those that other units give a
-generator; the LLM gives it one for each of its sequences."""
+generator; the LLM gives it one for each of its sequences. Made: patches of a generator, and how sequences attend."""
 
 
 class PackedSize(NamedTuple):
@@ -110,11 +110,9 @@ def counted_tokens(load: UnitLoad, *, counts: Counts) -> tuple[int, int, int]:
     num_tokens, num_squared, num_outputs, num_sequences = load
     if counts == "given":
         return num_tokens - num_outputs + num_sequences, 0, num_sequences
-    return (
-        (num_outputs, num_outputs * num_outputs, num_sequences)
-        if counts == "leaving"
-        else (num_tokens, num_squared, num_sequences)
-    )
+    if counts == "leaving":
+        return num_outputs, num_outputs * num_outputs, num_sequences
+    return num_outputs if counts == "made" else num_tokens, num_squared, num_sequences
 
 
 class FitError(NamedTuple):

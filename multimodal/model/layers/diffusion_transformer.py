@@ -25,6 +25,7 @@ from multimodal.model.layers.generator_ends import (
     GeneratorProjector,
     GeneratorProjectorKind,
     mixed_patches,
+    position_features,
 )
 from multimodal.model.layers.joint_linear import JointRows
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
@@ -173,26 +174,39 @@ class DiffusionEmbeddingKind(GeneratorProjectorKind):
     module = DiffusionEmbedding
 
 
-class DiffusionModulation(Module):
-    """Maps the embedded time to shift, scale and gate of both branches; the same on every tensor parallel rank."""
+class Modulation(Module):
+    """Maps an item's time to shift, scale and gate of both branches; the same on every tensor parallel rank.
+
+    DiT, section 3.2. Every layer embeds the time by a map of its own, where DiT's layers share it: no stage then shares weights
+    with another. In a `form` the embedding is carried along, or as diffusers' (DiT) anew.
+    """
 
     def __init__(self, context: LayerContext, index: int) -> None:
         super().__init__()
         assert context.unit.flow is not None
         size, self.num_carried = context.config.hidden_size, context.unit.flow.num_carried
+        self.hidden_size, self.wide = size, context.options.precision.rotary_dtype
+        if not self.num_carried:
+            self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
         num_outputs = context.unit.flow.num_streams * NUM_MODULATIONS * size
         self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
         self.emb = _placed(_label_embedding(context.unit), context) if self.num_carried > 1 and index > 1 else None
         for parameter in self.parameters():
             parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, times: Tensor, carried: Tensor) -> Tensor:
-        """carried: [num_items, channels]; returns [num_items, 6 x hidden_size], and as many behind for conditions, if joint."""
+    def forward(self, times: Tensor, carried: Tensor | None = None) -> Tensor:
+        """times: [num_items]; carried: [num_items, channels]; returns [num_items, 6 x hidden_size], and as many if joint."""
+        made = deferrable_linear(silu(self.embed(times, carried)), self.weight, self.bias)
+        return torch.cat(made.split(NUM_MODULATIONS * self.hidden_size, dim=1))
+
+    def embed(self, times: Tensor, carried: Tensor | None) -> Tensor:
+        """Return the embedding of each item's time, [num_items, hidden_size]; arguments as of `forward`."""
+        if carried is None:
+            places = (NUM_TIMES * times.to(self.wide))[:, None].expand(-1, 2)
+            features = position_features(places, hidden_size=self.hidden_size, base=NUM_TIMES, dtype=self.wide)
+            return deferrable_linear(features.to(self.weight.dtype), self.time_weight, self.time_bias)
         embedded, *conditions = carried.chunk(self.num_carried, 1)
-        if self.emb is not None:
-            embedded = _embed_labels(self.emb, times, *conditions)
-        made = deferrable_linear(silu(embedded), self.weight, self.bias)
-        return torch.cat(made.split(NUM_MODULATIONS * embedded.shape[1], dim=1))
+        return embedded if self.emb is None else _embed_labels(self.emb, times, *conditions)
 
 
 class PlainNorm(Module):

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from multimodal.model.collectives import RankLink, TensorParallelWaits, gather_rows
@@ -337,23 +339,41 @@ def _add_condition(classes: Any, condition: Tensor) -> Tensor:
     return none + condition
 
 
+def _keep(kept: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """Note a tensor that a forward keeps, one for each storage."""
+    kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+    return tensor
+
+
 _COUNTED_SIDES = 1, 2, 3
 """Patches along the sides of the items whose operations are counted."""
 
 
 def count_operations(unit: Unit) -> Unit:
-    """Return a generator whose `module` has its operations and weights, by torch's counter on no device. Raises ModelError."""
+    """Return a generator whose `module` has its operations, its weights, and the values that it keeps for a backward.
+
+    Torch counts them on no device; attention keeps its results, as fused kernels do. Raises ModelError.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # which no run needs to import
+
     assert unit.module is not None and unit.image is not None
-    module: Any = Module.to(_build(unit), device="meta").eval()
     image, found = unit.image, []
-    for side in _COUNTED_SIDES:
-        pixels = side * math.isqrt(image.num_patch_values // image.num_made_channels)
-        with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.device("meta"):
+    with FakeTensorMode():
+        module = _build(unit).eval()
+        own = {each.untyped_storage()._cdata for each in module.parameters()}
+        for side in _COUNTED_SIDES:
+            pixels, kept = side * math.isqrt(image.num_patch_values // image.num_made_channels), dict[int, Tensor]()
             told = torch.empty(1, unit.num_conditions, unit.transformer.hidden_size)
-            _predict(module, torch.empty(1, image.num_made_channels, pixels, pixels), torch.empty(1), told)
-        found.append(counter.get_total_flops())
+            given = torch.empty(1, image.num_made_channels, pixels, pixels), torch.zeros(1), told
+            with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+                _predict(module, *given)
+            with saved_tensors_hooks(partial(_keep, kept), lambda each: each):
+                _predict(module, *given)
+            num_bytes = sum(each.untyped_storage().nbytes() for key, each in kept.items() if key not in own)
+            found.append((counter.get_total_flops(), num_bytes / torch.float32.itemsize))
     counts = np.array(_COUNTED_SIDES, dtype=float) ** 2
     solved = np.linalg.solve(np.vander(counts, increasing=True), np.array(found, dtype=float))
+    operations, kept_values = solved.round().clip(0).T.tolist()
     num_weights = sum(parameter.numel() for parameter in module.parameters())
-    counted = replace(unit.module, operations=tuple((solved.round() + 0.0).tolist()), num_weights=num_weights)
-    return replace(unit, module=counted)
+    counted = {"operations": tuple(operations), "num_weights": num_weights, "kept_values": tuple(kept_values)}
+    return replace(unit, module=replace(unit.module, **counted))

@@ -11,11 +11,10 @@ from torch.nn import Module
 from multimodal.attention.core_attention import WindowedAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.layers.transformer import NUM_MODULATIONS
-from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.expert_mlp import ExpertMLP, RowSequences
-from multimodal.model.latents import NUM_TIMES, NoisePath
-from multimodal.model.layers.diffusion_transformer import DiffusionModulation, FirstNorm, JointHeadNorm, PlainNorm, of_items
-from multimodal.model.layers.generator_ends import position_features, random_path
+from multimodal.model.latents import NoisePath
+from multimodal.model.layers.diffusion_transformer import FirstNorm, JointHeadNorm, Modulation, PlainNorm, of_items
+from multimodal.model.layers.generator_ends import random_path
 from multimodal.model.layers.joint_linear import JointColumnParallelLinear, JointRowParallelLinear, JointRows
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
@@ -110,32 +109,6 @@ class SlidingMoeTransformerKind(SlidingTransformerKind, MoeTransformerKind):
     """The same with experts in place of the MLP."""
 
 
-class Modulation(torch.nn.Module):
-    """Maps an item's time to shift, scale and gate of both branches; the same on every tensor parallel rank.
-
-    DiT, section 3.2. Every layer has both of its maps, where DiT's layers share the first: no stage then shares weights with
-    another.
-    """
-
-    def __init__(self, context: LayerContext) -> None:
-        super().__init__()
-        self.wide, self.hidden_size = context.options.precision.rotary_dtype, context.config.hidden_size
-        assert context.unit.flow is not None
-        size, num_outputs = self.hidden_size, context.unit.flow.num_streams * NUM_MODULATIONS * self.hidden_size
-        self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
-        self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, times: Tensor) -> Tensor:
-        """times: [num_items], in (0, 1); returns [num_items, 6 x hidden_size], and as many behind for conditions, if joint."""
-        places = (NUM_TIMES * times.to(self.wide))[:, None].expand(-1, 2)
-        features = position_features(places, hidden_size=self.hidden_size, base=NUM_TIMES, dtype=self.wide)
-        inner = deferrable_linear(features.to(self.weight.dtype), self.time_weight, self.time_bias)
-        made = deferrable_linear(torch.nn.functional.silu(inner), self.weight, self.bias)
-        return torch.cat(made.split(NUM_MODULATIONS * self.hidden_size, dim=1))
-
-
 class ModulatedTransformerKind(TransformerKind):
     """Reads `batch.path` as well, and `target_rows`. It has a `modulation`, and runs as a whole."""
 
@@ -144,10 +117,9 @@ class ModulatedTransformerKind(TransformerKind):
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer, with weights of their own for conditions if the unit says so, and its modulation."""
         assert context.unit.flow is not None
-        has_form = context.unit.flow.form is not None
         is_local = context.unit.needs_local_layers
         layer = _LocalModulatedKind(context.unit, index).build(context, index) if is_local else super().build(context, index)
-        layer.modulation = DiffusionModulation(context, index) if has_form else Modulation(context)
+        layer.modulation = Modulation(context, index)
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:

@@ -42,10 +42,10 @@ def _layers(unit: Unit) -> Iterator[Rule]:
         )
         draws = unit.role is Role.GENERATOR and image is not None and unit.flow is not None and unit.lora is None
         yield "module", not draws and (unit.role is not Role.ENCODER or not (takes_images or takes_sound)), problem
-        operations, num_weights = unit.module.operations, unit.module.num_weights
-        problem = "operations are three numbers of generators' modules, beside num_weights; count them anew, or leave both out"
-        is_counted = unit.role is Role.GENERATOR and len(operations or ()) == 3 and num_weights is not None
-        yield "module", (operations, num_weights) != (None, None) and not is_counted, problem
+        counted = unit.module.operations, unit.module.num_weights, unit.module.kept_values
+        problem = "operations, kept_values are three numbers of generators' modules, beside num_weights; count anew, or leave out"
+        is_counted = unit.role is Role.GENERATOR and len(counted[0] or ()) == 3 == len(counted[2] or range(3)) and counted[1]
+        yield "module", any(each is not None for each in counted) and not is_counted, problem
         yield "module", bool(unit.deepstack_layers), "module is one layer; leave deepstack_layers out"
         yield "module", kinds is not None, "module takes the place of all layers but the projector; leave layers out"
     if unit.flow is not None and unit.flow.has_joint_attention:

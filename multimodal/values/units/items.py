@@ -22,6 +22,8 @@ class Latents:
     """Numbers of one latent."""
     factor: int = field(default=8, metadata=up_to(2**10))
     """Pixels of both sides that one latent stands for."""
+    is_cached: bool = False
+    """Latents come from --latent-cache, which sets this: costs then count no encoding."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,8 @@ class Opaque:
     patches takes c + a n + b n^2 FLOPs; None: those of the layers in the unit's shape."""
     num_weights: int | None = field(default=None, metadata=up_to(2**40))
     """Of generators, found together with these."""
+    kept_values: tuple[float, ...] | None = field(default=None, metadata={"minimum": 0, "min_entries": 3})
+    """The same of the numbers that its forward keeps for the backward, also found with these; None: those of the layers."""
 
     @property
     def callbacks(self) -> tuple[str, ...]:

@@ -355,7 +355,7 @@ UNITS = {
     ("qwen3-vl-30b-a3b", "llm"): (30_532_122_624, 0.0),  # Qwen3 30B-A3B's
     ("qwen2.5-omni-7b", "audio"): (0.637e9, 0.015),  # Whisper-large's encoder; our projector concatenates
     ("mllm-9b", "vision"): (0.63e9, 0.015),  # ViT-Huge with a projector of 7 M
-    ("mllm-9b", "generator"): (0.866e9, 0.04),  # Stable Diffusion 2.1's U-Net, in whose place a transformer stands
+    ("mllm-9b", "generator"): (865_910_724 + 4097 * 1024, 0.0),  # Stable Diffusion 2.1's U-Net, behind a projector
     ("vit-3b-gpt-11b", "vision"): (3e9, 0.03),
     ("vit-11b-vit-5b-gpt-175b", "second_vision"): (5.4e9, 0.02),
     ("vit-11b-gpt-175b", "vision"): (9.7e9, 0.02),  # the paper's 11B is also called 10B there
