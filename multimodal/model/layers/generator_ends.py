@@ -375,5 +375,5 @@ def count_operations(unit: Unit) -> Unit:
     solved = np.linalg.solve(np.vander(counts, increasing=True), np.array(found, dtype=float))
     operations, kept_values = solved.round().clip(0).T.tolist()
     num_weights = sum(parameter.numel() for parameter in module.parameters())
-    counted = {"operations": tuple(operations), "num_weights": num_weights, "kept_values": tuple(kept_values)}
+    counted: dict[str, Any] = {"operations": tuple(operations), "num_weights": num_weights, "kept_values": tuple(kept_values)}
     return replace(unit, module=replace(unit.module, **counted))
