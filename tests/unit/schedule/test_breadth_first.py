@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_breadth_first
+from multimodal.schedule.builders.breadth_first import build_breadth_first, served_microbatches
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
@@ -25,12 +25,16 @@ Ranks = Sequence[Sequence[int]]
 """Per replica the rank of every stage."""
 
 
+def graph_of(*names: str) -> ModelGraph:
+    graph = build_graph(*(name for name in names if name not in ("llm", "painter")))
+    if "painter" not in names:
+        return graph
+    return ModelGraph((*graph.units, Unit("painter", Role.GENERATOR, SHAPE)), (*graph.edges, ("llm", "painter")))
+
+
 def on_ranks(ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_microbatches: int) -> StepShape:
     """Units on any ranks; one sample, one item of each encoder and one drawing per microbatch, dealt round robin."""
-    graph = build_graph(*(unit for unit in ranks if unit not in ("llm", "painter")))
-    if "painter" in ranks:
-        painter = Unit("painter", Role.GENERATOR, SHAPE)
-        graph = ModelGraph((*graph.units, painter), (*graph.edges, ("llm", "painter")))
+    graph = graph_of(*ranks)
     units, groupings = {}, {}
     for index, name in enumerate(graph.unit_names):
         replicas = ranks[name]
@@ -110,6 +114,37 @@ def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_fir
     shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
     forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
     assert forwards == [0, 0, 1, 1, 2, 2]
+
+
+def placed(samples: Mapping[str, Sequence[Sequence[Sequence[tuple[int, int]]]]]) -> StepShape:
+    """Units of one stage, each on ranks of its own."""
+    ranks = iter(range(9))
+    units = {name: UnitPlan(tuple(Replica((Stage((next(ranks),), ((0, 10),)),)) for _ in each)) for name, each in samples.items()}
+    return Assignment.from_dict(samples).shape(graph_of(*samples), Plan(units))
+
+
+def test_microbatches_serve_all_of_the_llms_that_they_are_linked_to() -> None:
+    """The first and the last, in the LLM's order, of two replicas here; what is linked to none counts as its own number."""
+    samples = {
+        "vision": [[[(3, 0)], [(2, 0), (0, 0)], [(1, 0)]]],
+        "joint": [[[(1, 0), (0, 0), (3, 0)], [], [(2, 0)]]],
+        "llm": [[[(2, -1)], [(0, -1)], [(1, -1)]], [[(4, -1)], [(3, -1)]]],
+        "painter": [[[], [(1, -1), (2, -1)], [(4, -1)]], [[(3, -1), (0, -1)]]],
+    }
+    served = served_microbatches(placed(samples))
+    assert {unit: [*zip(*(end.tolist() for end in ends), strict=True)] for unit, ends in served.items()} == {
+        "vision": [(1, 2), (0, 2), (1, 2)],
+        "joint": [(1, 2), (1, 1), (0, 0)],
+        "llm": [(0, 0), (1, 1), (2, 2), (0, 0), (1, 1)],
+        "painter": [(0, 0), (0, 2), (0, 0), (1, 1)],
+    }
+
+
+def test_backwards_of_a_generator_go_as_the_llm_needs_them() -> None:
+    """Of two microbatches, the second is linked to the LLM's first and third."""
+    drawn = [[[(1, -1)], [(0, -1), (2, -1)]]]
+    last = build_breadth_first(placed({"llm": [[[(0, -1)], [(1, -1)], [(2, -1)]]], "painter": drawn})).lanes[1]
+    assert [(kind, microbatch) for kind, _, _, microbatch in computed(last)] == [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
 
 
 LAYERS = 10
