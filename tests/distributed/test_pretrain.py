@@ -187,7 +187,7 @@ def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
     asked = {"id": "47", "segments": [{"type": "text", "role": "user", "text": "draw 47"}, image]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(asked))
     flags = {"--config": REPOSITORY / "examples" / "digits_generator" / "config.yaml", "--llm-pp": 1, "--num-workers": 0}
-    flags |= {**STEPS, "--global-batch-size": 8, "--micro-batch-size": 4, "--dtype": "float64", "--eval-iters": 0}
+    flags |= {**STEPS, "--global-batch-size": 4, "--micro-batch-size": 2, "--dtype": "float64", "--eval-iters": 0}
     flags["--log-json"] = tmp_path / "log.jsonl"
     shows = {"--sample-prompts": tmp_path / "prompts.jsonl", "--sample-guidance-scale": 2, "--eval-iters": 1}
     places = {"--save": tmp_path / "saved", "--report-dir": tmp_path, "--generator-ema-decay": 0.5}
