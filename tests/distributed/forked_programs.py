@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -113,8 +113,6 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         stream.flush()
         os.dup2(file, stream.fileno())
     sys.argv = [program, *argv]
-    if program == "pretrain_mllm.py":
-        few_planners().__enter__()  # for runs with --plan auto
     if ADDS_ROWS in environment:
         add_rows()
     if ASKS_FOR_BETTER not in environment:
@@ -126,4 +124,6 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         )
     if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
         answer_in_a_fork()
-    sys.exit(PROGRAMS[program]([*argv]))
+    with few_planners() if program == "pretrain_mllm.py" else nullcontext():  # in runs with --plan auto
+        code = PROGRAMS[program]([*argv])
+    sys.exit(code)
