@@ -20,6 +20,7 @@ class EventClock {
    public:
     Time now() const { return now_; }
     void add(Time time, std::int64_t number) { events_.push({time, number}); }
+    std::int64_t next() const { return events_.empty() ? -1 : events_.top().number; }  // The number of the next event; -1: none.
 
     // Goes on to the next moment and visits its events, those included that are added meanwhile; false if there are none.
     template <typename Visit>

@@ -29,6 +29,11 @@ struct Lane {
     double send_free = 0.0, receive_free = 0.0, collective_free = 0.0;
 };
 
+// How many needs of a node are not met; lanes that have come to it (of a computation, that stand at it); how many of them start it.
+struct Node {
+    std::int32_t num_unmet, num_arrived, num_wanted;
+};
+
 class Run {
    public:
     explicit Run(const EventArrays& arrays)
@@ -37,14 +42,14 @@ class Run {
           lanes_(arrays.lane_starts.size - 1),
           lanes_of_(invert(arrays.lane_starts, arrays.lane_nodes, num_nodes_)),
           followers_(invert(arrays.need_starts, arrays.needs, num_nodes_)),
-          num_unmet_(num_nodes_),
-          num_arrived_(num_nodes_, 0),
+          nodes_(num_nodes_),
           link_free_(arrays.num_links, 0.0) {
         const double never = std::numeric_limits<double>::quiet_NaN();
         times_.start_seconds.assign(num_nodes_, never);
         times_.end_seconds.assign(num_nodes_, never);
         for (std::int64_t node = 0; node < num_nodes_; ++node)
-            num_unmet_[node] = static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]);
+            nodes_[node] = {static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]), 0,
+                            std::max<std::int32_t>(1, lanes_of_[node].size())};
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
             lanes_[lane].position = arrays.lane_starts[lane];
             lanes_[lane].end = arrays.lane_starts[lane + 1];
@@ -74,8 +79,11 @@ class Run {
     std::int32_t entry(const Lane& lane) const { return static_cast<std::int32_t>(arrays_.lane_nodes[lane.position]); }
 
     void finish(std::int32_t node, double now) {
+        // What comes next is fetched meanwhile: most of the time goes by waiting for memory.
+        if (const std::int64_t next = clock_.next(); next >= 0 && next < num_nodes_)
+            for (const std::int32_t follower : followers_[next]) __builtin_prefetch(&nodes_[follower]);
         for (const std::int32_t follower : followers_[node])
-            if (--num_unmet_[follower] == 0) meet(follower, now);
+            if (--nodes_[follower].num_unmet == 0) meet(follower, now);
         if (arrays_.kinds[node] != kCompute) return;
         for (const std::int32_t lane : lanes_of_[node]) leave(lane, node, now);
     }
@@ -104,7 +112,7 @@ class Run {
     }
 
     void stand(std::int32_t node, double now) {
-        ++num_arrived_[node];
+        ++nodes_[node].num_arrived;
         start_if_ready(node, now);
     }
 
@@ -117,7 +125,7 @@ class Run {
                 if (arrays_.lane_fillers[lane.position]) {
                     lane.pending.push_back(node);
                     ++lane.position;
-                } else if (arrays_.kinds[node] == kGate && num_unmet_[node] > 0) {
+                } else if (arrays_.kinds[node] == kGate && nodes_[node].num_unmet > 0) {
                     return;
                 } else if (arrays_.kinds[node] != kCompute) {
                     ++lane.position;
@@ -143,8 +151,8 @@ class Run {
         if (lane.running >= 0 || lane.is_draining || lane.position == lane.end) return;
         for (; lane.num_tried < lane.pending.size(); ++lane.num_tried) {
             const std::int32_t filler = lane.pending[lane.num_tried];
-            if (num_unmet_[filler] == 0 && lanes_of_[filler].size() == 1) {
-                --num_arrived_[entry(lane)];
+            if (nodes_[filler].num_unmet == 0 && lanes_of_[filler].size() == 1) {
+                --nodes_[entry(lane)].num_arrived;
                 compute(filler, now);
                 return;
             }
@@ -152,7 +160,7 @@ class Run {
     }
 
     void start_if_ready(std::int32_t node, double now) {
-        if (num_unmet_[node] != 0 || num_arrived_[node] < std::max<std::int64_t>(1, lanes_of_[node].size())) return;
+        if (nodes_[node].num_unmet != 0 || nodes_[node].num_arrived < nodes_[node].num_wanted) return;
         const std::uint8_t kind = arrays_.kinds[node];
         if (kind == kCompute) {
             compute(node, now);
@@ -198,6 +206,7 @@ class Run {
 
     void occupy(std::int32_t node, double start) {
         const double end = start + arrays_.seconds[node];
+        __builtin_prefetch(followers_[node].begin());
         times_.start_seconds[node] = start;
         times_.end_seconds[node] = end;
         clock_.add(end + arrays_.latency_seconds[node], node);
@@ -207,8 +216,7 @@ class Run {
     const std::int64_t num_nodes_;
     std::vector<Lane> lanes_;
     const Rows<std::int32_t> lanes_of_, followers_;
-    std::vector<std::int32_t> num_unmet_;
-    std::vector<std::int32_t> num_arrived_;  // Lanes that have come to a node; of a computation, lanes that stand at it.
+    std::vector<Node> nodes_;
     std::vector<double> link_free_;
     EventClock<double> clock_;
     EventTimes times_;

@@ -1,8 +1,8 @@
 """Makes a runnable schedule of a step (build, rewrite, lower, validate, settle fillers), and caches schedules by their shape."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
 
 import numpy as np
@@ -11,13 +11,15 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import Alignment, Joins, by_position, check_expert_groups
 from multimodal.schedule.builders import Builder, ScheduleRow
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.execute_lanes import ASSUMES_PROGRESS, can_finish
 from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
-from multimodal.schedule.passes import Pass
+from multimodal.schedule.passes import Pass, PassRow
 from multimodal.schedule.passes.insert_communication import insert_communication, with_messages
 from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.assignment import Assignment
+from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule, SlotMode
@@ -37,10 +39,16 @@ def build_schedule(
     return _lower(_build_computations(builder, shape, passes), costs, is_checked=is_checked)
 
 
-def _build_computations(builder: Builder, shape: StepShape, passes: Sequence[Pass]) -> Schedule:
-    schedule = builder(shape)
-    for rewrite in () if shape.forward_only else passes:
-        schedule = rewrite(schedule)
+def _build_computations(builder: Builder, shape: StepShape, passes: Sequence[Pass], *, is_draft: bool = False) -> Schedule:
+    """Build and rewrite. A draft may be stuck; where it is not, nothing on the way to it was, which only had fewer collectives."""
+    chosen = () if shape.forward_only else tuple(passes)
+    token = ASSUMES_PROGRESS.set(is_draft and all(isinstance(each, PassRow) and each.is_planned for each in chosen))
+    try:
+        schedule = builder(shape)
+        for rewrite in chosen:
+            schedule = rewrite(schedule)
+    finally:
+        ASSUMES_PROGRESS.reset(token)
     return schedule
 
 
@@ -77,16 +85,28 @@ def _place_together(computed: Schedule, lowered: Schedule) -> tuple[Schedule, Jo
 class BuiltSchedule:
     """The schedule of one shape, and values that are derived from it on demand."""
 
-    computed: Schedule
-    """In the compute dialect."""
+    draft: Schedule
+    """In the compute dialect; `computed` unless that is built otherwise, since lanes of the draft would wait in a circle."""
+    build_surely: Callable[[], Schedule]
     costs: StepCosts | None = None
     """Those of the step that it was built for; None: it is for any step of the shape."""
     _checked: list[bool] = field(default_factory=list)
 
     @cached_property
+    def computed(self) -> Schedule:
+        """In the compute dialect."""
+        return self.draft if can_finish(self.draft) else self.build_surely()
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The lowered schedule, by `costs` or unit costs; raises ScheduleError."""
-        return _lower(self.computed, self.costs)
+        return self._lower(self.costs)
+
+    def _lower(self, costs: StepCosts | None, *, is_checked: bool = True) -> Schedule:
+        try:
+            return _lower(self.draft, costs, is_checked=is_checked)
+        except ScheduleError:
+            return _lower(self.computed, costs, is_checked=is_checked)
 
     def to_run(self, costs: StepCosts) -> Schedule:
         """Return the schedule for a step of these costs: with its messages and every filler in their final places.
@@ -94,11 +114,11 @@ class BuiltSchedule:
         All ranks must do this for the same steps, whatever they have built before: it depends on nothing else. Raises
         ScheduleError if replicas share experts, and their orders differ.
         """
-        if not self._checked and self.computed.shape.plan.units_with_shared_experts:
-            check_expert_groups(_lower(self.computed, None))
+        if not self._checked and self.draft.shape.plan.units_with_shared_experts:
+            check_expert_groups(self._lower(None))
         if self.costs is not None:
             return settle_fillers(self.schedule, costs)
-        placed = _lower(self.computed, costs, is_checked=not self._checked)
+        placed = self._lower(costs, is_checked=not self._checked)
         self._checked.append(True)
         return settle_fillers(placed, costs)
 
@@ -144,13 +164,16 @@ class ScheduleCache:
         costs: of the step; a builder that needs costs builds anew whenever they are given, and otherwise takes unit costs.
         """
         if costs is not None and self.needs_costs:
-            builder = self.builder.with_costs(costs)
-            return BuiltSchedule(_build_computations(builder, shape, self.passes), costs)
+            return self._build(self.builder.with_costs(costs), shape, costs)
         if shape not in self._built:
             if len(self._built) >= self.capacity:
                 self._built.pop(next(iter(self._built)))
-            self._built[shape] = BuiltSchedule(_build_computations(self.builder, shape, self.passes))
+            self._built[shape] = self._build(self.builder, shape)
         return self._built[shape]
+
+    def _build(self, builder: Builder, shape: StepShape, costs: StepCosts | None = None) -> BuiltSchedule:
+        build = partial(_build_computations, builder, shape, self.passes)
+        return BuiltSchedule(build(is_draft=True), build, costs)
 
     def schedule(self, assignment: Assignment) -> Schedule:
         """Return the schedule that `find` finds for an assignment's shape, without costs; raises ScheduleError."""

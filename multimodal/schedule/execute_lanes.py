@@ -4,6 +4,7 @@ Unlike in the simulator, a lane waits in a collective for all others and runs fi
 finishes here also finishes with any other durations. Passes measure and order actions by this clock.
 """
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import cast
@@ -184,6 +185,15 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
+
+
+ASSUMES_PROGRESS: ContextVar[bool] = ContextVar("ASSUMES_PROGRESS", default=False)
+"""True while `can_finish` says so unseen: whoever sets it executes the result, and where that is stuck, builds again without."""
+
+
+def can_finish(schedule: Schedule) -> bool:
+    """Return False if lanes would wait for each other in a circle."""
+    return ASSUMES_PROGRESS.get() or not execute_lanes(schedule).stuck
 
 
 def _joint_rows(work: StepWork) -> tuple[Integers, Integers, Integers]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from multimodal.kernels import kernels
 from multimodal.references.list_schedule import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
 from multimodal.references.list_schedule import list_schedule as reference
-from multimodal.schedule.execute_lanes import execute_lanes, unit_costs
+from multimodal.schedule.execute_lanes import can_finish, unit_costs
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers
@@ -103,7 +103,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
         return schedule
     insert = partial(schedule.with_inserted, schedule.shape, lanes=lanes, pieces=reductions)
     placed = insert(before=1 + _early_slots(schedule, lanes, reductions))
-    return insert(before=schedule.lane_starts[lanes + 1]) if execute_lanes(placed).stuck else placed
+    return placed if can_finish(placed) else insert(before=schedule.lane_starts[lanes + 1])
 
 
 def _reductions(work: StepWork) -> tuple[Integers, Integers]:

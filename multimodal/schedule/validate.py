@@ -1,12 +1,14 @@
 """The one validator of schedules: the executor can run every accepted schedule to its end."""
 
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
+from multimodal.schedule.passes.insert_communication import MOMENTS
 from multimodal.schedule.validate_inside import validate_inside
 from multimodal.values.action import Action, ActionKind, action_to_text
 from multimodal.values.arrays.rows import Integers, linked_groups, order_by, row_starts, take_rows
@@ -31,13 +33,15 @@ def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, opt
     order = _SlotOrder(schedule)
     order.check_missing()
     order.check_segments()
+    if not schedule.has_fillers and MOMENTS in schedule.made and _is_in_order(schedule, cast(Integers, schedule.made[MOMENTS])):
+        return
     order.check_needs()
     if schedule.has_fillers:
         order.check_fillers()
     if schedule.has_inside:
         validate_inside(schedule, options=options)
     execution = _check_progress(schedule, before)
-    if schedule.lowered and not _is_in_order_of_start(schedule, execution):
+    if schedule.lowered and not _is_in_order(schedule, _moments_of_starts(execution)):
         order.check_messages()
         _check_rendezvous(schedule)
 
@@ -209,20 +213,34 @@ def _messages_wait_for_nothing(schedule: Schedule) -> bool:
     return np.array_equal(pieces[last_computed[sends]], producers)
 
 
-def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
-    """Return True if every lane reaches messages right after their producers start, as `insert_communication` orders them.
-
-    That is one order for all lanes, so nothing waits in a circle; other such orders exist. O(slots).
-    """
-    work = schedule.work
+def _moments_of_starts(execution: Execution) -> Integers:
+    """Return [num_pieces] moments by which every lane reaches messages right after their producers start."""
+    work = execution.schedule.work
     starts = np.zeros(work.num_computed, np.int64)
     starts[execution.event_pieces] = execution.start_seconds
-    moments = np.concatenate((2 * starts, np.repeat(2 * starts[work.message_ends[0]] + 1, 2)))[schedule.pieces]
-    is_next = np.diff(schedule.lane_of_slot) == 0
-    if (is_next & (moments[1:] < moments[:-1])).any():
+    return np.concatenate((2 * starts, np.repeat(2 * starts[work.message_ends[0]] + 1, 2)))
+
+
+def _is_in_order(schedule: Schedule, moments: Integers) -> bool:
+    """Return True if every lane does its work in the order of these moments, which has every need before its owner.
+
+    moments: [num_pieces], even ones of computations and collectives, odd ones of messages. What lanes do together has one moment,
+    and messages of one moment one order. That is one order for all lanes, so nothing waits in a circle; other such orders exist.
+    O(slots + needs).
+    """
+    work = schedule.work
+    of_collectives, starts, members = work.collective_rows
+    together = np.append(moments[members], 0)[starts[:-1]][of_collectives[members]]
+    of_messages, (producers, consumers) = moments[work.num_computed :: 2], work.message_ends
+    is_late = (moments[members] != together).any() or (moments[work.needs] >= moments[work.need_owners]).any()
+    if is_late or (of_messages <= moments[producers]).any() or (of_messages >= moments[consumers]).any():
         return False
-    tied = np.flatnonzero(is_next & (moments[1:] == moments[:-1]) & (moments[1:] & 1 == 1))
-    turns = (_turns(schedule.pieces[tied + later], work, starts) for later in (0, 1))
+    own = moments[schedule.pieces]
+    is_next = np.diff(schedule.lane_of_slot) == 0
+    if (is_next & (own[1:] < own[:-1])).any():
+        return False
+    tied = np.flatnonzero(is_next & (own[1:] == own[:-1]))
+    turns = (_turns(schedule.pieces[tied + later], work, moments) for later in (0, 1))
     is_later, is_equal = np.zeros(len(tied), bool), np.ones(len(tied), bool)
     for before, after in zip(*turns, strict=True):
         is_later |= is_equal & (after > before)
@@ -230,11 +248,11 @@ def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
     return bool((is_later | is_equal).all())
 
 
-def _turns(messages: Integers, work: StepWork, starts: Integers) -> tuple[Integers, ...]:
+def _turns(messages: Integers, work: StepWork, moments: Integers) -> tuple[Integers, ...]:
     """Return what orders messages of one moment, the most significant first; messages: pieces, sends or receives."""
     numbers = (messages - work.num_computed) // 2
     producers, consumers = (ends[numbers] for ends in work.message_ends)
-    return producers, starts[consumers], numbers
+    return producers, moments[consumers], numbers
 
 
 def _check_rendezvous(schedule: Schedule) -> None:

@@ -5,10 +5,13 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import check_expert_groups
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers
+from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
 from multimodal.values.work.step_work import COMPUTE
+
+MOMENTS = "moments"
+"""`Schedule.made`: [num_pieces] a moment of each piece, in the order of which all lanes come to what they do together."""
 
 
 def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> Schedule:
@@ -42,7 +45,9 @@ def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> 
     at = 1 + 2 * starts[producers]
     if costs is not None:
         at[messages] = _latest(schedule, messages, starts=starts, stops=stops)
-    return with_messages(schedule, messages, starts=starts, at=at)[0]
+    lowered = with_messages(schedule, messages, starts=starts, at=at)[0]
+    lowered.made[MOMENTS] = np.concatenate((2 * starts, np.repeat(at, 2)))
+    return lowered
 
 
 def with_messages(schedule: Schedule, messages: Integers, *, starts: Integers, at: Integers) -> tuple[Schedule, Integers]:
@@ -60,7 +65,7 @@ def with_messages(schedule: Schedule, messages: Integers, *, starts: Integers, a
     order = order_by(np.concatenate((schedule.lane_of_slot, end_lanes)), np.concatenate(moments))
     lowered = Schedule(
         schedule.shape,
-        schedule.lane_starts + np.searchsorted(np.sort(end_lanes), np.arange(schedule.num_lanes + 1)),
+        schedule.lane_starts + row_starts(np.bincount(end_lanes, minlength=schedule.num_lanes)),
         np.concatenate((schedule.pieces, ends))[order],
         np.concatenate((schedule.modes, np.zeros(len(ends), np.uint8)))[order],
         np.concatenate((schedule.waits, np.full(len(ends), NO_WAIT)))[order],

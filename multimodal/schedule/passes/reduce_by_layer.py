@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.execute_lanes import can_finish
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Bools, Integers, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
@@ -54,7 +54,7 @@ def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]] | None = Non
     is_cut = np.array([key in cut for key in keys], bool)
     chosen = is_cut & (first == slots)
     found = _with_parts(schedule, aimed, slots[is_cut], firsts=slots[chosen], is_behind=follows[chosen])
-    return schedule if execute_lanes(found).stuck else found
+    return found if can_finish(found) else schedule
 
 
 def _cut_together(unit: str, stage: int, shape: StepShape) -> list[tuple[str, int]]:

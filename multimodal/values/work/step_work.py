@@ -72,8 +72,21 @@ class StepWork:
         self.computed_stages, self.kinds, self.microbatches = self.pieces.stages, self.pieces.kinds, self.pieces.microbatches
         """[num_computed] the stage, `KIND_NUMBERS` and microbatch of each piece."""
         self.replicas = self.pieces.replica_of_stage[self.computed_stages]
-        self.need_starts, self.needs = piece_needs(self.pieces, shape.graph, shape.routes)
+        self._routes = shape.routes
+
+    @cached_property
+    def _needs(self) -> tuple[Integers, Integers]:
+        return piece_needs(self.pieces, self.graph, self._routes)
+
+    @property
+    def need_starts(self) -> Integers:
         """[num_computed + 1] into `needs`: the pieces that each piece needs (`piece_needs`)."""
+        return self._needs[0]
+
+    @property
+    def needs(self) -> Integers:
+        """[num_needs] numbers of pieces."""
+        return self._needs[1]
 
     @property
     def stages(self) -> tuple[StageKey, ...]:
@@ -132,7 +145,10 @@ class StepWork:
     def lanes_of(self, numbers: Integers) -> tuple[Integers, Integers]:
         """Return the lanes of each piece's stage, as rows: starts, lanes."""
         is_computed = not len(numbers) or numbers.max() < self.num_computed
-        return take_rows(*self.lane_rows, (self.computed_stages if is_computed else self.stage_numbers)[numbers])
+        stages = (self.computed_stages if is_computed else self.stage_numbers)[numbers]
+        if self.is_in_one_lane:
+            return np.arange(len(numbers) + 1), self.first_lanes[stages]
+        return take_rows(*self.lane_rows, stages)
 
     def needs_in(self, *, lowered: bool) -> tuple[Integers, Integers]:
         """Return the pieces that each piece of a dialect needs, as rows: starts, numbers."""
