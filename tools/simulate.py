@@ -103,6 +103,9 @@ def build_parser() -> Parser:
         help="What replicas share: optimizer state is 1, all is 3 (1; 0 in float64).",
     )
     data.add_argument(
+        "--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1)."
+    )
+    data.add_argument(
         "--transformer-impl",
         choices=get_args(Implementation),
         help="Whose activations (transformer_engine; with --tp-comm-overlap local).",
@@ -178,6 +181,7 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
     zero_stage = default_zero_stage(cluster.bytes_per_element) if flags.zero_stage is None else flags.zero_stage
     distribution = flags.context_parallel_distribution or TokenDistribution.BY_ITEM
     block_size = flags.context_parallel_block_size or DEFAULT_BLOCK_SIZE
+    instances = flags.num_distributed_optimizer_instances or 1
     return RunOptions(
         flags.recompute_granularity,
         zero_stage,
@@ -185,6 +189,7 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
         transformer_impl=flags.transformer_impl or ("local" if flags.tp_comm_overlap else "transformer_engine"),
         num_overlapped_parts=(flags.tp_comm_overlap_parts or OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
         item_block_size=block_size if distribution == TokenDistribution.BY_ITEM else None,
+        num_state_copies=None if instances == 1 else instances,
     )
 
 

@@ -70,8 +70,8 @@ class SessionOptions:
     reduces_once: bool = False
     """True if sharded gradients are added up on each rank until the step's last backward reduces them."""
     num_state_copies: int | None = None
-    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`); None: one copy
-    (ZeRO-1), Megatron's if replicas are alike; in float64 one on every replica."""
+    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`), and of sharded
+    weights; None: one copy (ZeRO-1), Megatron's if replicas are alike; in float64 one on every replica."""
     build_stage: Callable[..., UnitStage] | None = None
     """Builds a stage in place of a real one (`EmulatedStage`); called with `stage_index` and the arguments of UnitStage."""
 
@@ -246,8 +246,8 @@ class Session:
         self.plan = plan
         self._schedules: dict[bool, ScheduleCache] = {}
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
-        copies = options.num_state_copies
-        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups, num_state_copies=copies)
+        shared = {"num_state_copies": options.num_state_copies, "shares_weights": options.shards_weights}
+        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups, **shared)
         self._open_user_buffers(plan)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
@@ -282,14 +282,17 @@ class Session:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
         unit, is_double = self.plan.units[member.unit], self.options.build.precision.params_dtype == torch.float64
         copies, shares = self.options.num_state_copies, None
+        if self.options.shards_weights and member.groups.dp_cp.size() > 1:
+            reduces_once = self.options.reduces_once
+            return ShardedUnit(
+                own, graph=self.graph, membership=member, book=self._groups, num_copies=copies or 1, reduces_once=reduces_once
+            )
         if member.is_unlike or copies is not None:
             copies = copies or (EVERY_REPLICA if is_double else 1)
             shares = StateShares(own, membership=member, unit=unit, book=self._groups, num_copies=copies)
         if member.is_unlike:
             assert shares is not None
             return UnlikeGradients(own, membership=member, unit=unit, book=self._groups, shares=shares)
-        if self.options.shards_weights and member.groups.dp_cp.size() > 1:
-            return ShardedUnit(own, graph=self.graph, membership=member, reduces_once=self.options.reduces_once)
         return UnitGradients(
             own,
             membership=member,

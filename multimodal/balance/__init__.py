@@ -51,6 +51,8 @@ class BalancerRow:
     source: str = ""
     keeps_samples_whole: bool = False
     """True if a microbatch of an encoder holds the items of one LLM microbatch; chains of layers over all lanes need that."""
+    deals_shares: bool = False
+    """True if it deals unequal shares of a batch, too; for balancers that keep samples whole, `balance_unlike` does."""
     serves_loops: bool = False
     """True if loops of others can have it by `plan_exchange(keeps_counts=True)`: one length per sample, whole samples."""
     places_items: bool = False
@@ -73,7 +75,7 @@ class BalancerRow:
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
         """Place a global batch, in more microbatches if `tokens_per_microbatch` asks for it; raises AssignmentError."""
         balance: Callable[..., Assignment] = self.balance
-        if has_unequal_shares(graph, plan):
+        if has_unequal_shares(graph, plan) and not self.deals_shares:
             if not self.keeps_samples_whole:
                 raise AssignmentError("replicas that are not alike need a --balance that keeps samples whole; choose another one")
             balance = partial(balance_unlike, balance=self.balance)
@@ -124,6 +126,8 @@ def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:
 def _balance_auto(work: BatchWork, *, plan: Plan) -> Assignment:
     placements = placements_of(tuple(plan.units.values()))
     tried = [row.balance for row in BALANCERS.values() if row.suits(placements)]
+    if has_unequal_shares(work.graph, plan):
+        tried = [partial(balance_unlike, balance=row.balance) for row in BALANCERS.values() if row.keeps_samples_whole]
     return balance_auto(work, plan=plan, balancers=tried)
 
 
@@ -180,6 +184,7 @@ BALANCERS: dict[str, BalancerRow] = {
         balance=_balance_auto,
         meaning="whichever of the others is predicted to take shortest for the batch at hand",
         places_items=True,
+        deals_shares=True,
         weighs_units=True,
         defers=True,
         needs_costs=True,

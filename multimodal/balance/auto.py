@@ -7,7 +7,7 @@ from multimodal.balance.balance_options import Predictor, pick_shortest, unique
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
-from multimodal.balance.placement import follow_llm, place_every_unit
+from multimodal.balance.placement import follow_llm, has_unequal_shares, place_every_unit
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
@@ -19,19 +19,17 @@ MOST_DEALT = 4
 def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..., Assignment]]) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
-    Candidates are the results of the balancers, the data's order first, and the LLM's balanced microbatches in DistTrain's order,
-    with encoders balanced on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is
-    also tried with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor`
-    predicts the steps, or `busiest_replicas_work` if there is none. Ties go to the first candidate, as does a gain below
-    `Predictor.margin`. Limits apply to the number of candidates and the size of simulations,
-    not to their time, so that ranks agree.
+    Candidates are the results of the balancers, the data's order first, and, where replicas take equal shares, the LLM's
+    balanced microbatches in DistTrain's order, with encoders balanced on their own or with the LLM. If several encoder
+    pipelines lie beside an LLM replica, each candidate is also tried with encoders' microbatches dealt by the idle time of
+    their ranks (`deal_by_idle_time`). `options.predictor` predicts the steps, or `busiest_replicas_work` if there is none.
+    Ties go to the first candidate, as does a gain below `Predictor.margin`. Limits
+    apply to the number of candidates and the size of simulations, not to their time, so that ranks agree.
     """
-    reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
-    candidates = [
-        *(balance(work, plan=plan) for balance in balancers),
-        place_every_unit(reordered, work, plan=plan),
-        follow_llm(reordered, work, plan=plan),
-    ]
+    candidates = [balance(work, plan=plan) for balance in balancers]
+    if not has_unequal_shares(work.graph, plan):
+        reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
+        candidates += [place(reordered, work, plan=plan) for place in (place_every_unit, follow_llm)]
     if work.options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
     return _shortest(list(unique(candidates)), work.lengths, work.options.predictor)

@@ -29,8 +29,8 @@ class RunOptions:
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`. Not a flag: for systems that run layers in other ways."""
     num_state_copies: int | None = None
-    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`); None: one copy,
-    shared by all ranks that hold the same weights."""
+    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`), and in ZeRO-3 of
+    weights; None: one copy, shared by all ranks that hold the same weights."""
 
     @property
     def hides_waits(self) -> bool:

@@ -229,7 +229,8 @@ class StepMemory:
     @memoized
     def _weight_bytes(self, stage: StageKey) -> float:
         sizes = self.layers.plan.units[stage[0]]
-        copies = sizes.data_parallel_size * sizes.context_parallel_size
+        num_copies = self.options.num_state_copies if self.options.zero_stage >= 3 else None
+        copies = sizes.data_parallel_size * sizes.context_parallel_size // min(num_copies or 1, sizes.data_parallel_size)
         trained, held = (self.layers.weights_by_sharers(stage, trained_only=only) for only in (True, False))
         frozen = [
             (num_held - num_trained, False, copies // num_sharers)

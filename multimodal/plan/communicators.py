@@ -74,10 +74,15 @@ def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ..
                 yield Track("forward", BETWEEN_UNITS), *ends, False
 
 
-def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks of all process groups of units, some repeatedly or single; num_state_copies: as in `RunOptions`."""
+def group_ranks(
+    graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None, shares_weights: bool = False
+) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of all process groups of units, some repeatedly or single; num_state_copies: as in `RunOptions`.
+
+    shares_weights: each copy is of the weights, too, and the ranks that keep the same part of every copy sum its gradients.
+    """
     for name, unit in plan.units.items():
-        if unit.is_unlike or num_state_copies is not None:
+        if unit.is_unlike or (num_state_copies is not None and not shares_weights):
             yield from sharing_groups(graph, name, unit, num_copies=num_state_copies or 1)
         for replica in unit.replicas:
             for stage in replica.stages:
@@ -90,7 +95,11 @@ def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None =
             continue
         for index, stage in enumerate(unit.replicas[0].stages):
             yield from (data_parallel_ranks(unit, index, position) for position in range(len(stage.ranks)))
-            yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_size(stage)))
+            for tensor_rank in range(unit.tensor_size(stage)):
+                yield (holders := holders_of_parameters(unit, index, tensor_rank))
+                if shares_weights and num_state_copies is not None and len(holders) > 1:
+                    yield from (copies := cut_into_copies(holders, num_state_copies))
+                    yield from zip(*copies, strict=True)
             if unit.expert_parallel_size > 1:
                 for rank in (rank for replica in unit.replicas for rank in replica.stages[index].ranks):
                     yield expert_parallel_ranks(unit, index, rank)
@@ -108,6 +117,12 @@ def holders_of_parameters(unit: UnitPlan, stage_index: int, tensor_rank: int) ->
     """Return the ranks that hold the same parameters of a stage: replicas and context parallel ranks."""
     stages = (replica.stages[stage_index] for replica in unit.replicas)
     return tuple(sorted(group[tensor_rank] for stage in stages for group in unit.tensor_parallel_groups(stage)))
+
+
+def cut_into_copies(holders: tuple[int, ...], num_copies: int) -> list[tuple[int, ...]]:
+    """Return the ranks that share each copy of the same parameters: neighbours, equally many; num_copies divides their number."""
+    size = len(holders) // num_copies
+    return [holders[start : start + size] for start in range(0, len(holders), size)]
 
 
 def expert_parallel_ranks(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int, ...]:

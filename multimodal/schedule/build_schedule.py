@@ -40,7 +40,7 @@ def build_schedule(
 
 
 def _build_computations(builder: Builder, shape: StepShape, passes: Sequence[Pass], *, is_draft: bool = False) -> Schedule:
-    """Build and rewrite. A draft may be stuck; where it is not, nothing on the way to it was, which only had fewer collectives."""
+    """Build and rewrite. A draft may be stuck; where it is not, nothing on the way to it was: it only had fewer actions."""
     chosen = () if shape.forward_only else tuple(passes)
     token = ASSUMES_PROGRESS.set(is_draft and all(isinstance(each, PassRow) and each.is_planned for each in chosen))
     try:

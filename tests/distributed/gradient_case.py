@@ -74,6 +74,8 @@ class GradientCase:
     """Whether replicas share weights and gradients, too; the reference never does."""
     reduces_once: bool = False
     """Whether these gradients are reduced in a step's last backward alone."""
+    num_state_copies: int | None = None
+    """Of weights that replicas share."""
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
     buffer_rows: int | None = None
@@ -90,7 +92,8 @@ class GradientCase:
         shapes = [(shape.items, shape.num_text_tokens, shape.num_target_tokens) for shape in self.source.shapes]
         lines = [
             f"{self.builder}, passes={self.passes}, sequence_parallel={self.sequence_parallel}, recompute={self.recompute}",
-            f"shards_weights={self.shards_weights}, once {self.reduces_once}, num_overlapped_parts={self.num_overlapped_parts}",
+            f"shards_weights={self.shards_weights}, once {self.reduces_once}, in copies {self.num_state_copies}",
+            f"num_overlapped_parts={self.num_overlapped_parts}",
             f"attention: {self.attention_mask}, by {self.attention_backend}; {self.distribution}, blocks of {self.block_size}",
             f"samples (items, text, targets): {shapes}",
             *(line for unit in self.graph.units for line in self._lines_of_unit(unit)),
@@ -142,6 +145,7 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
         reduces_by_layer=reduce_by_layer in case.passes,
         shards_weights=case.shards_weights,
         reduces_once=case.reduces_once,
+        num_state_copies=case.num_state_copies,
     )
     session = Session(options, plan=case.plan)
     with whole_weights(session):

@@ -126,6 +126,9 @@ CASES = {
     "tensor parallel ranks": Planted(lambda: case_of_any_plan(tp=2), in_any_plan.OF_TENSOR_PARALLEL_RANKS),
     "cut backwards": Planted(case_of_cut_backwards, in_any_plan.IN_CUT_BACKWARDS),
     "sharded weights": Planted(lambda: replace(case_of_any_plan(tp=2), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
+    "copies of sharded weights": Planted(
+        lambda: replace(case_of_any_plan(), shards_weights=True, num_state_copies=2), in_some_plans.OF_COPIES_OF_WEIGHTS
+    ),
     "gradients reduced once": Planted(
         lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), in_some_plans.OF_GRADIENTS_REDUCED_ONCE
     ),

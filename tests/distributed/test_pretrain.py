@@ -173,7 +173,7 @@ def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(tmp_pa
     assert plan.units["llm"].is_unlike and plan.units["llm"].microbatch_shares == (2, 1)
     plan.to_file(tmp_path / "plan.yaml")
     saved = {"--save": tmp_path / "saved", "--load": tmp_path / "saved", "--save-interval": 2}
-    how = {"--sequence-parallel": None, "--balance": "whole-sample", "--schedule-passes": "reduce-by-layer"}
+    how = {"--sequence-parallel": None, "--balance": "auto", "--schedule-passes": "reduce-by-layer"}
     how |= {**SIZED_OTHERWISE, "--plan": tmp_path / "plan.yaml", "--exit-interval": 2}
     entries, _ = train_beside(alone, tmp_path, saved | how, num_ranks=6)
     entries += train_beside(alone, tmp_path, saved, num_ranks=1)[0]

@@ -121,6 +121,10 @@ OTHERS: dict[str, tuple[TrainingCase, TrainingCase]] = {
 }
 CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
     "weights shared": (case_of(TIED, UNEQUAL, FLOAT64), {"shards_weights": True}),
+    "weights shared in two copies": (
+        case_of(TIED, {"vision": (1, 1, 2), "llm": (1, 1, 4)}, FLOAT64),
+        {"shards_weights": True, "num_state_copies": 2},
+    ),
     "gathered by the schedule": (case_of(TIED, STAGES), {"passes": (gather_parameters,)}),
 }
 """What a case is trained with, instead, from the same start and from each other's checkpoints."""

@@ -75,17 +75,24 @@ class GroupBook:
 
 
 def build_memberships(
-    graph: ModelGraph, plan: Plan, *, rank: int, book: GroupBook, num_state_copies: int | None = None
+    graph: ModelGraph,
+    plan: Plan,
+    *,
+    rank: int,
+    book: GroupBook,
+    num_state_copies: int | None = None,
+    shares_weights: bool = False,
 ) -> dict[str, Membership]:
     """Create all process groups of the plan in `book` and return this rank's place in each of its units; collective.
 
-    num_state_copies: as for `group_ranks`.
+    num_state_copies, shares_weights: as for `group_ranks`.
     """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # in which sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
     stages = [(unit, stage) for unit in plan.units.values() for replica in unit.replicas for stage in replica.stages]
     tensor_groups = {group for unit, stage in stages for group in unit.tensor_parallel_groups(stage) if len(group) > 1}
-    book.create(group_ranks(graph, plan, num_state_copies=num_state_copies), urgent=tensor_groups)
+    sets = group_ranks(graph, plan, num_state_copies=num_state_copies, shares_weights=shares_weights)
+    book.create(sets, urgent=tensor_groups)
     memberships = {}
     for name, unit in plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):

@@ -108,6 +108,9 @@ class ParallelismConfig:
     reduce_gradients_once: bool = False
     """optim_grads_params: add up a step's gradients on each rank, in 4 bytes per weight of its stages (8 in float64), and reduce
     them in the last backward, not in each."""
+    num_distributed_optimizer_instances: int = field(default=1, metadata=AT_LEAST_ONE)
+    """Copies of all sharded state, each shared by as many neighbouring ranks: of the optimizer's, or with optim_grads_params of
+    weights and gradients, too (hybrid sharding). Must divide the data parallel sizes."""
     layer_partition: Literal["frozen-aware", "even"] = "frozen-aware"
     """Rule that cuts a unit into the pipeline stages of its size flags: the slowest is as fast as can be, as forwards and those
     backwards are predicted that freezing leaves (frozen-aware); or all have equally many transformer layers (even)."""
@@ -158,6 +161,11 @@ class ParallelismConfig:
     def item_block_size(self) -> int | None:
         """Tokens of a block of an item that context parallel ranks cut; None: they have no whole items."""
         return self.context_parallel_block_size if self.context_parallel_distribution == "by-item" else None
+
+    @property
+    def num_state_copies(self) -> int | None:
+        """Copies of sharded state, as in `RunOptions`."""
+        return None if self.num_distributed_optimizer_instances == 1 else self.num_distributed_optimizer_instances
 
     @property
     def shards_weights(self) -> bool:

@@ -1,5 +1,6 @@
 """Checks combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -240,6 +241,26 @@ def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
             "--data-parallel-sharding-strategy optim_grads_params would be ignored: no two ranks hold the same weights; raise a "
             f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
         )
+    if (count := config.parallelism.num_state_copies) is not None:
+        yield from _problems_of_copies(count, plan)
+
+
+def _problems_of_copies(count: int, plan: Plan) -> Iterator[str]:
+    flag = f"--num-distributed-optimizer-instances {count}"
+    shared = {name: unit for name, unit in plan.units.items() if unit.data_parallel_size * unit.context_parallel_size > 1}
+    if not shared:
+        yield f"{flag} would be ignored: no two ranks hold the same weights; raise a data parallel size or leave it out"
+    for name, unit in shared.items():
+        size = unit.data_parallel_size
+        if unit.expert_parallel_size > 1:
+            yield f"{flag}: replicas of unit '{name}' hold different experts; leave it out"
+        elif size % count:
+            fits = math.gcd(*(each.data_parallel_size for each in shared.values()))
+            choice = ", ".join(str(each) for each in range(2, fits + 1) if fits % each == 0)
+            yield (
+                f"{flag} does not divide the {size} replicas of unit '{name}'; "
+                + (f"choose one of {choice}, or leave it out" if choice else "leave it out, or change the data parallel sizes")
+            )
 
 
 def _problems_of_context(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
@@ -278,10 +299,10 @@ def _problems_of_shares(config: RunConfig, graph: ModelGraph, plan: Plan) -> Ite
             "and replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
         )
     balance, batch, microbatch = config.training.balance, config.training.global_batch_size, config.training.micro_batch_size
-    if has_unequal_shares(graph, plan) and not BALANCERS[balance].keeps_samples_whole:
-        whole = ", ".join(name for name, other in BALANCERS.items() if other.keeps_samples_whole)
+    whole = [name for name, other in BALANCERS.items() if other.keeps_samples_whole or other.deals_shares]
+    if has_unequal_shares(graph, plan) and balance not in whole:
         what = f"the replicas of unit '{unlike[0]}' differ" if unlike else "the plan gives the LLM's replicas shares of their own"
-        yield f"--balance {balance} cannot deal unequal shares of a batch: {what}; choose one of {whole}"
+        yield f"--balance {balance} cannot deal unequal shares of a batch: {what}; choose one of {', '.join(whole)}"
     elif has_unequal_shares(graph, plan) and config.training.refine_encoders:
         yield "--refine-encoders cannot deal unequal shares of a batch, which the plan gives its replicas; leave it out"
     num_replicas = plan.units[graph.backbone.name].data_parallel_size

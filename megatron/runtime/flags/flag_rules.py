@@ -229,6 +229,10 @@ RULES: Mapping[str, Condition] = {
     "it writes with it": lambda c: c.parallelism.reduce_gradients_once and c.parallelism.plans_itself,
     "--elastic needs whole weights on every replica, which --data-parallel-sharding-strategy optim_grads_params shares; use "
     "--data-parallel-sharding-strategy optim": lambda c: c.parallelism.elastic and c.parallelism.shards_weights,
+    "--num-distributed-optimizer-instances {c.parallelism.num_distributed_optimizer_instances}: templates of --elastic say how "
+    "many copies there are (tools/plan.py --replicas-per-copy), and --emulate has none; leave it out": lambda c: (
+        c.parallelism.num_state_copies is not None and (c.parallelism.elastic or c.training.emulate is not None)
+    ),
     "--async-save would finish a checkpoint with ranks that may be lost meanwhile; leave it or --elastic out": lambda c: (
         c.parallelism.elastic and c.checkpoint.async_save
     ),

@@ -43,14 +43,19 @@ class ShardedLayer:
     """Parameters of one layer of this rank; its collectives are called on all ranks of `group` in one order.
 
     parameters: all trained, or all frozen ones; newly initialised, afterwards without memory for its parameters until they are
-    gathered; group: the ranks that hold the same parameters (replicas and context parallel ranks); tensor_parallel_group: the
-    ranks that hold the other parts of them.
+    gathered; group: the ranks that share the same parameters (replicas and context parallel ranks); tensor_parallel_group: the
+    ranks that hold the other parts of them; is_copy: another group's are counted and written.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], *, group: dist.ProcessGroup, tensor_parallel_group: dist.ProcessGroup
+        self,
+        parameters: Sequence[Parameter],
+        group: dist.ProcessGroup,
+        tensor_parallel_group: dist.ProcessGroup,
+        *,
+        is_copy: bool = False,
     ) -> None:
-        self.group, self._tensor_parallel_group = group, tensor_parallel_group
+        self.group, self._tensor_parallel_group, self._is_copy = group, tensor_parallel_group, is_copy
         self.parameters = tuple(parameters)
         if len(found := {parameter.dtype for parameter in self.parameters}) != 1:
             raise ConfigError(
@@ -92,7 +97,8 @@ class ShardedLayer:
                 here = slice(first - self._range.start, last - self._range.start)
                 is_trained = self.gradient_share is not None and parameter.requires_grad
                 gradient = self.gradient_share[here] if is_trained else None  # type: ignore[index]
-                found.append(WeightPiece(parameter, range(first - start, last - start), self.share[here], gradient))
+                elements = range(first - start, last - start)
+                found.append(WeightPiece(parameter, elements, self.share[here], gradient, self._is_copy))
         return tuple(found)
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:

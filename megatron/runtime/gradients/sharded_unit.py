@@ -9,13 +9,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron.runtime.communication.units import Membership
+from megatron.runtime.communication.units import GroupBook, Membership
 from megatron.runtime.gradients.scheduled_collectives import nothing_to_wait_for, sum_copies
 from megatron.runtime.gradients.sharded_layer import LayerPass, ShardedLayer, Visit, WeightPiece
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.communicators import cut_into_copies
 from multimodal.values.action import ActionKind, LayerRange
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
@@ -28,16 +30,34 @@ class LayerKey(NamedTuple):
     is_trained: bool
 
 
+class Copies(NamedTuple):
+    """The ranks around one, where weights are kept in several copies (hybrid sharding); in one, they all share it."""
+
+    group: dist.ProcessGroup
+    """Those that share this rank's copy."""
+    across: dist.ProcessGroup
+    """Those that keep the same share of the other copies."""
+    is_copy: bool
+    """True if the first copy, which is counted and written, is another one."""
+
+    @classmethod
+    def of(cls, holders: tuple[int, ...], num_copies: int, book: GroupBook) -> "Copies":
+        """Return the place of this rank among the ranks that hold the same parameters, ascending."""
+        copies, rank = cut_into_copies(holders, num_copies), dist.get_rank()
+        own = next(each for each in copies if rank in each)
+        across = next(each for each in zip(*copies, strict=True) if rank in each)
+        return cls(book[own], book[across], own != copies[0])
+
+
 class ShardedStage:
     """Shards the parameters of `stage` and gathers and releases its layers' weights from then on."""
 
-    def __init__(self, stage: UnitStage, *, graph: ModelGraph, membership: Membership, reduces_once: bool) -> None:
+    def __init__(self, stage: UnitStage, *, graph: ModelGraph, copies: "Copies", reduces_once: bool) -> None:
         self.stage, self._reduces_once = stage, reduces_once
         self.num_backwards = 0
         """Passes back through the stage that are left in this step, of whatever kind, joined ones included."""
-        groups = membership.groups
         self.layers: Mapping[LayerKey, ShardedLayer] = {
-            LayerKey(int(name), is_trained): ShardedLayer(parameters, group=groups.dp_cp, tensor_parallel_group=groups.tp)
+            LayerKey(int(name), is_trained): ShardedLayer(parameters, copies.group, stage.groups.tp, is_copy=copies.is_copy)
             for name, layer in stage.layers.items()
             for is_trained in (False, True)
             if (parameters := [each for each in layer.parameters() if each.requires_grad == is_trained])
@@ -149,11 +169,24 @@ class ShardedUnit:
     per step have nothing to do.
     """
 
-    def __init__(self, stages: Mapping[int, UnitStage], *, graph: ModelGraph, membership: Membership, reduces_once: bool) -> None:
-        """stages: virtual stage -> module, newly initialised; reduces_once: each rank adds up a step's gradients until then."""
+    def __init__(
+        self,
+        stages: Mapping[int, UnitStage],
+        *,
+        graph: ModelGraph,
+        membership: Membership,
+        book: GroupBook,
+        num_copies: int,
+        reduces_once: bool,
+    ) -> None:
+        """stages: virtual stage -> module, newly initialised; reduces_once: each rank adds up a step's gradients until then.
+
+        num_copies: of all weights and their state, each shared by equally many ranks; book: has the groups of `group_ranks`.
+        """
         self.membership, self.stages = membership, stages
+        self.copies = Copies.of(tuple(dist.get_process_group_ranks(membership.groups.dp_cp)), num_copies, book)
         self.sharded = {
-            index: ShardedStage(stage, graph=graph, membership=membership, reduces_once=reduces_once)
+            index: ShardedStage(stage, graph=graph, copies=self.copies, reduces_once=reduces_once)
             for index, stage in stages.items()
         }
 
@@ -198,9 +231,14 @@ class ShardedUnit:
         """Do nothing: weights are gathered layer by layer."""
 
     def sum_shared_embeddings(self) -> None:
-        """Give both copies of tied word embeddings the sum of their gradients, share by share; checks that all are reduced."""
+        """Give both copies of tied word embeddings the sum of their gradients, share by share; checks that all are reduced.
+
+        Before that, the ranks that keep the same share in other copies of the weights sum its gradients.
+        """
         for layer in self.layers:
             layer.check_reduced()
+            if layer.gradient_share is not None and self.copies.across.size() > 1:
+                dist.all_reduce(layer.gradient_share, group=self.copies.across)
         copies = [
             self.sharded[index].layers.get(LayerKey(0, is_trained=True))
             for index, stage in self.stages.items()

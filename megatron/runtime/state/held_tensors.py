@@ -261,6 +261,7 @@ def _parameters(state: TrainedState) -> Iterator[_Parameter]:
     for (unit, _), stage in state.stages.items():
         gradients = state.gradients.get(unit)
         is_replica = gradients is not None and gradients.membership.is_unlike and not gradients.membership.is_first_holder
+        is_replica |= isinstance(gradients, ShardedUnit) and gradients.copies.is_copy
         for name, value in stage.named_parameters():
             yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage, is_replica)
 

@@ -287,7 +287,9 @@ def _session_options(
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
         shards_weights=config.parallelism.shards_weights,
         reduces_once=config.parallelism.reduce_gradients_once,
-        num_state_copies=read_templates(config, graph).num_state_copies if config.parallelism.elastic else None,
+        num_state_copies=(
+            read_templates(config, graph).num_state_copies if config.parallelism.elastic else config.parallelism.num_state_copies
+        ),
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
 

@@ -144,6 +144,8 @@ class StageCosts:
     @memoized
     def _ring_seconds(self, unit: str, stage: int, tensor_size: int, num_sharers: int, num_bytes: float) -> float:
         replicas = self.stages.plan.units[unit].replicas[::num_sharers]
+        if self.options.zero_stage >= 3 and self.options.num_state_copies is not None:  # over those of one copy
+            replicas = replicas[: max(1, len(replicas) // self.options.num_state_copies)]
         peers = [rank for replica in replicas for rank in replica.virtual_stages[stage].ranks[::tensor_size]]
         return collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
 
@@ -216,16 +218,37 @@ def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster
         for keys in stages.of_rank.values()
     }
     shares = [_updated_weights(stages, keys, options) for keys in held]
+    summing = _summing_seconds(stages, held, options, cluster)
     if profile is not None:
-        return profile.seconds + max(
-            profile.unit_update_seconds * sum(count > 0 for count in share.values())
-            + profile.weight_update_seconds * sum(share.values())
-            for share in shares
+        return (
+            summing
+            + profile.seconds
+            + max(
+                profile.unit_update_seconds * sum(count > 0 for count in share.values())
+                + profile.weight_update_seconds * sum(share.values())
+                for share in shares
+            )
         )
     if cluster.memory_bandwidth_gbytes_per_second is None:
-        return 0.0
+        return summing
     num_bytes = update_traffic_bytes(cluster.bytes_per_element) * max(sum(share.values()) for share in shares)
-    return num_bytes / (cluster.memory_bandwidth_gbytes_per_second * 1e9)
+    return summing + num_bytes / (cluster.memory_bandwidth_gbytes_per_second * 1e9)
+
+
+def _summing_seconds(stages: StageLayers, held: Collection[tuple[StageKey, ...]], options: RunOptions, cluster: Cluster) -> float:
+    """Return the seconds before an update in which several copies of sharded weights sum the gradients of equal shares."""
+    copies = options.num_state_copies
+    if options.zero_stage < 3 or copies is None:
+        return 0.0
+
+    def seconds_of(stage: StageKey) -> float:
+        unit, _, index = stage
+        replicas = stages.plan.units[unit].replicas
+        peers = [each.virtual_stages[index].ranks[0] for each in replicas[:: max(1, len(replicas) // copies)]]
+        num_weights = sum(weights / len(ranks) for ranks, weights in stages.state_shares(stage, num_copies=copies))
+        return 2 * collective_seconds(GRADIENT_BYTES * num_weights / stages.tensor_size(stage), ranks=peers, cluster=cluster)
+
+    return max((sum(map(seconds_of, keys)) for keys in held), default=0.0)
 
 
 def update_traffic_bytes(bytes_per_element: int) -> float:

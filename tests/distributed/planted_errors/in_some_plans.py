@@ -15,6 +15,7 @@ from megatron.runtime.execution.segment_pass import SegmentPass
 from megatron.runtime.feed import step_inputs
 from megatron.runtime.gradients import gradients, sharded_layer, unlike_gradients
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.session import Session
 from multimodal.attention import context_parallel
@@ -115,6 +116,9 @@ OF_SHARDED_WEIGHTS: Mapping[str, Error] = {
     "only the last microbatch's gradients stay": replaced(ShardedLayer, "start_reduction", last_microbatch_alone),
     "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "start_reduction", norms_not_summed),
     "shares of weights come together in another order": replaced(ShardedLayer, "finish_gathering", weights_of_the_rank_before),
+}
+OF_COPIES_OF_WEIGHTS: Mapping[str, Error] = {
+    "each copy keeps its own gradients": replaced(ShardedUnit, "sum_shared_embeddings", lambda *_: None),
 }
 OF_GRADIENTS_REDUCED_ONCE: Mapping[str, Error] = {
     "gradients are not added up until they are reduced": replaced(ShardedLayer, "take_gradients", earlier_gradients_forgotten),

@@ -209,11 +209,11 @@ def build_plan(graph: ModelGraph, num_replicas: int, shares: tuple[int, ...] = (
     return Plan({name: UnitPlan(replicas(name), microbatch_shares=shares if name == llm else ()) for name in graph.unit_names})
 
 
-def test_work_goes_with_the_shares():
+@pytest.mark.parametrize("name", [next(name for name in WHOLE if name != "none"), "auto"])
+def test_work_goes_with_the_shares(name: str):
     lengths = random_lengths(TWO, count=400)
-    balancer = next(BALANCERS[name] for name in WHOLE if name != "none")
     options = BalanceOptions(num_microbatches=20)
-    found = balancer(lengths, graph=TWO, plan=build_plan(TWO, 3, (30, 20, 10)), options=options)
+    found = BALANCERS[name](lengths, graph=TWO, plan=build_plan(TWO, 3, (30, 20, 10)), options=options)
     assert [len(own) for own in found.units["llm"]] == [30, 20, 10]
     work = BatchWork(TWO, LengthBatch.of(lengths), options)
     flops = dict(zip(work.arrays.sample_ids.tolist(), work.whole_sample_flops().tolist(), strict=True))
@@ -262,6 +262,6 @@ def test_microbatches_are_dealt_in_proportion(count: int, shares: list[int]):
 
 
 def test_what_cannot_be_placed_is_refused():
-    other = next(row for row in BALANCERS.values() if not row.keeps_samples_whole)
+    other = next(row for row in BALANCERS.values() if not (row.keeps_samples_whole or row.deals_shares))
     with pytest.raises(AssignmentError, match="keeps samples whole"):
         other(random_lengths(TWO, count=4), graph=TWO, plan=build_plan(TWO, 2, (1, 2)), options=BalanceOptions())
