@@ -102,9 +102,7 @@ def build_parser() -> Parser:
         choices=ZERO_STAGES,
         help="What replicas share: optimizer state is 1, all is 3 (1; 0 in float64).",
     )
-    data.add_argument(
-        "--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1)."
-    )
+    data.add_argument("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
     data.add_argument(
         "--transformer-impl",
         choices=get_args(Implementation),

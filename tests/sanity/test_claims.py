@@ -152,7 +152,8 @@ Planning
 Training
   ZeRO-1 = {PRETRAIN}::test_the_sharded_float32_optimizer_stays_close_to_float64
   ZeRO-3 = distributed/test_master.py::test_replicas_share_weights
-  in one copy or several = distributed/test_round_trips.py::test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
+  in one copy or several =
+    distributed/test_round_trips.py::test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
   learning rate schedules, one global gradient norm =
     distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron
   bf16 with fp32 main gradients = {PRETRAIN}::test_bfloat16_stays_close_to_float32
