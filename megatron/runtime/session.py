@@ -246,8 +246,14 @@ class Session:
         self.plan = plan
         self._schedules: dict[bool, ScheduleCache] = {}
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
-        shared = {"num_state_copies": options.num_state_copies, "shares_weights": options.shards_weights}
-        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups, **shared)
+        self.memberships = build_memberships(
+            self.graph,
+            plan,
+            rank=rank,
+            book=self._groups,
+            num_state_copies=options.num_state_copies,
+            shares_weights=options.shards_weights,
+        )
         self._open_user_buffers(plan)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
