@@ -39,7 +39,7 @@ class ByteCache:
         if cost > self._most_bytes * (1 - _KEPT_SHARE):
             return
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / _TOTAL).open("a+b") as told:
                 fcntl.flock(told, fcntl.LOCK_EX)
                 told.seek(0)
@@ -49,10 +49,7 @@ class ByteCache:
                 told.truncate(0)
                 told.write(b"%d" % total)
                 told.flush()
-                descriptor, hidden = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-                with open(descriptor, "wb") as file:
-                    file.write(content)
-                os.replace(hidden, path)
+                write_whole(path, content)
 
     def _make_room(self) -> int:
         """Remove files, oldest first; returns the bytes of those that are left."""
@@ -65,3 +62,16 @@ class ByteCache:
             os.unlink(path)
             total -= size
         return total
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, and its folder, so that no reader ever sees a part of it; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, hidden = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(hidden, path)
+    except BaseException:
+        os.unlink(hidden)
+        raise

@@ -23,6 +23,7 @@ from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_n
 from megatron.runtime.profiler import find_peak_tflops
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
+from multimodal.data.byte_cache import write_whole
 from multimodal.data.remote import user_cache
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
@@ -171,7 +172,7 @@ def find_value(room: str, key: str) -> dict[str, Any] | None:
 def keep_value(room: str, key: str, value: Mapping[str, Any]) -> None:
     """Keep a value for later runs, if the user's cache can be written."""
     with suppress(OSError):
-        write_whole(user_cache(room) / f"{key}.json", json.dumps(value))
+        write_whole(user_cache(room) / f"{key}.json", json.dumps(value).encode())
 
 
 def place_file(room: str, name: str, text: str) -> Path:
@@ -181,21 +182,8 @@ def place_file(room: str, name: str, text: str) -> Path:
         if path.is_file() and path.read_text() == text:
             return path
     try:
-        write_whole(path, text)
+        write_whole(path, text.encode())
     except OSError:
         path = Path(tempfile.mkdtemp(prefix="braid-")) / name
         path.write_text(text)
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees a part of it; raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
