@@ -65,7 +65,7 @@ ALONE = {
 }
 EMULATED = {
     "units on all ranks": ("--planner", "braid"),
-    "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=6"),
+    "a pipeline of all layers": ("--planner", "megatron-balanced", "--fix", "llm:pp=3"),
     "ranks of their own": ("--planner", "cornstarch"),
 }
 
