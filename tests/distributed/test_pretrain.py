@@ -77,7 +77,9 @@ def train_beside(alone: Alone, folder: Path, flags: Mapping[str, object], **how:
     ],
 )
 def test_any_sizes_log_the_same_losses(tmp_path: Path, alone: Alone, num_ranks: int, flags: dict[str, object]) -> None:
-    assert_alike(train_beside(alone, tmp_path, flags, num_ranks=num_ranks)[0], alone[1])
+    entries, launched = train_beside(alone, tmp_path, flags, num_ranks=num_ranks)
+    assert_alike(entries, alone[1])
+    assert f"{len(manifest_entries())} training samples, 4 a step" in launched.outputs[0]
 
 
 def test_layers_are_measured_ever_more_rarely() -> None:
