@@ -240,6 +240,8 @@ def _is_in_order(schedule: Schedule, moments: Integers) -> bool:
     if (is_next & (own[1:] < own[:-1])).any():
         return False
     tied = np.flatnonzero(is_next & (own[1:] == own[:-1]))
+    if (schedule.pieces[tied] < work.num_computed).any():  # computations of one moment, as of work inside another's waits
+        return False
     turns = (_turns(schedule.pieces[tied + later], work, moments) for later in (0, 1))
     is_later, is_equal = np.zeros(len(tied), bool), np.ones(len(tied), bool)
     for before, after in zip(*turns, strict=True):

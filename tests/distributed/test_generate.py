@@ -64,7 +64,7 @@ def deepstack(graph: ModelGraph) -> ModelGraph:
 @pytest.mark.parametrize("change", [lambda graph: graph, three_axes, deepstack], ids=["one axis", "three axes", "deepstack"])
 def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGraph], ModelGraph], tmp_path: Path) -> None:
     """Logits behind every prefix of an answer, against those of the whole sample in one forward."""
-    graph = change(ModelGraph.from_file("examples/digits/model.yaml"))
+    graph = change(ModelGraph.from_file("tests/unit/runtime/six_layers.yaml"))
     assert_next_tokens(graph, write_questions(tmp_path), answers=["then three", "right"])
 
 

@@ -108,7 +108,7 @@ class ParallelismConfig:
     reduce_gradients_once: bool = False
     """optim_grads_params: add up a step's gradients on each rank, in 4 bytes per weight of its stages (8 in float64), and reduce
     them in the last backward, not in each."""
-    num_distributed_optimizer_instances: int = field(default=1, metadata=AT_LEAST_ONE)
+    num_distributed_optimizer_instances: int = field(default=1, metadata=A_COUNT)
     """Copies of all sharded state, each shared by as many neighbouring ranks: of the optimizer's, or with optim_grads_params of
     weights and gradients, too (hybrid sharding). Must divide the data parallel sizes."""
     layer_partition: Literal["frozen-aware", "even"] = "frozen-aware"

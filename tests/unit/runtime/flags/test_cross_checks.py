@@ -13,6 +13,7 @@ import yaml
 
 from benchmarks.baselines import COMPARED
 from megatron.runtime.feed.data_sets import with_vocabulary
+from megatron.runtime.flags import cross_checks
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
 from megatron.runtime.flags.cross_checks import check_plan
@@ -309,8 +310,11 @@ def with_experts(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_example_has_layers_of_transformer_engine(tmp_path: Path, variant: str, request: pytest.FixtureRequest) -> None:
+def test_every_example_has_layers_of_transformer_engine(
+    tmp_path: Path, variant: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without --all one in eight, but in FP8."""
+    monkeypatch.setattr(cross_checks, "check_autoencoders", lambda graph: None)  # their folders are not here
     trained, in_bfloat16 = 0, set()
     is_whole = variant == "FP8" or request.config.getoption("all")
     given = f"--data-path digits --global-batch-size 16 --train-iters 1 --lr 1e-3 {VARIANTS[variant]}"
