@@ -2,6 +2,7 @@
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -26,7 +27,7 @@ def read_file(path: str | Path, build: Callable[[dict[str, Any]], T], *, error: 
         raise at_line(path, problem) from None
 
 
-class FromFile:
+class FromFile(ABC):
     """A value whose plain form a YAML or JSON file can hold."""
 
     __slots__ = ()
@@ -34,9 +35,9 @@ class FromFile:
     """Raised where a file or its value is wrong."""
 
     @classmethod
+    @abstractmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         """Build from the plain form; raises `file_error`."""
-        raise NotImplementedError
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:

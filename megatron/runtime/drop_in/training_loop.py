@@ -1,4 +1,4 @@
-"""What Megatron's own training loop counts, saves and clips, of all units of a plan while one with units apart is applied."""
+"""Lets Megatron's own training loop count, save and clip all units of a plan, while one with units apart is applied."""
 
 import math
 import sys

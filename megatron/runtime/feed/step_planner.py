@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -52,8 +52,8 @@ from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
 
-_MOST_LEFT = 31
-"""Most steps in a row that a balancer which predicts steps leaves undecided, once it has kept the data's order."""
+_PERIOD = 8
+"""Steps that all stay in the data's order where a balancer that predicts steps keeps it in the first of them."""
 _MOST_KEPT = 32
 """Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
 
@@ -159,26 +159,21 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
         self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
         self._decisions, self._in_order = decisions, in_order
-        self._left = range(0)  # steps left in the data's order since the one before them kept it, twice as many each time
+        self._kept = -1, False  # the first step of a period, and whether it kept the data's order
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
-        drawn = {sample.sample_id: sample.source_index for sample in self._batches.batch(step)}
         graph, plan = self._schedules.graph, self._schedules.plan
-        readable = ReadableItems(self._source, graph=graph) if self._options.skips_bad else None
-        source: SampleSource = SourceSubset(readable or self._source, drawn)
+        is_left = step in self._in_order or self._follows(step)
+        drawn, source, readable = self._open(step)
         share = self._exchange.decode(source, list(drawn)) if self._exchange else None
         lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
         start = time.perf_counter()
-        balancer = BALANCERS[UNBALANCED] if step in self._in_order or step in self._left else self._balancer
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         before = balance_in_order(work, plan=plan)
-        balance = partial(self._balance, balancer, work, before)
-        decided = self._decisions.find(lengths, balance) if self._decisions and balancer is self._balancer else balance()
-        assignment, predicted_seconds = decided
-        if predicted_seconds is not None:  # every rank's worker passes the same steps in order, and so leaves the same ones
-            num_left = min(2 * len(self._left) + 1, _MOST_LEFT) if assignment == before else 0
-            self._left = range(step + 1, step + 1 + num_left)
+        assignment, predicted_seconds = self._decide(work, before, is_left=is_left)
+        if not is_left and step == self._first_of_period(step):
+            self._kept = step, assignment == before
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         balance_seconds = time.perf_counter() - start
@@ -197,6 +192,38 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         found = readable.problems if readable else {}
         problems = {sample_id: found[index] for sample_id, index in drawn.items() if index in found}
         return planned.changed(balance=report, flops=flops, problems=problems)
+
+    def _open(self, step: int) -> tuple[Mapping[int, int], SampleSource, ReadableItems | None]:
+        """Return the samples of a step by their ids: their indices, their source, and what notes those that cannot be read."""
+        drawn = {sample.sample_id: sample.source_index for sample in self._batches.batch(step)}
+        readable = ReadableItems(self._source, graph=self._schedules.graph) if self._options.skips_bad else None
+        return drawn, SourceSubset(readable or self._source, drawn), readable
+
+    def _first_of_period(self, step: int) -> int:
+        return max(step - step % _PERIOD, self._batches.first_step)
+
+    def _follows(self, step: int) -> bool:
+        """Return True if a step is left in the data's order because the first of its period is.
+
+        It depends on nothing that this rank, or a run before it, decided: whoever has not decided that step does so here.
+        """
+        first = self._first_of_period(step)
+        predicts = self._balancer.needs_costs and self._balance_options.predictor is not None
+        if step == first or not predicts or self._exchange is not None:  # lengths of other steps would have to be exchanged
+            return False
+        if self._kept[0] != first:
+            drawn, source, _ = self._open(first)
+            lengths = LengthBatch(map(source.lengths, drawn))
+            work = BatchWork(self._schedules.graph, lengths, self._balance_options)
+            before = balance_in_order(work, plan=self._schedules.plan)
+            self._kept = first, self._decide(work, before)[0] == before
+        return self._kept[1]
+
+    def _decide(self, work: BatchWork, in_order: Assignment, *, is_left: bool = False) -> Decision:
+        if is_left:
+            return self._balance(BALANCERS[UNBALANCED], work, in_order)
+        balance = partial(self._balance, self._balancer, work, in_order)
+        return self._decisions.find(LengthBatch.of(work.lengths), balance) if self._decisions else balance()
 
     def _balance(self, balancer: BalancerRow, work: BatchWork, in_order: Assignment) -> Decision:
         plan, lengths, options = self._schedules.plan, work.lengths, self._balance_options

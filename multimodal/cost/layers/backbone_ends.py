@@ -194,7 +194,7 @@ class DiffusionEmbeddingLayer(GeneratorProjectorLayer):
 
     @property
     def _num_embedding_weights(self) -> int:
-        """Of time, pooled text and text; a DiT's layers have theirs, the first here."""
+        """Weights that embed time, pooled text and text; a DiT's layers have theirs, the first here."""
         hidden = self.unit.transformer.hidden_size
         pooled = int(self._config.get("pooled_projection_dim", 2048))
         return (NUM_TIME_FEATURES + pooled + 2 * hidden + self._width) * hidden if self._is_joint else 0
