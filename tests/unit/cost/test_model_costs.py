@@ -1,6 +1,6 @@
 """Costs of a step's computations, messages and collectives, of its memory, and of its update."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,6 @@ import pytest
 from multimodal.cost.cluster import Cluster, TransferCost, collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.layers.registry import describe_layer, read_model
-from multimodal.cost.memoize import memoized
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_traffic_bytes
 from multimodal.cost.run_options import RunOptions
@@ -209,27 +208,6 @@ def test_only_stages_of_equal_layers_and_links_are_alike() -> None:
         assert [np.argwhere(where)[:, 0].tolist() for _, where in together.stage_costs.alike("llm")] == [[0], [1], [2], [3]]
     assert [where.tolist() for _, where in alone.stage_costs.alike("vision")] == [[[True, True]]]
     assert {layer for layer, _ in alone.stages.counts(("llm", 0, 1))} == {"transformer"}
-
-
-@dataclass(frozen=True)
-class Doubles:
-    unit: int
-    calls: list[tuple[int, bool]] = field(default_factory=list, compare=False)
-
-    @memoized
-    def of(self, number: int, *, negated: bool) -> int | None:
-        """Double a number."""
-        self.calls.append((number, negated))
-        return None if not number else self.unit * number * (-2 if negated else 2)
-
-
-def test_results_are_computed_once_for_each_object_and_arguments():
-    first, second = Doubles(1), Doubles(1)
-    for _ in range(2):
-        assert [first.of(3, negated=False), first.of(3, negated=True), first.of(0, negated=True)] == [6, -6, None]
-    assert second.of(3, negated=False) == 6
-    assert (first.calls, second.calls) == ([(3, False), (3, True), (0, True)], [(3, False)])
-    assert first == second
 
 
 UPDATE_GRAPH = graph_of()

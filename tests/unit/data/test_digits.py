@@ -11,7 +11,6 @@ from examples.digits.handwritten_digits import (
     DigitsSource,
     DigitsToDrawSource,
     glyph_pool,
-    in_turn,
     load_handwritten_digits,
 )
 from examples.digits_generator.sums import open_samples as open_sums
@@ -55,22 +54,6 @@ def test_answers_follow_from_the_digits_shown() -> None:
         expected = {"read": "".join(map(str, shown)), "count": str(len(shown)), "sum": f"{terms}{sum(shown)}"}
         sample = source.sample(index)
         assert sample.answer == expected[sample.kind]
-
-
-def test_lengths_text_and_pixels_agree() -> None:
-    source = open_digits()
-    for index in range(60):
-        lengths, text = source.lengths(index), source.text(index)
-        assert lengths.sample_id == index and {item.unit for item in lengths.items} == {"vision"}
-        assert len(text.token_ids) == lengths.num_tokens
-        assert int(text.is_target.sum()) == lengths.num_target_tokens
-        assert [entry[2] for entry in text.item_starts] == [item.num_output_tokens for item in lengths.items]
-        for item_index, item in enumerate(lengths.items):
-            pixels = source.item(index, item_index)
-            assert pixels.grid == source.item_grid(index, item_index)
-            assert pixels.patches.shape == (item.num_tokens, 16) and pixels.patches.dtype == np.float32
-            assert item.num_tokens == pixels.grid[0] * pixels.grid[1] == 4 * item.num_output_tokens
-            assert pixels.patches.min() == -1 and 0.5 < pixels.patches.max() <= 1
 
 
 @pytest.mark.parametrize(("opened", "name"), [(open_digits, "sample"), (open_drawings, "question")])
@@ -148,18 +131,3 @@ def test_bounds_decide_how_many_digits_there_are() -> None:
         open_drawings(image=ImageInput(4, 1, 1, 3136, 10000))
     with pytest.raises(ConfigError, match="--seq-length is 8"):
         open_drawings(seq_length=8)
-
-
-def test_sources_take_turns() -> None:
-    reading, drawing = open_digits(20), open_drawings(20)
-    both = in_turn([reading, drawing])
-    assert len(both) == 40
-    for index in range(len(both)):
-        source = (reading, drawing)[index % 2]
-        assert both.lengths(index).sample_id == index
-        assert both.lengths(index).items == source.lengths(index // 2).items
-        np.testing.assert_array_equal(both.text(index).token_ids, source.text(index // 2).token_ids)
-        np.testing.assert_array_equal(both.item(index, 0).patches, source.item(index // 2, 0).patches)
-        assert both.item_grid(index, 0) == source.item_grid(index // 2, 0)
-    with pytest.raises(IndexError):
-        both.lengths(40)

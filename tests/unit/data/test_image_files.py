@@ -2,18 +2,14 @@
 
 import io
 import json
-import math
 import re
 import struct
 import zlib
-from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image, ImageFile
 
 from multimodal.data.image_files import (
@@ -176,10 +172,6 @@ def test_no_damage_is_anything_but_a_data_error(tmp_path: Path, name: str) -> No
             assert f"line 3: {path}" in str(problem)
 
 
-SIDES = st.integers(1, 4000)
-FACTORS = st.sampled_from([1, 4, 14, 28, 32])
-
-
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
@@ -194,32 +186,6 @@ FACTORS = st.sampled_from([1, 4, 14, 28, 32])
 def test_known_sizes_of_qwen2_vl(size: tuple[int, int], expected: tuple[int, int]) -> None:
     """Sizes worked out by hand from the published rule."""
     assert smart_resize(*size, factor=28, min_pixels=3136, max_pixels=1003520) == expected
-
-
-@given(SIDES, SIDES, FACTORS, st.integers(1, 10**5), st.integers(0, 10**6))
-def test_smart_resize_agrees_with_exact_arithmetic(height: int, width: int, factor: int, min_pixels: int, extra: int) -> None:
-    """An independent statement of the rule, in integers and fractions instead of floating-point square roots."""
-    max_pixels = min_pixels + extra
-    if max(height, width) > 200 * min(height, width):
-        with pytest.raises(DataError, match="more than 200 times longer"):
-            smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
-        return
-    found = smart_resize(height, width, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
-    rounded = tuple(round(Fraction(side, factor)) * factor for side in (height, width))
-    if rounded[0] * rounded[1] > max_pixels:
-        # floor(side * sqrt(max_pixels / area) / factor)
-        scaled = [math.isqrt(side * side * max_pixels // (height * width * factor * factor)) for side in (height, width)]
-        expected = tuple(max(1, count) * factor for count in scaled)
-    elif rounded[0] * rounded[1] < min_pixels:
-        squares = [Fraction(side * side * min_pixels, height * width * factor * factor) for side in (height, width)]
-        expected = tuple((math.isqrt(math.ceil(square) - 1) + 1) * factor for square in squares)
-    else:
-        expected = rounded
-    assert all(abs(side - exact) in (0, factor) for side, exact in zip(found, expected, strict=True))
-    if found != expected:  # only where a side lies on a multiple of the factor, within rounding
-        target = max_pixels if rounded[0] * rounded[1] > max_pixels else min_pixels
-        scale = math.sqrt(target / (height * width))
-        assert any(math.isclose(s * scale / factor, round(s * scale / factor), rel_tol=1e-12) for s in (height, width))
 
 
 def test_patches_come_in_merge_window_order() -> None:

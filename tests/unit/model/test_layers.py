@@ -1,24 +1,17 @@
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
-from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from multimodal.model.layers import backbone_ends
 from multimodal.model.layers.backbone_ends import vocab_parallel_cross_entropy
 from multimodal.model.norm import Norm
-from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
-from multimodal.model.rotary import axes_of_pairs, rotary_frequencies
 from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config, gelu_tanh
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.model.rank_groups import LiveBytes, join_shards
+from tests.unit.model.rank_groups import LiveBytes
 
 
 def build(normalization: str, dtype: torch.dtype, *, sequence_parallel: bool = False) -> Norm:
@@ -37,18 +30,6 @@ def build(normalization: str, dtype: torch.dtype, *, sequence_parallel: bool = F
         for parameter in norm.parameters():
             parameter.copy_(torch.randn(6, generator=generator))
     return norm
-
-
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_equals_the_formula_in_float64(normalization: str) -> None:
-    norm = build(normalization, torch.float64)
-    hidden = torch.randn(5, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) + 0.5
-    centred = hidden - hidden.mean(-1, keepdim=True) if normalization == "LayerNorm" else hidden
-    expected = centred / torch.sqrt((centred**2).mean(-1, keepdim=True) + 1e-3) * norm.weight
-    expected = expected if norm.bias is None else expected + norm.bias
-    assert (norm.bias is None) == (normalization == "RMSNorm")
-    assert norm(hidden).dtype == torch.float64
-    assert torch.allclose(norm(hidden), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -115,70 +96,6 @@ def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums() -> None:
             found.append([output, *(each.grad for each in leaves if each.grad is not None)])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parameters_are_marked_for_the_sum_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
-    norm = build("LayerNorm", torch.float32, sequence_parallel=sequence_parallel)
-    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [sequence_parallel] * 2
-
-
-def rotate(vector: torch.Tensor, position: list[int], *, base: float = 100.0) -> torch.Tensor:
-    """As megatron-core's attention rotates a query of one head."""
-    positions = torch.tensor([position] if len(position) > 1 else position)
-    frequencies = rotary_frequencies(positions, head_channels=len(vector), base=base, dtype=torch.float64)
-    return _apply_rotary_pos_emb_bshd(vector.view(1, 1, 1, -1), frequencies).flatten()
-
-
-def test_text_rotates_each_pair_of_channels_by_position_times_its_frequency() -> None:
-    vector = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
-    expected = []
-    for channel, angle in ((0, 5.0), (1, 5.0 / math.sqrt(100.0))):
-        number = complex(vector[channel], vector[channel + 2]) * complex(math.cos(angle), math.sin(angle))
-        expected.append(number)
-    found = rotate(vector, [5])
-    assert found.tolist() == pytest.approx([n.real for n in expected] + [n.imag for n in expected], abs=1e-12)
-
-
-def test_images_give_half_of_the_pairs_to_rows_and_half_to_columns() -> None:
-    angles = rotary_frequencies(torch.tensor([[2, 3]]), head_channels=8, base=100.0, dtype=torch.float64)
-    half = [2.0, 2.0 / 10, 3.0, 3.0 / 10]
-    assert angles.shape == (1, 1, 1, 8)
-    assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
-
-
-def test_staggered_axes_take_turns_in_the_frequencies_of_one() -> None:
-    places = torch.tensor([[2, 3]])
-    angles = rotary_frequencies(places, head_channels=8, base=10000.0, dtype=torch.float64, is_staggered=True)
-    half = [2.0, 2.0 / 100, 3.0 / 10, 3.0 / 1000]
-    assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
-
-
-@pytest.mark.parametrize(("first", "second", "shift"), [([3], [1], [4]), ([3, 1], [0, 2], [5, 7])])
-def test_only_distances_count(first: list[int], second: list[int], shift: list[int]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key = torch.randn(2, 8, dtype=torch.float64, generator=generator)
-    moved = [[a + b for a, b in zip(position, shift, strict=True)] for position in (first, second)]
-    before = rotate(query, first) @ rotate(key, second)
-    after = rotate(query, moved[0]) @ rotate(key, moved[1])
-    assert float(before) == pytest.approx(float(after), abs=1e-12)
-    assert float(before) != pytest.approx(float(query @ key), abs=1e-3)
-
-
-def test_sections_follow_each_other_or_take_turns() -> None:
-    assert axes_of_pairs((1, 3, 2), is_interleaved=False) == [0, 1, 1, 1, 2, 2]
-    assert axes_of_pairs((3, 1, 2), is_interleaved=True) == [0, 1, 2, 0, 0, 2]
-    assert axes_of_pairs((24, 20, 20), is_interleaved=True) == [0, 1, 2] * 20 + [0] * 4
-
-
-@given(size=st.integers(1, 4), blocks=st.integers(1, 2), rows=st.integers(1, 3), dimension=st.sampled_from([None, 0, 1]))
-def test_shards_join_to_the_whole(size: int, blocks: int, rows: int, dimension: int | None) -> None:
-    sharding = ParameterSharding(dimension, blocks)
-    full = torch.arange(4 * (size * blocks * rows) ** 2).reshape(2 * size * blocks * rows, -1)
-    shards = [take_shard(full, sharding, rank=rank, tensor_parallel_size=size) for rank in range(size)]
-    assert torch.equal(join_shards(shards, sharding), full)
-    assert full_shape(shards[0].shape, sharding, tensor_parallel_size=size) == tuple(full.shape)
-    assert sum(shard.numel() for shard in shards) == full.numel() * (size if dimension is None else 1)
 
 
 @pytest.mark.parametrize("chunk_entries", [2**24, 14, 1])

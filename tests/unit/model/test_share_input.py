@@ -91,11 +91,6 @@ def test_no_bytes_become_no_values() -> None:
     assert normalised_patches(torch.empty((0, 12), dtype=torch.uint8), ImageInput(patch_size=2)).shape == (0, 12)
 
 
-def test_values_stay_as_they_are() -> None:
-    patches = torch.randn(2, 12)
-    assert normalised_patches(patches, None) is patches
-
-
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_parts_are_consecutive_and_alike_the_larger_ones_last(num_rows: int, num_parts: int) -> None:
     parts = sequence_parts(num_rows, num_parts=num_parts)

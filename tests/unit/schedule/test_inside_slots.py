@@ -66,14 +66,6 @@ def test_text_says_in_which_wait_work_runs_and_round_trips() -> None:
     assert [(slot.mode, slot.wait) for slot in lanes_from_text(mixed)[0].slots] == [(1, -1), (2, 4), (0, -1)]
 
 
-def test_a_schedule_with_work_inside_is_valid_in_both_dialects() -> None:
-    schedule = schedule_from_text(TOGETHER, beside())
-    lowered = insert_communication(schedule)
-    for each, options in ((schedule, LOCAL), (lowered, LOCAL), (schedule, None)):
-        validate_schedule(each, options=options)
-    assert [sum(slot.mode is SlotMode.INSIDE for slot in each.lane(0).slots) for each in (schedule, lowered)] == [4, 4]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,7 +12,6 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.plan.planners.search.filling_report import measure_filling
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.execute_lanes import execute_unit
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
@@ -186,13 +185,3 @@ def test_a_generator_makes_and_forgets_in_one_pause(num_microbatches: int) -> No
     assert max(most_kept(schedule, "image")) == 1 and max(most_kept(schedule, "vision")) <= 3
     busy = 3.5 * (num_microbatches + 1.25 * num_microbatches / 2)
     assert simulate_schedule(schedule, costs).iteration_seconds == pytest.approx(busy + 3.5, abs=1e-6)
-
-
-def test_a_unit_runs_as_if_the_others_took_no_time() -> None:
-    step = copies(2, 4)
-    schedule = BUILDERS["1f1b"](step)
-    start, end = execute_unit(schedule, "llm", seconds=np.ones(schedule.work.num_computed))
-    llm = schedule.work.pieces.units["llm"]
-    assert start[llm.forward].tolist() == [[0.0, 1.0, 4.0, 6.0], [1.0, 3.0, 5.0, 7.0]]
-    assert end[llm.backward].tolist() == [[4.0, 6.0, 8.0, 10.0], [3.0, 5.0, 7.0, 9.0]]
-    assert not start[schedule.work.pieces.units["vision"].backward].any()

@@ -14,10 +14,8 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.entrain import (
     LARGEST_BATCH,
     NUM_TRIALS,
-    gpu_block,
     plan_entrain,
     proportional_gpus,
-    replica_allocation,
     sample_work,
     stable_batch_size,
 )
@@ -165,20 +163,6 @@ def test_work_per_sample_follows_lengths_and_freezing():
     assert np.corrcoef(tokens, full)[0, 1] > 0.99
     assert (forward_only[tokens > 0] < 0.5 * full[tokens > 0]).all()
     assert asked_frozen.trained_weights["vision"][-1] < asked.trained_weights["vision"][-1]
-
-
-@pytest.mark.parametrize("share", [0.1, 0.35, 0.65, 0.9])
-def test_gpus_are_handed_out_in_blocks_and_none_is_lost(share):
-    found = replica_allocation({"vision": share, "llm": 1 - share}, num_gpus=64, data_parallel_size=4, block=2)
-    assert sum(found.values()) == 16
-    assert all(count >= 2 and count % 2 == 0 for count in found.values())
-
-
-def test_fixed_tensor_parallel_sizes_set_the_block():
-    assert gpu_block(request()) == 1
-    fixed = {"vision": FixedSizes(tensor_parallel_size=2), "llm": FixedSizes(tensor_parallel_size=2)}
-    assert gpu_block(request(fixed_sizes=fixed)) == 2
-    assert gpu_block(request(fixed_sizes={"llm": FixedSizes(tensor_parallel_size=4)})) == 4
 
 
 @pytest.mark.parametrize("num_text_tokens", [50, 300, 2000])

@@ -24,20 +24,6 @@ def test_two_ranks_send_to_three_only_what_overlaps() -> None:
     )
 
 
-def test_inside_a_unit_each_rank_passes_on_all_it_has() -> None:
-    link = Link((4, 5), (6, 7), (3, 1, 8), is_replicated=False)
-    assert pieces_of(link) == (Piece(4, 6, 0, 3), Piece(5, 7, 0, 3))
-
-
-@given(num_rows=st.integers(0, 40), num_shares=st.integers(1, 9))
-def test_shares_are_in_order_without_gap_and_no_longer_than_the_first(num_rows: int, num_shares: int) -> None:
-    shares = [share_of_rows(num_rows, num_shares=num_shares, index=index) for index in range(num_shares)]
-    assert [row for share in shares for row in share] == list(range(num_rows))
-    assert all(len(share) <= len(shares[0]) for share in shares)
-    # A target's share lies at index x len(shares[0]) of what its ranks gather.
-    assert all(share.start == index * len(shares[0]) for index, share in enumerate(shares) if share)
-
-
 @given(num_rows=st.integers(0, 40), num_sources=st.integers(1, 5), num_targets=st.integers(1, 5), shared=st.integers(0, 5))
 def test_every_row_reaches_its_target_once(num_rows: int, num_sources: int, num_targets: int, shared: int) -> None:
     sources = tuple(range(num_sources))

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.runtime.communication.broker import MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, SavedTensors, size_of
 from megatron.runtime.execution.executor import Executor
-from megatron.runtime.execution.lane_run import HANDLERS, LaneRun
-from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
 from multimodal.model.collectives import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, active_queue, defer_weight_gradients
@@ -63,65 +61,6 @@ def test_what_layers_cannot_run_is_refused(cuts: Cuts, implementation: str, opti
         check(cuts, implementation, **options)
 
 
-HERE, THERE = Place("llm", 0, 1, 0), Place("llm", 0, 0, 0)
-KEY = MessageKey("forward", THERE, HERE)
-
-
-class FakeBroker:
-    """Notes when a message is waited for."""
-
-    def __init__(self, log: list[Any]) -> None:
-        self.log = log
-
-    def wait(self, key: MessageKey) -> None:
-        self.log.append("wait")
-
-    def complete(self, key: MessageKey, group: Any) -> torch.Tensor:
-        return torch.ones(1)
-
-
-def running_step(log: list[Any]) -> RunningStep:
-    executor: Any = SimpleNamespace(
-        broker=FakeBroker(log),
-        clock=StepClock(lane=0),
-        groups={"llm": SimpleNamespace(tp=None)},
-        device=torch.device("cpu"),
-        rank=1,
-        sharded={},
-    )
-    step: Any = SimpleNamespace(joins=())
-    running = RunningStep(executor, step)
-    running.store.put(("posted", KEY), 4, size_bytes=0)
-    return running
-
-
-def test_a_message_is_waited_for_where_it_is_collected() -> None:
-    log: list[Any] = []
-    running = running_step(log)
-    running.collect(KEY)
-    assert log == ["wait"]
-
-
-def test_what_is_local_is_taken_at_once() -> None:
-    log: list[Any] = []
-    running = running_step(log)
-    local = MessageKey("backward", HERE, HERE)
-    running.publish(local, torch.full((2,), 3.0))
-    assert running.collect(local).tolist() == [3.0, 3.0]
-    assert log == []
-
-
-def test_a_collective_is_finished_once_where_it_is_needed() -> None:
-    log: list[Any] = []
-    running = running_step(log)
-    gather = Action(ActionKind.GATHER_PARAMETERS, "llm", 0, 1)
-    running.start_collective(gather, lambda stage: lambda: log.append(stage))
-    assert log == []
-    running.finish_collective(gather)
-    running.finish_collective(gather)
-    assert log == [1]
-
-
 def test_the_peak_is_the_most_that_was_stored_at_once() -> None:
     store = ActivationStore()
     store.put("a", 1, size_bytes=100)
@@ -147,16 +86,6 @@ def test_an_entry_is_taken_once_and_then_freed() -> None:
     assert reference() is None
     with pytest.raises(KeyError):
         store.take("a")
-
-
-def test_a_key_is_stored_once_and_named_if_it_is_left_over() -> None:
-    store = ActivationStore()
-    store.check_empty()
-    store.put("forgotten", 1, size_bytes=0)
-    with pytest.raises(AssertionError, match="forgotten is stored already"):
-        store.put("forgotten", 2, size_bytes=0)
-    with pytest.raises(AssertionError, match=r"left over at the end of a step: \['forgotten'\]"):
-        store.check_empty()
 
 
 def test_saved_tensors_count_each_storage_once_and_parameters_never() -> None:
@@ -215,16 +144,6 @@ def test_spans_count_from_the_start_of_the_step(now: Time) -> None:
     assert clock.events() == (TimelineEvent(FORWARD, 3, 0.0, 2.0), TimelineEvent(SECOND, 3, 3.0, 7.0))
 
 
-def test_a_new_step_forgets_the_last_one(now: Time) -> None:
-    clock = StepClock(lane=0)
-    clock.start_step()
-    now.run(clock, FORWARD, seconds=2.0)
-    clock.start_step()
-    assert clock.events() == ()
-    now.run(clock, SECOND, seconds=1.0)
-    assert clock.events() == (TimelineEvent(SECOND, 0, 0.0, 1.0),)
-
-
 @pytest.mark.parametrize(
     ("kind", "part"), [("F", "compute"), ("SF", "communication"), ("RG", "communication"), ("RF", "waiting")]
 )
@@ -279,10 +198,6 @@ def test_work_runs_in_the_waits_that_it_names_and_its_collectives_behind_them() 
     first = ["llm begins", "vision begins", "waited", "collective of vision"]
     second = [*["vision begins"] * 2, "waited", *["collective of vision"] * 2]
     assert found.log == [*first, *second, "waited", "llm begins", *["waited"] * 3]
-
-
-def test_every_kind_of_action_has_a_handler() -> None:
-    assert set(HANDLERS) == set(ActionKind)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What must be the same for a run to go on as it was, and what may change."""
 
-import hashlib
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -9,11 +8,8 @@ from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
 
-from megatron.runtime.feed.agreement import assignment_digest
 from megatron.runtime.feed.data_sets import DataSet, DataSets, RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import Phase, find_phase
 from megatron.runtime.feed.sample_exchange import Piece, needed_pieces
@@ -27,13 +23,11 @@ from megatron.runtime.flags.configuration import (
     TrainingConfig,
 )
 from multimodal.data.global_batches import DataPart, GlobalBatches
-from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, LengthBatch, SampleLengths
-from tests.unit.schedule.schedule_cases import PlacedCase, placed_cases
 
 
 @pytest.fixture
@@ -211,24 +205,6 @@ def test_a_checkpoint_that_lists_no_data_sets_has_one() -> None:
     older = {"global_batch_size": 8, "data_digest": "aa", "split": "9,1", "num_train_samples": 30}
     now = describe_run((A, 1.0), size=4)
     assert find_phase(older, now, step=6, may_change=True) == Phase(6, 48, {A: 48})
-
-
-def plain_digest(assignment: Assignment) -> int:
-    """Number by number: unit, replica, sizes of microbatches, atoms."""
-    digest = hashlib.blake2b(digest_size=8)
-    for unit in sorted(assignment.units):
-        digest.update(unit.encode())
-        for replica in assignment.units[unit]:
-            numbers = [number for microbatch in replica for atom in microbatch for number in atom]
-            digest.update(np.array([len(replica), *map(len, replica), *numbers], np.int64).tobytes())
-    return int.from_bytes(digest.digest()) >> 2
-
-
-@given(step=placed_cases())
-def test_arrays_and_objects_have_one_digest(step: PlacedCase) -> None:
-    units = step.assignment.units
-    arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in units.items()})
-    assert assignment_digest(step.assignment) == assignment_digest(arrays) == plain_digest(step.assignment)
 
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16}

@@ -6,12 +6,10 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks.baselines import COMPARED
 from megatron.runtime.feed.data_sets import with_vocabulary
 from megatron.runtime.flags import cross_checks
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
@@ -21,21 +19,17 @@ from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from megatron.runtime.flags.schedule_checks import with_device_defaults
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.engine_limits import engine_products
 from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.layers.transformer import TransformerLayer
-from multimodal.data.length_table import uniform_lengths
 from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError, ConfigError, ModelError
 from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.mutations.mutation import Inputs, Mutation
 from tests.distributed.mutations.table import list_mutations
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.sanity.repository import ROOT
 from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, Parse, write_hugging_face
-from tests.unit.runtime.flags.test_answers import LONG, MODELS, machine_of
+from tests.unit.runtime.flags.test_answers import MODELS, machine_of
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
@@ -132,26 +126,6 @@ def test_a_layer_that_nobody_builds_is_refused(parse_on_base: Parse, monkeypatch
 
 
 LLM, SCHEDULE_UNITS = MODELS["llm of 8 layers"], MODELS["vision, llm of 8 layers"]
-BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
-CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
-
-
-@pytest.mark.deep(when=lambda planner, units: planner == "braid" or units == LLM)  # test_printed_commands.py has them
-@pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
-@pytest.mark.parametrize("units", [LLM, SCHEDULE_UNITS, LONG], ids=["LLM", "one encoder", "two encoders"])
-def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
-    graph = ModelGraph.from_dict({"units": units})
-    cluster = Cluster.from_file(CLUSTER)
-    lengths = uniform_lengths(graph, tokens=dict.fromkeys(units, 64), num_samples=1)
-    request = PlanningRequest(
-        graph, cluster, 6, 12, lengths, micro_batch_size=1, transformer_impl="local", time_budget_seconds=0.5
-    )
-    run = COMPARED[planner](request)
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-    run.plan.to_file(tmp_path / "plan.yaml")
-    flags = ["--model", str(tmp_path / "model.yaml"), "--plan", str(tmp_path / "plan.yaml"), *run.training_flags(CLUSTER).split()]
-    config = parse_arguments([*BASE.split(), *flags], environ={"WORLD_SIZE": str(run.plan.num_ranks)})
-    assert config.training.schedule == run.schedule
 
 
 def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse_on_base: Parse, tmp_path: Path) -> None:

@@ -100,14 +100,6 @@ def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_c
     assert [each.prediction.iteration_seconds for each in search.expected()] == [6.0, 5.0, 3.5], "6, 6.05 and 7 s"
 
 
-def test_a_changed_request_is_a_new_one_that_knows_its_data():
-    asked = request(TWO)
-    loads = asked.loads.of_samples
-    changed = asked.changed(micro_batch_size=4, recompute="full")
-    assert changed == replace(asked, micro_batch_size=4, recompute="full") != asked
-    assert changed.loads.of_samples is loads
-
-
 def test_reductions_hide_behind_the_last_backward():
     asked, layout = request(TWO), even_layout(LLM, 1, 4, 2)
     whole = reduction_seconds(asked, "llm", layout)
