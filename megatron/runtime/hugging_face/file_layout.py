@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,9 +49,8 @@ class FileLayout:
         if list(self.headers) in ([SINGLE_NAME], [DIFFUSERS_NAME], [ADAPTER_WEIGHTS]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
-        counted = (
-            {} if self.index_name != INDEX_NAME else {"total_parameters": self.num_parameters}
-        )  # diffusers counts bytes only
+        # diffusers counts bytes only
+        counted = {"total_parameters": self.num_parameters} if self.index_name == INDEX_NAME else {}
         metadata = {**counted, "total_size": size}
         return {"metadata": metadata, "weight_map": {key: place.file for key, place in sorted(self.weights.items())}}
 
@@ -75,43 +74,35 @@ def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: 
     return _lay_out({**found, **grown}, metadata, names)
 
 
-def cut_into_files(
-    names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str], given: Mapping[str, tuple[int, ...]] | None = None
-) -> FileLayout:
+def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, given: Mapping[str, tuple[int, ...]] | None = None) -> FileLayout:
     """Return a layout of files of at most MOST_BYTES, in the order of names.
 
-    is_vector: tensors with one dimension; given: shapes of tensors with more than two, and of some that `names` lacks.
+    given: shapes of tensors with more than two dimensions, and of some that `names` lacks.
     """
-    shapes = {**_shapes(names, is_vector), **(given or {})}
-    groups = list(_cut(shapes, dtype))
+    shapes = {**_shapes(names), **(given or {})}
+    groups: list[list[str]] = [[]]
+    size = 0
+    for key in sorted(shapes):
+        num_bytes = math.prod(shapes[key]) * dtype.itemsize
+        if groups[-1] and size + num_bytes > MOST_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(key)
+        size += num_bytes
     count = len(groups)
     files = [SINGLE_NAME] if count == 1 else [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]
     wanted = {key: SavedWeight(name, dtype, shapes[key]) for name, keys in zip(files, groups, strict=True) for key in keys}
     return _lay_out(wanted, {name: {"format": "pt"} for name in files}, names)
 
 
-def in_one_file(name: str, names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
+def in_one_file(name: str, names: NamedWeights, dtype: torch.dtype) -> FileLayout:
     """Return a layout of one file, however large."""
-    shapes = _shapes(names, is_vector)
-    return _lay_out({key: SavedWeight(name, dtype, shape) for key, shape in shapes.items()}, {name: {"format": "pt"}}, names)
+    wanted = {key: SavedWeight(name, dtype, shape) for key, shape in _shapes(names).items()}
+    return _lay_out(wanted, {name: {"format": "pt"}}, names)
 
 
-def _shapes(names: NamedWeights, is_vector: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    vectors = set(is_vector)
-    return {key: (shape.num_rows,) if key in vectors else tuple(shape) for key, shape in names.shapes.items()}
-
-
-def _cut(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Iterator[list[str]]:
-    group: list[str] = []
-    size = 0
-    for key in sorted(shapes):
-        num_bytes = math.prod(shapes[key]) * dtype.itemsize
-        if group and size + num_bytes > MOST_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(key)
-        size += num_bytes
-    yield group
+def _shapes(names: NamedWeights) -> dict[str, tuple[int, ...]]:
+    return {key: (num_rows,) if is_vector else (num_rows, size) for key, (num_rows, size, is_vector) in names.shapes.items()}
 
 
 def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]], names: NamedWeights) -> FileLayout:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from megatron.runtime.checkpoint.storage import failing_together, on_this_rank
 from megatron.runtime.hugging_face.load_weights import check_finite, fill, new_row_tensors
-from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
+from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_as_here, name_weights
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from megatron.runtime.state.held_tensors import Box, HeldTensor, model_tensors
 from multimodal.hugging_face.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -24,7 +24,7 @@ from multimodal.hugging_face.adapter_files import (
     all_spellings,
     read_peft_adapter,
 )
-from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.hugging_face.weight_names import rows_of
 from multimodal.model.adapter import UP, is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 
@@ -59,7 +59,11 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
     if adapter.others:
         _fill_others(plain, adapter, session, what=what)
     elif (folder / _PROJECTORS).is_dir() and is_composed(session.graph):
-        _fill_projectors(plain, folder / _PROJECTORS, session, what=what)
+        projectors = [tensor for tensor in plain if is_of_projector(session.graph, tensor.key)]
+        names = name_as_here(projectors, prefix="model.", what=what)
+        with failing_together(what=what), WeightFiles(folder / _PROJECTORS) as files:
+            check_weights(files, names)
+            fill(projectors, files, names)
     session.reload_optimizers()
 
 
@@ -102,13 +106,10 @@ def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
 
 def _copy(tensor: HeldTensor, offsets: tuple[int, int], values: Tensor) -> None:
     """Copy the part of a rectangle that this rank holds; offsets: of its first row and column in the whole tensor."""
+    box = Box(offsets, tuple(values.shape))
     for piece in tensor.pieces:
-        places = []
-        for start, size, held, held_size in zip(offsets, values.shape, piece.offsets, piece.values.shape, strict=True):
-            first, stop = max(start, held), min(start + size, held + held_size)
-            places.append((slice(first - held, max(first, stop) - held), slice(first - start, max(first, stop) - start)))
-        (to_rows, rows), (to_columns, columns) = places
-        piece.values[to_rows, to_columns] = values[rows, columns].to(piece.values)
+        if common := piece.box.common(box):
+            piece.box.part_of(piece.values, common).copy_(box.part_of(values, common))
 
 
 def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Session, *, what: str) -> None:
@@ -127,12 +128,3 @@ def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Ses
         wanted = [tensor for tensor in own if all(rows.key in others for rows in theirs.rows[tensor.key])]
         with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
             fill(wanted, files, theirs)
-
-
-def _fill_projectors(plain: Sequence[HeldTensor], folder: Path, session: Session, *, what: str) -> None:
-    """Fill the projectors of a composed model, which are in a folder of their own; collective."""
-    own = [tensor for tensor in plain if is_of_projector(session.graph, tensor.key)]
-    names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
-    with failing_together(what=what), WeightFiles(folder) as files:
-        check_weights(files, names)
-        fill(own, files, names)

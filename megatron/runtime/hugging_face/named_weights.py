@@ -3,21 +3,17 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.storage import on_all_ranks
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
-from multimodal.hugging_face.adapter_files import TOKENS_ENDING
+from multimodal.hugging_face.adapter_files import DOWN_ENDING, TOKENS_ENDING, UP_ENDING
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.weight_names import Rows, Spelling, rows_of, spelled
 from multimodal.model.adapter import UP, is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
-
-_MODEL = "model."
-"""Prefix of the names of weights among held tensors."""
 
 
 class Shape(NamedTuple):
@@ -25,6 +21,8 @@ class Shape(NamedTuple):
 
     num_rows: int
     row_size: int
+    is_vector: bool = False
+    """True if the tensor has one dimension."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,31 @@ def name_tensors(
     rows = {key: rows_of(key, shape) for key, shape in sorted(shapes.items())}
     sizes: dict[str, Shape] = {}
     for key, parts in rows.items():
-        row_size = math.prod(shapes[key][1:])
         for part in parts:
-            known = sizes.get(part.key, Shape(0, row_size))
-            sizes[part.key] = Shape(max(known.num_rows, part.start + part.num_rows), row_size)
+            known = sizes.get(part.key, Shape(0, math.prod(shapes[key][1:]), len(shapes[key]) == 1))
+            sizes[part.key] = known._replace(num_rows=max(known.num_rows, part.start + part.num_rows))
     return NamedWeights(rows, sizes)
 
 
+def name_as_here(tensors: Iterable[HeldTensor], *, prefix: str, what: str) -> NamedWeights:
+    """Name tensors as they are called here, without a prefix; collective."""
+    return name_tensors(tensors, lambda key, shape: (Rows(key.removeprefix(prefix), 0, 0, shape[0]),), what=what)
+
+
 def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
+    """Return a parameter's rows, and an adapter's under PEFT's names: of all matrices that make up one of ours, which share A.
+
+    Of new rows of the vocabulary PEFT has the values, whole.
+    """
     if is_adapter(key):
-        return _adapter_rows(key, shape, graph=graph, architecture=architecture)
-    unit_name, parameter = key.removeprefix(_MODEL).split(".", 1)
+        module, _, half = key.rpartition(".")
+        adapted = _rows(f"{module}.weight", shape, graph=graph, architecture=architecture)
+        if half == UP:
+            return tuple(part._replace(key=part.key.removesuffix(".weight") + UP_ENDING) for part in adapted)
+        ending = TOKENS_ENDING if is_new_rows(key) else DOWN_ENDING
+        names = dict.fromkeys(part.key.removesuffix(".weight") + ending for part in adapted)
+        return tuple(Rows(name, 0, 0, shape[0]) for name in names)
+    _, unit_name, parameter = key.split(".", 2)
     unit = graph.unit(unit_name)
     rows = rows_of(architecture.names_of(graph)[graph.units.index(unit)], unit, parameter, num_rows=shape[0])
     if not rows:
@@ -86,24 +98,6 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
             "--save-hf out"
         )
     return rows
-
-
-def _adapter_rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
-    """Return the rows of an adapter's matrix under PEFT's names: of all matrices that make up one of ours, which share A.
-
-    Of new rows of the vocabulary PEFT has the values, whole.
-    """
-    module, _, half = key.rpartition(".")
-    rows = _rows(f"{module}.weight", shape, graph=graph, architecture=architecture)
-    if is_new_rows(key):
-        return tuple(Rows(part.key.removesuffix(".weight") + TOKENS_ENDING, 0, 0, shape[0]) for part in rows)
-    if half == UP:
-        return tuple(part._replace(key=_in_adapter(part.key, "lora_B")) for part in rows)
-    return tuple(Rows(_in_adapter(name, "lora_A"), 0, 0, shape[0]) for name in dict.fromkeys(part.key for part in rows))
-
-
-def _in_adapter(key: str, half: str) -> str:
-    return f"{key.removesuffix('weight')}{half}.weight"
 
 
 def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> NamedWeights:
@@ -180,21 +174,18 @@ def check_weights(
         )
 
 
-def _as_matrix(piece: Piece, *, shape: tuple[int, ...]) -> Piece:
-    """Return a piece of a tensor of more dimensions as one of its matrix; such pieces are whole rows, or runs within one row."""
-    if len(shape) < 3:
-        return piece
-    column = 0
-    for size, offset in zip(shape[1:], piece.offsets[1:], strict=True):
-        column = column * size + offset
-    return Piece((piece.offsets[0], column), piece.values.reshape(piece.values.shape[0], -1))
-
-
 def parts_of(tensor: HeldTensor, names: NamedWeights) -> Iterator[Part]:
-    """Cut this rank's part of a parameter into parts of the folder's tensors."""
-    for piece in map(partial(_as_matrix, shape=tensor.shape), tensor.pieces):
-        first = piece.offsets[0]
-        columns = range(piece.offsets[1], piece.offsets[1] + piece.values.shape[1]) if len(piece.offsets) > 1 else range(1)
+    """Cut this rank's part of a parameter into parts of the folder's tensors, which are matrices or vectors.
+
+    Pieces of tensors of more dimensions are whole rows of the matrix, or runs within one row.
+    """
+    for piece in tensor.pieces:
+        first, column = piece.offsets[0], 0
+        for size, offset in zip(tensor.shape[1:], piece.offsets[1:], strict=True):
+            column = column * size + offset
+        if len(tensor.shape) > 2:
+            piece = Piece((first, column), piece.values.reshape(piece.values.shape[0], -1))
+        columns = range(column, column + piece.values.shape[1]) if len(tensor.shape) > 1 else range(1)
         for rows in names.rows[tensor.key]:
             start = max(first, rows.target)
             stop = min(first + piece.values.shape[0], rows.target + rows.num_rows)

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.runtime.checkpoint.storage import failing_together, on_all_ranks, on_first_rank
+from megatron.runtime.checkpoint.storage import failing_together, on_first_rank
 from megatron.runtime.hugging_face.file_layout import cut_into_files, in_one_file, like_files
 from megatron.runtime.hugging_face.load_weights import gather_adapters, new_row_tensors
-from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, find_weights, name_tensors, name_weights
+from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, find_weights, name_as_here, name_weights
 from megatron.runtime.hugging_face.unit_weights import check_units, is_composed, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
 from megatron.runtime.hugging_face.write_folder import PIPELINE_INDEX, Export, check_links, copy_pipeline, write_folder
@@ -22,7 +22,7 @@ from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, mode
 from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, TOKENS_ENDING, UP_ENDING
 from multimodal.hugging_face.processors import write_video_processor
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
-from multimodal.hugging_face.weight_names import Rows, spelled
+from multimodal.hugging_face.weight_names import spelled
 from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 from multimodal.values.file_form import read_mapping
@@ -93,17 +93,15 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
             layout = like_files(names, files.weights, files.metadata)
         config = read_mapping(folder / CONFIG_NAME, error=CheckpointError)
         yield unit.name, Export(names, layout, config, like=folder), names.rows
-    projectors = projectors_export(
-        session, [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)], what=what
-    )
+    own = [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)]
+    projectors = projectors_export(session, own, what=what)
     yield "projectors", projectors, projectors.names.rows
 
 
 def projectors_export(session: Session, projectors: Sequence[HeldTensor], *, what: str) -> Export:
     """Return the folder of a composed model's projectors, under their names here; collective."""
-    names = name_tensors(projectors, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
-    vectors = name_vectors(projectors, names, what=what)
-    layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype, is_vector=vectors)
+    names = name_as_here(projectors, prefix="model.", what=what)
+    layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype)
     return Export(names, layout, session.graph.to_dict(), "model.json")
 
 
@@ -121,7 +119,7 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         dtype = session.options.build.precision.params_dtype
         names = as_spelled(names, architecture.written_spelling)
         shapes = {spelled(key, architecture.written_spelling): shape for key, shape in architecture.shapes(graph).items()}
-        layout = cut_into_files(names, dtype, is_vector=name_vectors(tensors, names, what=what), given=shapes)
+        layout = cut_into_files(names, dtype, given=shapes)
         known = {key: value for key, value in special_tokens.items() if key != "video" or value != special_tokens.get("image")}
         tokens = {key: known[name] for name, key in architecture.placeholders.items() if name in known}
         written = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
@@ -135,12 +133,6 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
     if (vocab_size := graph.backbone.vocab_size or 0) != before:
         config = with_vocab_size(config, vocab_size)
     return Export(names, layout, config, like=like)
-
-
-def name_vectors(tensors: Iterable[HeldTensor], names: NamedWeights, *, what: str) -> set[str]:
-    """Return the names of tensors with one dimension that all ranks hold together; collective."""
-    vectors = on_all_ranks(lambda: [tensor.key for tensor in tensors if len(tensor.shape) == 1], what=what)
-    return {rows.key for keys in vectors for key in keys for rows in names.rows[key]}
 
 
 def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
@@ -187,24 +179,20 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
         }
         merged = (tensor for tensor in merged_tensors(session.state, adapters) if tensor.key in adapters)
         tensors += new_row_tensors(merged, range(*unit.new_tokens or (0,)))
-    if like is None and is_composed(graph):
-        _save_parts(folder, session=session, tensors=tensors, what=what)
+    if like is not None or not is_composed(graph):
+        export = _describe_adapter(tensors, session, graph=graph, base=like, what=what)
+        write_folder(folder, export, session=session, tensors=tensors)
         return
-    export = _describe_adapter(tensors, session, graph=graph, base=like, what=what)
-    write_folder(folder, export, session=session, tensors=tensors)
-
-
-def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor], what: str) -> None:
-    """Write a composed model's adapters like those of the LLM alone, and its projectors beside them."""
-    unit = session.graph.backbone
+    # a composed model's adapters are written like those of the LLM alone, and its projectors beside them
+    unit, own = graph.backbone, [tensor for tensor in tensors if is_adapter(tensor.key)]
     assert unit.weights is not None
-    base, own = Path(unit.weights), [tensor for tensor in tensors if is_adapter(tensor.key)]
-    export = _describe_adapter(own, session, graph=ModelGraph((unit,)), base=base, what=what)
+    export = _describe_adapter(own, session, graph=ModelGraph((unit,)), base=Path(unit.weights), what=what)
     write_folder(folder / unit.name, export, session=session, tensors=own)
-    if any(each.trains_weights(len(each.layers) - 1) for each in session.graph.encoders):
+    if any(each.trains_weights(len(each.layers) - 1) for each in graph.encoders):
         projectors = [tensor for tensor in tensors if not is_adapter(tensor.key)]
-        export = projectors_export(session, projectors, what=what)
-        write_folder(folder / "projectors", export, session=session, tensors=projectors)
+        write_folder(
+            folder / "projectors", projectors_export(session, projectors, what=what), session=session, tensors=projectors
+        )
 
 
 def _describe_adapter(
@@ -213,8 +201,7 @@ def _describe_adapter(
     architecture = read_config(base)[0] if base is not None else architecture_of(graph)
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     names = as_spelled(names, architecture.module_spelling, prefix=PREFIX)
-    dtype = session.options.build.precision.params_dtype
-    layout = in_one_file(ADAPTER_WEIGHTS, names, dtype, is_vector=name_vectors(tensors, names, what=what))
+    layout = in_one_file(ADAPTER_WEIGHTS, names, session.options.build.precision.params_dtype)
     return Export(names, layout, adapter_config(names, graph=graph, base=base), ADAPTER_CONFIG)
 
 

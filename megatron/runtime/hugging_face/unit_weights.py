@@ -12,6 +12,7 @@ from megatron.runtime.hugging_face.named_weights import (
     best_spelling,
     check_weights,
     find_weights,
+    name_as_here,
     name_tensors,
     name_weights,
 )
@@ -73,7 +74,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     own = [each for each in tensors if each.key.split(".")[1] == unit.name and not is_of_projector(graph, each.key)]
     if unit.module is not None:
         start = f"model.{unit.name}.layers.{0 if unit.role is Role.ENCODER else 1}.module."
-        names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix(start), 0, 0, shape[0]),), what=what)
+        names = name_as_here(own, prefix=start, what=what)
         return on_first_rank(lambda: _find_module(folder, names, unit), what=what)
     if unit.role is not Role.BACKBONE:
         return _encoder_names(own, unit, folder, what=what)

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from multimodal.values.errors import CheckpointError, ModelError, require_package
 from multimodal.values.file_form import read_mapping
-
-if TYPE_CHECKING:
-    from safetensors import safe_open
 
 SINGLE_NAME = "model.safetensors"
 DIFFUSERS_NAME = "diffusion_pytorch_model.safetensors"
@@ -56,12 +53,22 @@ class WeightFiles:
 
         single: the name of the file if there is no index.
         """
+        require_package("safetensors", extra="hf", needed_by="--load-hf", error=CheckpointError)
+        from safetensors import SafetensorError, safe_open
+
         self.folder, self._files = folder, ExitStack()
-        self._open: dict[str, safe_open] = {}
+        self._open: dict[str, Any] = {}
         weights: dict[str, SavedWeight] = {}
         metadata: dict[str, Mapping[str, str]] = {}
         for name, keys in _list_files(folder, single=single).items():
-            file = self._open_file(name)
+            try:
+                self._open[name] = file = self._files.enter_context(safe_open(str(folder / name), framework="pt"))
+            except FileNotFoundError as problem:
+                raise CheckpointError(
+                    f"{folder / name}: no such file, though the index names it; copy the whole folder"
+                ) from problem
+            except (SafetensorError, OSError) as problem:
+                raise CheckpointError(f"{folder / name}: cannot be read ({problem}); copy the file again") from problem
             metadata[name] = file.metadata() or {}
             for key in file.keys():  # noqa: SIM118  # the file is no mapping
                 part = file.get_slice(key)
@@ -100,20 +107,6 @@ class WeightFiles:
     def read_whole(self, key: str) -> Tensor:
         """Return a tensor."""
         return self._open[self.weights[key].file].get_tensor(key)
-
-    def _open_file(self, name: str) -> "safe_open":
-        require_package("safetensors", extra="hf", needed_by="--load-hf", error=CheckpointError)
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            self._open[name] = self._files.enter_context(safe_open(str(self.folder / name), framework="pt"))
-        except FileNotFoundError as problem:
-            raise CheckpointError(
-                f"{self.folder / name}: no such file, though the index names it; copy the whole folder"
-            ) from problem
-        except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{self.folder / name}: cannot be read ({problem}); copy the file again") from problem
-        return self._open[name]
 
 
 def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:

@@ -100,8 +100,15 @@ def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None
                 problem = failure
         if problem is not None:
             raise problem
-        _copy_unused(files, export)
-        files.sync()
+        # and its share of the tensors that belong to no parameter
+        unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
+        if export.like is not None and unused:
+            with WeightFiles(export.like) as source:
+                for key in unused:
+                    place = export.layout.weights[key]
+                    _write_at(files.descriptor(place.file), bytes_of(source.read_whole(key)), place.start)
+        for descriptor in files.descriptors.values():
+            os.fsync(descriptor)
 
 
 class _OpenFiles(ExitStack):
@@ -110,30 +117,14 @@ class _OpenFiles(ExitStack):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self._descriptors: dict[str, int] = {}
+        self.descriptors: dict[str, int] = {}
 
     def descriptor(self, name: str) -> int:
         """Return the descriptor of a file."""
-        if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
-            self.callback(os.close, self._descriptors[name])
-        return self._descriptors[name]
-
-    def sync(self) -> None:
-        """Make sure that the written bytes are on the disk."""
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
-
-
-def _copy_unused(files: _OpenFiles, export: Export) -> None:
-    """Copy this rank's share of the tensors that belong to no parameter."""
-    unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
-    if export.like is None or not unused:
-        return
-    with WeightFiles(export.like) as source:
-        for key in unused:
-            place = export.layout.weights[key]
-            _write_at(files.descriptor(place.file), bytes_of(source.read_whole(key)), place.start)
+        if name not in self.descriptors:
+            self.descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+            self.callback(os.close, self.descriptors[name])
+        return self.descriptors[name]
 
 
 def _write_at(descriptor: int, content: memoryview, position: int) -> None:

@@ -20,7 +20,7 @@ from multimodal.hugging_face.composition import compose
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
-NAMES = NamedWeights({}, {"a.weight": Shape(3, 4), "b.bias": Shape(5, 1), "c.weight": Shape(2, 6)})
+NAMES = NamedWeights({}, {"a.weight": Shape(3, 4), "b.bias": Shape(5, 1, is_vector=True), "c.weight": Shape(2, 6)})
 
 
 def header_of(content: bytes) -> dict[str, object]:
@@ -32,7 +32,7 @@ def header_of(content: bytes) -> dict[str, object]:
 
 def test_files_are_cut_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_layout, "MOST_BYTES", 70)
-    layout = cut_into_files(NAMES, torch.float32, is_vector={"b.bias"})
+    layout = cut_into_files(NAMES, torch.float32)
     assert list(layout.headers) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert header_of(layout.headers["model-00001-of-00002.safetensors"]) == {
         "__metadata__": {"format": "pt"},
@@ -67,7 +67,7 @@ def test_a_layout_follows_other_files_with_more_rows() -> None:
 
 
 def test_one_file_needs_no_index() -> None:
-    layout = cut_into_files(NAMES, torch.float16, is_vector=set())
+    layout = cut_into_files(NAMES, torch.float16)
     assert list(layout.headers) == ["model.safetensors"]
     assert layout.index is None
 
