@@ -25,9 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the mutations are those of the tests, which are not installed
 
 from tests.distributed.launch import forking_context
-from tests.distributed.mutations.judge import Outcome
 from tests.distributed.mutations.mutation import Mutation
-from tests.distributed.mutations.run import run_mutation, save_given
+from tests.distributed.mutations.run import Outcome, run_mutation, save_given
 from tests.distributed.mutations.table import draw_mutations, list_mutations
 
 LIMIT_SECONDS = 20.0

@@ -34,20 +34,17 @@ def build_forwards_first(step: StepShape) -> Schedule:
 
 
 def balance_backwards(work: BatchWork, *, plan: Plan) -> Assignment:
-    """Deal the samples in descending order of their ids."""
     ordered = sorted(work.lengths, key=lambda sample: -sample.sample_id)
     return balance_in_order(replace(work, lengths=ordered), plan=plan)
 
 
 def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:
-    """Give every unit one GPU."""
     layouts = {unit.name: even_layout(unit, 1, 1, 1) for unit in request.graph.units}
     chosen, seconds = choose_candidates(request, [Candidate(layouts)])[0]
     return chosen.to_run(request, seconds=seconds, schedule=SCHEDULE, balance=BALANCER)
 
 
 def add_rows() -> None:
-    """Add all three."""
     BUILDERS[SCHEDULE] = ScheduleRow(build=build_forwards_first, meaning="1F1B, forwards first", in_flight=2.0)
     BALANCERS[BALANCER] = BalancerRow(balance=balance_backwards, meaning="the data's order, reversed", keeps_samples_whole=True)
     PLANNERS[PLANNER] = PlannerRow(name=PLANNER, plan=plan_one_stage_each, meaning="one GPU for every unit")

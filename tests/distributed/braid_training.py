@@ -36,14 +36,11 @@ CLIP_GRAD = 0.1
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A model and global batches for it."""
-
     graph: ModelGraph
     shapes: tuple[SampleShape, ...]
     """Of a global batch: all have one number of tokens, as GPTModel wants them."""
 
     def batch_of_step(self, step: int) -> RandomSource:
-        """Return the global batch of a step."""
         return RandomSource(self.graph, self.shapes, VOCAB_SIZE, seed=step)
 
     @property
@@ -114,14 +111,11 @@ def initial_weights(case: ComparedCase) -> Weights:
 
 
 def braid_losses(case: ComparedCase, plan: Plan) -> list[float]:
-    """Train 20 steps on this rank; returns its share of the losses."""
     training = BraidTraining(case, plan)
     return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
 
 
 class BraidTraining:
-    """One rank of a run."""
-
     def __init__(self, case: ComparedCase, plan: Plan, *, balancer: str = "orchmllm", builder: str = "1f1b") -> None:
         self.case, self.balancer = case, balancer
         optimizer = build_optimizer_config(
@@ -143,7 +137,6 @@ class BraidTraining:
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step
 
     def prepare(self, source: RandomSource) -> Step:
-        """Return this rank's part of a global batch."""
         lengths = [source.lengths(index) for index in range(len(source))]
         predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs)
         options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE, predictor=predictor)
@@ -151,7 +144,6 @@ class BraidTraining:
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 
     def train_step(self, step: Step) -> float:
-        """Train on a global batch; returns this rank's share of its loss."""
         loss = self.session.forward_backward(step).loss_sum / step.num_target_tokens
         self.session.finish_gradients()
         self.session.step_optimizers(self.session.gradient_norm(), gathers_later=False)

@@ -28,7 +28,6 @@ def pytest_runtestloop() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Eight ranks."""
     pool = RankPool(8)
     yield pool
     pool.close()

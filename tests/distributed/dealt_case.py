@@ -45,7 +45,6 @@ def unit_plan(first: int, *, dp: int = 1, cp: int = 1, tp: int = 1, pp: int = 1,
 
 
 def described(*names: str, **changes: Any) -> Units:
-    """Units by name; changes: of all of them."""
     return {name: {**UNITS[name], **changes} for name in names}
 
 
@@ -82,6 +81,5 @@ def dealt_case(
     groups: Sequence[Sequence[int]] | None = GROUPS,
     **options: Any,
 ) -> GradientCase:
-    """Units under a plan."""
     source = source_of(units, shapes)
     return GradientCase(source.graph, plan, dealt(source, plan, groups), source, **options)

@@ -70,8 +70,6 @@ class LoopCase:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What one rank saw."""
-
     losses: list[list[float]]
     """Per step what the loss function reported per microbatch."""
     gradients: dict[str, np.ndarray]

@@ -48,8 +48,6 @@ def die() -> None:
 
 
 class Work:
-    """What a collective gives."""
-
     wait = signal.pause
 
 

@@ -25,8 +25,6 @@ TOKEN = "the secret of elastic test runs"
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a run starts on."""
-
     count: int
     gpus: int = 1
     fault_tolerance: int = 1
@@ -107,8 +105,6 @@ class _Forked(Forked):
 
 
 class ElasticRun:
-    """A run that goes on in other processes."""
-
     def __init__(
         self,
         folder: Path,
@@ -164,7 +160,6 @@ class ElasticRun:
         return self._ledger
 
     def processes(self, node: int) -> list[int]:
-        """Return the processes of a node."""
         return [int(each) for each in (self.ledger.flag(f"processes/{node}") or ":").partition(":")[2].split(",")]
 
     def kill(self, node: int, local_rank: int = 0, number: int = signal.SIGKILL) -> float:
@@ -184,7 +179,6 @@ class ElasticRun:
         self.ledger.set_flag(f"return/{node}/{incarnation}")
 
     def losses(self) -> dict[int, float]:
-        """Return the losses logged so far."""
         return read_losses(self.folder)
 
     def step_times(self) -> list[tuple[float, float]]:
@@ -202,7 +196,6 @@ class ElasticRun:
         return [each for each in self.recoveries_of_nodes() if each["rank"] == 0]
 
     def recoveries_of_nodes(self) -> list[dict[str, float]]:
-        """Return the same of all nodes."""
         while (event := self.ledger.next_event(seconds=0.0)) is not None:
             if event.pop("kind") == "recovered":
                 self._recoveries.append(event)

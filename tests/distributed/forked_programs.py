@@ -43,20 +43,17 @@ for _dtype in (torch.float64, torch.float32):
 
 
 def supervise(argv: Sequence[str]) -> int:
-    """Run a supervisor that does not keep the store."""
     flags, command = supervisor.read_flags(argv)
     return supervisor.Supervisor(flags, command, start_method="fork").run()
 
 
 def run_tool(name: str, argv: list[str]) -> int | None:
-    """Run a program of tools/."""
     module: Any = importlib.import_module(f"tools.{name}")
     code: int | None = module.main(argv)
     return code
 
 
 def run_text(argv: list[str]) -> None:
-    """Run a program's text, as python -c does."""
     text, *sys.argv[1:] = argv
     exec(text, {"__name__": "__main__"})
 

@@ -85,10 +85,8 @@ class GatedResidualKind(LayerKind):
 
 
 def register() -> None:
-    """Add a row on each side."""
     costs.LAYER_KINDS[NAME], kinds.LAYER_KINDS[NAME] = GatedResidualLayer, GatedResidualKind()
 
 
 def remove() -> None:
-    """Take both rows away."""
     del costs.LAYER_KINDS[NAME], kinds.LAYER_KINDS[NAME]

@@ -51,8 +51,6 @@ Gradients = Mapping[tuple[str, str], np.ndarray]
 
 @dataclass(frozen=True, repr=False)
 class GradientCase:
-    """What is compared."""
-
     graph: ModelGraph
     plan: Plan
     assignment: Assignment
@@ -101,7 +99,6 @@ class GradientCase:
         return "GradientCase(" + "\n    ".join(lines) + ")"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What hypothesis prints of a failing example."""
         printer.text(repr(self))
 
     def _lines_of_unit(self, unit: Unit) -> list[str]:
@@ -119,8 +116,6 @@ class GradientCase:
 
 @dataclass(frozen=True)
 class RankGradients:
-    """What one rank reports."""
-
     loss_sums: Mapping[str, float]
     """By unit, of those that have a loss."""
     gradients: Gradients
@@ -158,7 +153,6 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
 
 
 def build_options(case: GradientCase) -> BuildOptions:
-    """Of a case's stages."""
     return BuildOptions(
         Precision(case.dtype),
         sequence_parallel=case.sequence_parallel,
@@ -216,7 +210,6 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
 
 
 def plan_all(source: SampleSource, assignment: Assignment, options: StepOptions) -> Step:
-    """A step of all samples of a source, in their order."""
     lengths = [source.lengths(index) for index in range(len(source))]
     return plan_step(source, lengths=lengths, assignment=assignment, options=options)
 
@@ -236,12 +229,10 @@ def whole_weights(session: Session) -> Iterator[None]:
 
 
 def run_on_rank(case: GradientCase) -> RankGradients:
-    """One step of a case on this rank."""
     return run_step(build_session(case), plan_case(case))
 
 
 def run_step(session: Session, step: Step) -> RankGradients:
-    """Execute a step and report."""
     result = session.executor.execute(step)
     session.finish_gradients()
     return _report(session, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
@@ -292,7 +283,6 @@ def _loss_divisors(case: GradientCase) -> dict[str, int]:
 
 
 def single_rank_plan(graph: ModelGraph) -> Plan:
-    """All units whole on rank 0."""
     return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
 
 

@@ -77,15 +77,12 @@ class FromFolder:
 
 
 def one_step_config() -> OptimizerConfig:
-    """AdamW in float64 that does not clip."""
     return build_optimizer_config(
         lr=RATE, min_lr=0.0, weight_decay=DECAY, betas=BETAS, eps=1e-8, clip_grad=0.0, dtype=torch.float64
     )
 
 
 class Alone(NamedTuple):
-    """What one rank makes of a case."""
-
     logits: list[np.ndarray]
     """Of the targets of every microbatch, in order."""
     expected: Mapping[tuple[str, str], np.ndarray]

@@ -49,14 +49,11 @@ def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
 
 
 def only_text(source: SampleSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
-    """Of models that take nothing but text."""
     return {}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model of transformers in a folder, and what it makes of some samples."""
-
     folder: Path
     graph: ModelGraph
     shapes: tuple[SampleShape, ...]
@@ -132,7 +129,6 @@ def assert_same_step(
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder."""
     return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 

@@ -30,7 +30,6 @@ SHAPE = {**PLAIN, "rope_theta": 5000.0}
 
 
 def build(name: str, **config: Any) -> Any:
-    """Return a model of transformers with a configuration of its kind."""
     kind = getattr(transformers, name)
     return kind(kind.config_class(**config))
 

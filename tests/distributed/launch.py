@@ -29,8 +29,6 @@ HANG_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Launched:
-    """How a run ended."""
-
     exit_codes: tuple[int, ...]
     """By rank."""
     outputs: tuple[str, ...]
@@ -39,7 +37,6 @@ class Launched:
 
     @property
     def output(self) -> str:
-        """Standard output and error of all ranks."""
         return "".join(self.outputs)
 
 
@@ -179,22 +176,18 @@ class Forked:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         found: int = self._process.pid
         return found
 
     @property
     def said(self) -> str:
-        """What it has printed so far."""
         return self.output.read_text() if self.output.exists() else ""
 
     def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
         code: int | None = self._process.exitcode
         return code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit code. Raises TimeoutExpired."""
         self._process.join(timeout)
         code = self.poll()
         if code is None:
@@ -202,7 +195,6 @@ class Forked:
         return code
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
 
 

@@ -51,7 +51,6 @@ RATES = {"lr": 1e-2, "weight_decay": 0.1}
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
-    """Return this rank's part of a model."""
     is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     sizes = {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -113,7 +112,6 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
 
 @contextmanager
 def megatron(tensor_size: int = 1, pipeline_size: int = 1, expert_size: int = 1) -> Iterator[None]:
-    """Have the groups of megatron-core, on as many ranks."""
     parallel_state.destroy_model_parallel()  # what Braid has left
     parallel_state.initialize_model_parallel(tensor_size, pipeline_size, expert_model_parallel_size=expert_size)
     try:
@@ -145,7 +143,6 @@ def sharded(model: Module, kind: str) -> dict[str, Any]:
 
 
 def loaded(kind: str, folder: Path) -> Module:
-    """Return a new model with the weights of a checkpoint."""
     model = build(kind)
     state = sharded(model, "" if folder.name == "back" else kind)
     model.load_state_dict(dist_checkpointing.load(state, str(find_folder(folder))), strict=False)
@@ -189,8 +186,6 @@ def compare(kind: str, path: Path) -> None:
 
 
 class Trained:
-    """A rank's part of a model with the optimizer of Megatron's runs."""
-
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         self.kind, self.model = kind, build(kind, dtype).to(dtype)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -213,7 +208,6 @@ class Trained:
         return {"model": model, "optimizer": optimizer, "iteration": 7}
 
     def load(self, folder: Path) -> "Trained":
-        """Take over a checkpoint."""
         self.step()  # torch's optimizer makes its state, which it is asked for, in the first step
         found = dist_checkpointing.load(
             self.state("" if folder.name in ("back", "next") else self.kind, is_loading=True), str(find_folder(folder))
@@ -230,7 +224,6 @@ class Trained:
         take_step(self.model.parameters(), optimizers, self.optimizer.prepare_grads, self.optimizer.step_with_ready_grads)
 
     def values(self) -> dict[str, Tensor]:
-        """Return weights, and the optimizer's state of those that this rank keeps."""
         found = {name: each.detach().clone() for name, each in self.model.named_parameters()}
         for number, each in enumerate(chained(self.optimizer)):
             found[f"step {number}"] = torch.tensor(float(each.state_dict()["optimizer"]["param_groups"][0]["step"]))
@@ -249,7 +242,6 @@ def set_values(optimizer: Any, parameter: Tensor, values: dict[str, Tensor]) -> 
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """Return the optimizers of which one consists."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 

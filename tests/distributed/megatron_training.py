@@ -44,7 +44,6 @@ def megatron_losses(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> li
 
 @contextmanager
 def one_pipeline() -> Iterator[None]:
-    """Set `parallel_state` up for a pipeline over all ranks."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
     try:
@@ -77,7 +76,6 @@ class MegatronTraining:
         self.optimizer = build_optimizer(self.model)
 
     def prepare(self, source: RandomSource) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the microbatches of a global batch."""
         return list(_microbatches(source))
 
     def train_step(self, microbatches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> float:
@@ -100,7 +98,6 @@ class MegatronTraining:
 
 
 def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:
-    """Return the LLM as megatron-core's config says it."""
     shape = case.graph.backbone.transformer
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -127,7 +124,6 @@ def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> Tran
 
 
 def language_arguments(case: ComparedCase) -> dict[str, Any]:
-    """Return what GPTModel is built with beside its config."""
     return {
         "transformer_layer_spec": get_gpt_layer_local_spec(normalization="RMSNorm"),
         "vocab_size": VOCAB_SIZE,

@@ -117,8 +117,6 @@ def mimo_without_cuda() -> Iterator[None]:
 
 
 class MimoTraining:
-    """One rank of a run."""
-
     def __init__(
         self, case: ComparedCase, weights: Weights, layout: MimoLayout, groups: Mapping[str, ProcessGroupCollection] | None = None
     ) -> None:
@@ -135,7 +133,6 @@ class MimoTraining:
         self.optimizer = build_optimizer(self.model)
 
     def _place_modules(self, weights: Weights, groups: Mapping[str, ProcessGroupCollection] | None) -> None:
-        """Give each module ranks of its own, as MIMO does."""
         case, layout = self.case, self.layout
         self.grids = {
             name: _make_grid(place * layout.vision_dp, num_stages=1, num_replicas=layout.vision_dp)
@@ -242,8 +239,6 @@ class MimoTraining:
 
 @dataclass(frozen=True)
 class MimoMicrobatch:
-    """Inputs of one forward."""
-
     token_ids: Tensor
     labels: Tensor
     is_target: Tensor

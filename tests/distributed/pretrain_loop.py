@@ -64,8 +64,6 @@ SWITCHES = (
 
 @dataclass(frozen=True)
 class PretrainResult:
-    """What one rank saw."""
-
     logged: list[dict[str, float]]
     """What Megatron logged of each step and evaluation: losses, gradient norms, learning rates."""
     weights: dict[str, np.ndarray]
@@ -162,7 +160,6 @@ def pretrain_model(
 
 
 def _pretrain_mimo(sizes: pretrain_mimo.MimoSizes, models: list[Any]) -> None:
-    """Do as Megatron's program for modules on ranks of their own."""
     args = arguments.parse_args()
     world, args.world_size = args.world_size, sizes.llm_dp * sizes.llm_pp
     arguments.validate_args(args)
@@ -188,7 +185,6 @@ def _pretrain_mimo(sizes: pretrain_mimo.MimoSizes, models: list[Any]) -> None:
 
 @contextmanager
 def _recorded(logged: list[dict[str, float]]) -> Iterator[None]:
-    """Keep what Megatron logs of steps and evaluations."""
     step, evaluate = training.train_step, training.evaluate
 
     def record_step(*args: Any, **kwargs: Any) -> Any:
@@ -255,7 +251,6 @@ def _read(kind: int, rank: int, first: int) -> Iterator[Tensor]:
 
 
 def first_token(tokens_and_labels: Tensor) -> int:
-    """Return a length of a microbatch."""
     return int(tokens_and_labels[0, 0, 0])
 
 

@@ -96,15 +96,11 @@ class MimoTopology:
 
 @dataclass(kw_only=True)
 class MimoBuildConfig(ModelConfig):
-    """What `pretrain()` builds the model of."""
-
     builder: ClassVar[str] = "tests.distributed.pretrain_mimo.MimoBuilder"
     _topology: MimoTopology | None = field(default=None)
 
 
 class MimoBuilder:
-    """Builds this rank's modules, each within a DDP of its own groups."""
-
     def __init__(self, config: MimoBuildConfig) -> None:
         assert config._topology is not None
         self.topology = config._topology
@@ -195,12 +191,10 @@ def _sample(kind: int, number: int) -> Tensor:
 
 
 def first_number(batch: Tensor) -> int:
-    """Return a length of a microbatch."""
     return int(batch.flatten()[0])
 
 
 def forward_step(batches: Iterator[Tensor], model: MimoModel) -> Any:
-    """Run a microbatch."""
     tokens, labels = next(batches).unbind(1)
     tokens = tokens.clone()
     tokens[:, 1 : 1 + IMAGE_LENGTH] = IMAGE_TOKEN

@@ -54,7 +54,6 @@ class RankPool:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes."""
         self._stop()
         self._folder.cleanup()
 

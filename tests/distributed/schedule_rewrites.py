@@ -178,7 +178,6 @@ class RunInsideWaits:
 
 
 def _with_inside(lane: Lane, action: Action, carrier: Action, wait: int) -> Lane:
-    """Move a computation into a wait of a carrier."""
     slots = [slot for slot in lane.slots if slot.action != action]
     position = next((index for index, slot in enumerate(slots) if slot.action == carrier), None)
     if len(slots) == len(lane.slots) or position is None:

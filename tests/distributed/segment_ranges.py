@@ -67,7 +67,6 @@ def _groups(world: dist.ProcessGroup) -> ProcessGroupCollection:
 
 
 def build_stage(case: RangeCase) -> UnitStage:
-    """The stage on this rank; all ranks are tensor parallel."""
     image = {"patch_size": 2, "in_channels": 1, "deepstack_layers": list(case.deepstack)}
     shape = {**SHAPE, **(case.transformer or {})}
     units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
@@ -240,14 +239,12 @@ def _found(stage: UnitStage, loss: Tensor | None, output: Tensor | None, hidden:
 
 
 def draw_bounds(num_segments: int, seed: int) -> tuple[list[int], list[int]]:
-    """Any bounds, forward and backward."""
     drawn = random.Random(seed)
     forward, backward = (sorted(drawn.sample(range(1, num_segments), drawn.randint(0, num_segments - 1))) for _ in range(2))
     return forward, backward
 
 
 def compare(case: RangeCase, bounds: list[tuple[list[int], list[int]]]) -> None:
-    """Raise where a cut stage gives other numbers than the whole one."""
     expected = run_whole(case)
     assert not case.has_backward or any(
         value is not None and bool(value.any()) for name, value in expected.items() if name != "output"

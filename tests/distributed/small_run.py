@@ -28,7 +28,6 @@ MODEL: dict[str, Any] = {
 
 
 def working_flags(folder: Path) -> dict[str, object]:
-    """Flags of the run, whose files are in `folder`."""
     return {
         "--model": folder / "model.yaml",
         "--data-path": folder / "data" / "manifest.jsonl",
@@ -53,7 +52,6 @@ def manifest_entries() -> list[dict[str, Any]]:
 
 
 def write_working_files(folder: Path) -> None:
-    """Write the run's model, images and manifest into `folder`."""
     (folder / "model.yaml").write_text(yaml.safe_dump(MODEL, sort_keys=False))
     data = folder / "data"
     data.mkdir()
@@ -83,5 +81,4 @@ def train(
 
 
 def losses(folder: Path, flags: Mapping[str, object], *, num_ranks: int = NUM_RANKS, **how: Any) -> list[float]:
-    """The losses of such a run."""
     return [entry["loss"] for entry in train(folder, flags, num_ranks=num_ranks, **how)[0]]

@@ -32,7 +32,6 @@ BACKGROUND = replace(CASE, saves_in_background=True)
 
 
 def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: int = 5) -> None:
-    """Save with every parameter at the step's number."""
     training = Training(case)
     for step in steps:
         training.fill(float(step))
@@ -41,14 +40,12 @@ def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: in
 
 
 def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple[int, set[float]]:
-    """The loaded step and the values found in the parameters."""
     training = Training(case)
     step = training.load(folder, load_optimizer=load_optimizer).step
     return step, training.found()
 
 
 def error_of(action: Callable[..., Any], *args: Any) -> str:
-    """The CheckpointError that an action ends in."""
     with pytest.raises(CheckpointError) as caught:
         action(*args)
     return str(caught.value)
@@ -59,7 +56,6 @@ def load_error(case: TrainingCase, folder: Path) -> str:
 
 
 def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
-    """Plant a failure on one rank while step 2 is saved."""
     target = {
         "disk full on rank 1": (saving, "write_tensors", 1),
         "disk full on rank 0": (saving, "write_index", 0),
@@ -162,8 +158,6 @@ def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPo
 
 
 class Planted:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, file: Path) -> None:
         self.file = file
 

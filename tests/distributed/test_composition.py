@@ -193,7 +193,6 @@ def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, 
 
 
 def save_apart(case: GradientCase, target: str) -> None:
-    """Runs on a rank."""
     session = build_session(case)
     load_units(session)
     save_adapter(Path(target), session=session)

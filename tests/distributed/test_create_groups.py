@@ -91,7 +91,6 @@ def connect_again(store: str, failing_rank: int) -> float:
 
 
 def fail_to_make_groups() -> str:
-    """Make groups, which one rank never can; returns the error."""
     at_calls = (0, 1) if dist.get_rank() == 2 else ()
     with (
         mock.patch.object(create_groups, "FIRST_PATIENCE", PATIENCE),
@@ -154,7 +153,6 @@ def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | 
 
 
 def swapped(assignment: Assignment) -> Assignment:
-    """The LLM's two replicas exchanged."""
     return Assignment({**assignment.units, "llm": tuple(reversed(assignment.units["llm"]))})
 
 

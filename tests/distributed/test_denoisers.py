@@ -327,7 +327,6 @@ def test_operations_of_a_module_are_counted_into_the_model_file(kind: str, tmp_p
 
 
 def count_parameters(case: GradientCase) -> int:
-    """Runs on a rank."""
     return sum(each.numel() for each in build_session(case).stages["painter", 0].parameters())
 
 
@@ -450,7 +449,6 @@ def test_a_composed_model_trains_and_its_frozen_generator_goes_back_as_it_came(t
 
 
 def build_all(case: GradientCase) -> None:
-    """Runs on a rank."""
     build_session(case)
 
 

@@ -34,7 +34,6 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
 
 
 def is_like_others(schedule: str, case: LoopCase) -> bool:
-    """Tell whether other rows have the parts of this one."""
     return schedule == "gpipe" or case.per_token_loss or (schedule == "interleaved-zb" and not case.launches_sync)
 
 

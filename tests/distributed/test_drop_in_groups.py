@@ -148,7 +148,6 @@ def test_every_unit_gets_the_groups_of_its_grid(ranks: RankPool, plan: Plan) -> 
 
 
 def refusal(plan: Plan | None) -> str:
-    """Return what a plan is told."""
     try:
         patches.apply(model=GRAPH, plan=plan)
     except (ConfigError, PlanError) as problem:
@@ -159,7 +158,6 @@ def refusal(plan: Plan | None) -> str:
 
 
 def llm_plan(*replicas: tuple[tuple[Any, ...], ...]) -> Plan:
-    """Return a plan with this LLM and an encoder on rank 0."""
     encoder = UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.unit("vision").layers)),)),)),))
     return Plan({"vision": encoder, "llm": UnitPlan(tuple(Replica(tuple(Stage(*stage) for stage in each)) for each in replicas))})
 

@@ -70,7 +70,6 @@ RUN = {**SIZED_OTHERWISE, "--train-iters": NUM_STEPS, "--global-batch-size": BAT
 
 
 def flags_of(folder: Path, more: Mapping[str, object]) -> list[str]:
-    """Flags of the run, as tools read them."""
     given = {**working_flags(folder), "--dtype": "float64", **RUN, **more}
     return [str(word) for word in as_arguments({name: value for name, value in given.items() if value is not LEFT_OUT})]
 

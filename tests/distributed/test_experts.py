@@ -13,7 +13,7 @@ from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies.inside_cases import expert_cases
+from tests.distributed.strategies.cases import expert_cases
 from tests.distributed.training_case import EXPERTS, SHAPES, build_plan
 
 

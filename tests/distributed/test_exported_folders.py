@@ -57,8 +57,6 @@ QWEN_TOKENS |= {f"vision_{end}_token": f"<|vision_{end}|>" for end in ("start", 
 
 
 class Family(NamedTuple):
-    """A model, and the processor of its folder."""
-
     make: Callable[[], Any]
     processor: str
     marks: str

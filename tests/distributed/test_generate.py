@@ -36,7 +36,6 @@ BYTES = TextSettings("ByteTokenizer")
 
 
 def three_axes(graph: ModelGraph) -> ModelGraph:
-    """Give the LLM M-RoPE."""
     llm = graph.backbone
     transformer = replace(llm.transformer, rotary_sections=(4, 4, 4))
     return replace(graph, units=tuple(replace(unit, transformer=transformer) if unit is llm else unit for unit in graph.units))
@@ -55,7 +54,6 @@ def write_questions(folder: Path) -> Path:
 
 
 def deepstack(graph: ModelGraph) -> ModelGraph:
-    """Add states of the encoder's layers behind those of the LLM's first ones."""
     vision, llm = graph.units
     assert vision.image is not None
     return replace(graph, units=(replace(vision, image=replace(vision.image, deepstack_layers=(0, 1))), llm))

@@ -240,7 +240,6 @@ def recorded(ranks: RankPool) -> list[Recorded]:
 
 
 def collectives_of(events: Recorded) -> list[tuple[int, Call]]:
-    """With their places."""
     return [(place, event.call) for place, event in enumerate(events) if event.kind is EventKind.CALL and not event.call.messages]
 
 

@@ -116,7 +116,6 @@ FILES = "adapter/adapter_model.safetensors", "merged/model.safetensors"
 
 
 def assert_alike(folder: Path, other: Path, files: tuple[str, ...]) -> None:
-    """The same tensors, but for the order of sums."""
     for file in files:
         mine, theirs = load_file(folder / file), load_file(other / file)
         assert mine.keys() == theirs.keys(), f"{other / file}"

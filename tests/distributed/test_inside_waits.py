@@ -27,7 +27,7 @@ from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import Rewritten, RunInsideWaits
 from tests.distributed.segment_ranges import RangeCase, collectives_waited_for
-from tests.distributed.strategies.inside_cases import inside_cases
+from tests.distributed.strategies.cases import inside_cases
 
 SHAPE = {"num_attention_heads": 4, "ffn_hidden_size": 16}
 

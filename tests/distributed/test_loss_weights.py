@@ -24,7 +24,6 @@ TOGETHER = {"--global-batch-size": 4, "--micro-batch-size": 4}
 
 
 def evaluate(folder: Path, entries: list[dict[str, Any]], **flags: object) -> float:
-    """Return the loss of new weights on these samples."""
     (folder / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     batch = {"--global-batch-size": len(entries), "--micro-batch-size": len(entries)}
     train(folder, {"--split": "0,1", "--skip-train": None, "--eval-iters": 1, **batch, **flags}, num_ranks=1)
@@ -35,7 +34,6 @@ def evaluate(folder: Path, entries: list[dict[str, Any]], **flags: object) -> fl
 
 @pytest.fixture
 def entries(tmp_path: Path) -> list[dict[str, Any]]:
-    """Samples with answers of different lengths and weights."""
     write_working_files(tmp_path)
     found = manifest_entries()
     for index, entry in enumerate(found):

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies.gradient_cases import gradient_cases
+from tests.distributed.strategies.cases import gradient_cases
 
 
 def examples(number: int) -> settings:
-    """How many are drawn."""
     return settings(max_examples=int(os.environ.get("BRAID_MASTER_EXAMPLES", number)), suppress_health_check=list(HealthCheck))
 
 

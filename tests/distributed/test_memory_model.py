@@ -65,7 +65,6 @@ CLUSTER = Cluster.from_dict(
 
 
 def measured_bytes(case: GradientCase) -> int:
-    """Runs on a rank."""
     return build_session(case).executor.execute(plan_case(case)).peak_activation_bytes
 
 
@@ -241,7 +240,6 @@ def test_what_is_gathered_at_a_time_is_as_the_memory_model_says(ranks: RankPool,
 
 
 def working_bytes(case: TrainingCase, rank: int) -> float:
-    """The memory model's estimate of it."""
     layers = StageLayers(case.graph, case.plan, case.vocab_size)
     nothing = Assignment(dict.fromkeys(case.graph.unit_names, ((),) * 2))
     loads = AssignedLoads(nothing.shape(case.graph, case.plan), nothing, ())

@@ -20,7 +20,6 @@ WORLD = 4
 
 
 def train_example(name: str, variant: object) -> tuple[list[float], dict[str, np.ndarray], list[float]]:
-    """Train as an example does, in float64."""
     example = EXAMPLES[name]
     if example is megatron_mimo:
         megatron_mimo.prepare()
@@ -102,7 +101,6 @@ def test_rows_go_along_a_chain_of_modules(ranks: RankPool) -> None:
 
 
 def refusal(case: str) -> str:
-    """Return what a wrong use is told."""
     is_first, lengths = dist.get_rank() == 0, [4, 2]
     wrong = {
         "modules": {"vision" if is_first else "audio": DrawnItems(lengths=lengths)},

@@ -39,7 +39,6 @@ SHAPE = {"hidden_size": HIDDEN, "num_attention_heads": 4, "ffn_hidden_size": INN
 
 @pytest.fixture
 def kind() -> Iterator[str]:
-    """The new kind, registered in this process."""
     register()
     yield NAME
     remove()

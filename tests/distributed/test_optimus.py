@@ -81,7 +81,6 @@ def test_segments_run_inside_waits_where_these_are_long(ranks: RankPool) -> None
 
 
 def halves_by_unit(case: GradientCase) -> set[str]:
-    """The units of which backwards are in two."""
     actions = [action for lane in plan_case(case).schedule.lanes for action in lane.actions]
     return {action.unit for action in actions if action.kind is ActionKind.WEIGHT_GRADIENT}
 

@@ -25,8 +25,6 @@ CLASSES = {"column": DeferrableColumnParallelLinear, "row": DeferrableRowParalle
 
 
 class LinearCase(NamedTuple):
-    """A linear layer."""
-
     kind: str
     num_parts: int
     is_sequence_parallel: bool = True
@@ -98,8 +96,6 @@ def test_every_collective_is_cut_and_asynchronous(ranks: RankPool, case: LinearC
 
 
 class Watched(NamedTuple):
-    """A collective that notes when it is waited for."""
-
     work: Any
     events: list[str]
 

@@ -23,7 +23,6 @@ AUTO = {"--plan": "auto", "--plan-time-budget": 0.2, "--plan-trial-iters": 0}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a small run, and the user's cache."""
     made = tmp_path_factory.mktemp("plan-auto")
     write_working_files(made)
     return made
@@ -32,7 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     folder: Path, more: Mapping[str, object], *, num_ranks: int = 2, num_steps: int = NUM_STEPS, plans_itself: bool = True
 ) -> tuple[Launched, list[float]]:
-    """Train, and return what was said and the losses."""
     flags = {"--train-iters": num_steps, "--global-batch-size": 4, "--lr-decay-style": "constant", "--no-progress-bar": None}
     flags |= (SIZED_OTHERWISE | AUTO if plans_itself else {}) | more
     entries, launched = small_run.train(folder, flags, num_ranks=num_ranks, environment={"XDG_CACHE_HOME": str(folder / "cache")})
@@ -41,7 +39,6 @@ def train(
 
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> list[float]:
-    """The losses of one process."""
     return train(folder, {}, num_ranks=1, num_steps=STEPS_OF_TWO_RUNS, plans_itself=False)[1]
 
 
@@ -83,7 +80,6 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
 
 
 def kept_choice(folder: Path) -> Path:
-    """The file of the plan that the next run takes."""
     (kept,) = (folder / "cache" / "braid" / "choices").iterdir()
     return kept
 

@@ -66,8 +66,6 @@ SETTINGS = OptimizerSettings(lr=0.01, lr_warmup_iters=5, weight_decay=0.1, clip_
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank reports."""
-
     losses: list[float]
     norms: list[float]
     """Of the gradients, step by step."""
@@ -211,7 +209,6 @@ def test_averages_of_a_generator_s_weights_do_not_know_the_plan(ranks: RankPool,
 
 
 def joined(pieces: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
-    """Return the tensor that these pieces make up."""
     ends = [[first + size for first, size in zip(offsets, values.shape, strict=True)] for offsets, values in pieces]
     whole = np.full(np.max(ends, axis=0), np.nan)
     for (offsets, values), stops in zip(pieces, ends, strict=True):

@@ -110,8 +110,6 @@ def case_of_masks() -> GradientCase:
 
 
 class Planted(NamedTuple):
-    """A case that is right, and errors that it can meet."""
-
     build: Callable[[], GradientCase]
     errors: Mapping[str, Error]
 
@@ -151,7 +149,6 @@ CASES = {
 
 
 def run_with(kind: str, error: str, case: GradientCase) -> RankGradients:
-    """What each rank runs instead of `run_on_rank`."""
     with CASES[kind].errors[error]():
         return run_on_rank(case)
 

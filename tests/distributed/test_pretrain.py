@@ -38,7 +38,6 @@ ON_TWO |= {"--dtype": "float32", "--global-batch-size": 2}  # half of the data: 
 
 
 def values_of(entries: Entries, name: str = "loss") -> list[float]:
-    """A number of the log, step by step."""
     return [entry[name] for entry in entries]
 
 
@@ -63,7 +62,6 @@ def train_alone(folder: Path) -> Alone:
 
 
 def train_beside(alone: Alone, folder: Path, flags: Mapping[str, object], **how: Any) -> tuple[Entries, Launched]:
-    """Train on the data of that run."""
     return train(alone[0], {**STEPS, "--log-json": folder / "log.jsonl", **flags}, **how)
 
 
@@ -114,7 +112,6 @@ def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, alone:
 
 
 def write_manifest(folder: Path, entries: Entries) -> Path:
-    """Beside the data of the small run."""
     path = folder / "data" / "other.jsonl"
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     return path
@@ -225,7 +222,6 @@ def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
 
 @pytest.fixture
 def whole_run(once: Once) -> Alone:
-    """Four float32 steps without interruption."""
     return once(train_without_interruption)
 
 

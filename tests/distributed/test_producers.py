@@ -20,15 +20,12 @@ TENSOR_PARALLEL = ("--vision-tp", 2, "--balance", "orchmllm")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a run needs, and a token."""
     write_working_files(tmp_path)
     (tmp_path / "token").write_text("a secret of these tests")
     return tmp_path
 
 
 class _Process:
-    """A producer in a process of its own."""
-
     def __init__(self, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         flags = ("--listen", "127.0.0.1:0", "--num-workers", "1", "--token", str(folder / "token"))
         self.process = Forked("tools/producer.py", flags, environment, output=Path(tempfile.mkstemp(dir=folder)[1]))
@@ -40,7 +37,6 @@ class _Process:
 
 @contextmanager
 def producer(folder: Path, environment: Mapping[str, str] | None = None) -> Iterator[_Process]:
-    """Start one, and end it."""
     found = _Process(folder, environment)
     try:
         yield found
@@ -50,7 +46,6 @@ def producer(folder: Path, environment: Mapping[str, str] | None = None) -> Iter
 
 
 def train(folder: Path, name: str, *flags: object, **options: object) -> Launched:
-    """Train in float64; `losses` reads what it logged."""
     common = {**working_flags(folder), "--train-iters": NUM_STEPS, "--dtype": "float64", "--log-json": folder / name}
     common["--num-workers"] = 1
     pairs = [item for pair in common.items() for item in pair]
@@ -58,7 +53,6 @@ def train(folder: Path, name: str, *flags: object, **options: object) -> Launche
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    """By step."""
     lines = (folder / name).read_text().rpartition("\n")[0].splitlines()
     return [json.loads(line)["loss"] for line in lines]
 

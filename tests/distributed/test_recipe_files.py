@@ -46,7 +46,6 @@ def test_a_recipe_starts_on_its_gpus_and_says_its_prediction(name: str) -> None:
 
 
 def write_chats(folder: Path, *, hears: bool) -> Path:
-    """Write short chats about a picture or a clip each; returns the file."""
     folder.mkdir()
     kind, lines = "audio" if hears else "image", []
     for index in range(8):

@@ -27,7 +27,6 @@ CLUSTER = REPOSITORY / "examples" / "clusters" / "a40.yaml"
 
 @pytest.fixture(autouse=True, scope="module")
 def rows() -> Iterator[None]:
-    """Add the rows, and take them away again."""
     tables: tuple[dict[str, Any], ...] = (BUILDERS, BALANCERS, PLANNERS)
     before = [dict(table) for table in tables]
     for name in PLANNERS.keys() - {"braid", "disttrain", "megatron"}:
@@ -59,15 +58,12 @@ def model(tmp_path: Path) -> list[str]:
 
 
 def run_tool(tool: Any, capsys: pytest.CaptureFixture[str], *flags: object) -> dict[str, Any]:
-    """Run a tool and return what it prints."""
     assert tool.main([*map(str, flags), "--json"]) == 0, capsys.readouterr().err
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def _recorded(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
-    """Return the function, which also notes what it is given."""
-
     def recorded(*given: Any, **options: Any) -> Any:
         calls.append(given)
         return function(*given, **options)

@@ -54,7 +54,6 @@ def test_a_file_without_answers_is_an_error_at_the_start(tmp_path: Path) -> None
 
 
 def write_question(folder: Path) -> Path:
-    """Write a file of a question without an answer."""
     (folder / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
     return folder / "prompts.jsonl"
 

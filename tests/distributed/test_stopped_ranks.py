@@ -41,7 +41,6 @@ def logged_steps(folder: Path) -> list[int]:
 
 
 def wait_for_steps(folder: Path, count: int) -> None:
-    """Until so many steps are in the log."""
     deadline = time.monotonic() + HANG_SECONDS
     while len(logged_steps(folder)) < count:
         assert time.monotonic() < deadline, "training did not start"
@@ -49,7 +48,6 @@ def wait_for_steps(folder: Path, count: int) -> None:
 
 
 def wait_for_end(processes: Sequence[int]) -> bool:
-    """Whether all end by themselves."""
     deadline = time.monotonic() + HANG_SECONDS
     while any(is_running(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -65,7 +63,6 @@ def terminate_until_it_ends(process: int) -> None:
 
 
 def is_running(process: int) -> bool:
-    """Whether a process has not ended (a frozen one has not)."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -73,8 +70,6 @@ def is_running(process: int) -> bool:
 
 
 def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path], None]:
-    """Send a signal to ranks."""
-
     def act(processes: Sequence[int], folder: Path) -> None:
         for rank in ranks:
             os.kill(processes[rank], number)

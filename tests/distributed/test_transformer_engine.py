@@ -67,7 +67,6 @@ LIKE_OTHERS = (
 
 @pytest.fixture(scope="module")
 def engine_ranks() -> Iterator[EnginePool]:
-    """Eight ranks that have Transformer Engine."""
     if WHOLE not in VERSIONS:
         pytest.skip(f"{FOLDER} names no folder with versions of Transformer Engine; scripts/test.sh downloads them")
     with closing(EnginePool(VERSIONS[WHOLE], 8)) as pool:

@@ -18,8 +18,8 @@ from tests.distributed.conftest import Once
 from tests.distributed.launch import launch
 from tests.distributed.mutations.files import replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
-from tests.distributed.mutations.one_rank import Change, both, named, other_file, rank_mutations
 from tests.distributed.mutations.run import run_mutation, save_given
+from tests.distributed.mutations.table import Change, both, named, other_file, rank_mutations
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
 
@@ -46,7 +46,6 @@ def model(place: str, value: object, *, ranks: int = NUM_RANKS) -> Change:
 
 
 def data(name: str, change: Callable[[bytes], bytes]) -> Change:
-    """Change one file of the data."""
     return partial(rewrite, find=lambda inputs: inputs.folder / "data" / name, change=change)
 
 
@@ -55,7 +54,6 @@ def manifest(old: bytes, new: bytes) -> Change:
 
 
 def put_images_last(manifest: bytes) -> bytes:
-    """Of every sample of a manifest."""
     entries = [json.loads(line) for line in manifest.splitlines()]
     return b"\n".join(json.dumps({**entry, "segments": entry["segments"][::-1]}).encode() for entry in entries)
 
@@ -65,7 +63,6 @@ def reverse_lines(manifest: bytes) -> bytes:
 
 
 def truncate_largest(inputs: Inputs) -> None:
-    """Cut the largest file of a checkpoint in half."""
     largest = max((path for path in inputs.checkpoint.iterdir()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 

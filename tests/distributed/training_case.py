@@ -136,8 +136,6 @@ AVERAGE_DECAY = 0.75
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """What is trained, and how."""
-
     graph: ModelGraph
     plan: Plan
     dtype: torch.dtype = torch.float32
@@ -152,8 +150,6 @@ class TrainingCase:
 
 
 class Training:
-    """One rank of a run."""
-
     def __init__(self, case: TrainingCase) -> None:
         self.case, self.rank = case, dist.get_rank()
         optimizer = build_optimizer_config(
@@ -179,7 +175,6 @@ class Training:
         self.background = BackgroundSave(TIMEOUT) if case.saves_in_background else None
 
     def train_step(self, number: int) -> float:
-        """Train on the global batch that `number` draws; returns its loss."""
         step = self.plan_step(number)
         result = self.session.forward_backward(step)
         self.session.finish_gradients()
@@ -189,7 +184,6 @@ class Training:
         return LossSums.of_step(step, result).means(_sum_over_ranks).total
 
     def plan_step(self, number: int) -> Step:
-        """The global batch that `number` draws, under the session's plan."""
         shapes = SHAPES
         if self.case.graph.generators:
             shapes = tuple(replace(shape, items=shape.items + made) for shape, made in zip(SHAPES, IMAGES_TO_MAKE, strict=True))
@@ -202,7 +196,6 @@ class Training:
         return plan_all(source, assignment, options)
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint, or start to."""
         save_checkpoint(
             folder,
             step=step,
@@ -214,12 +207,10 @@ class Training:
         )
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background."""
         if self.background is not None:
             self.background.finish()
 
     def load(self, folder: Path, *, load_optimizer: bool = True, load_rng: bool = True) -> LoadedCheckpoint:
-        """Load the newest checkpoint."""
         return load_checkpoint(folder, session=self.session, load_optimizer=load_optimizer, load_rng=load_rng)
 
     def held(self, *, with_moments: bool = False) -> list[torch.Tensor]:
@@ -230,13 +221,11 @@ class Training:
         return parameters + moments
 
     def fill(self, value: float, **which: bool) -> None:
-        """Give all elements of these one value."""
         with torch.no_grad():
             for tensor in self.held(**which):
                 tensor.fill_(value)
 
     def found(self, **which: bool) -> set[float]:
-        """Return the values that their elements have."""
         return {value for tensor in self.held(**which) for value in tensor.detach().unique().tolist()}
 
     def parameters(self) -> "RankParameters":
@@ -265,8 +254,6 @@ RankParameters = dict[tuple[str, str], tuple[ParameterSharding, np.ndarray]]
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank reports of a run."""
-
     losses: list[float]
     parameters_at_checkpoint: RankParameters
     parameters_at_end: RankParameters
@@ -274,7 +261,6 @@ class RankReport:
 
 
 def train_and_save(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
-    """Train, save, and train on: what resumed runs are compared with."""
     training = Training(case)
     for number in range(num_before):
         training.train_step(number)
@@ -295,7 +281,6 @@ def resume(case: TrainingCase, folder: Path, num_after: int, load_optimizer: boo
 
 
 def run(ranks: RankPool, function: Any, case: TrainingCase, *args: Any) -> list[Any]:
-    """Run on as many ranks as the case's plan has."""
     return ranks.run(function, case, *args, world_size=case.plan.num_ranks)
 
 

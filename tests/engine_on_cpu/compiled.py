@@ -35,16 +35,12 @@ FLOAT64 = 11
 
 
 class FP8FwdTensors(enum.IntEnum):
-    """Places of a layer's tensors in its table of scales (forward)."""
-
     GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT, GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = (
         range(9)
     )
 
 
 class FP8BwdTensors(enum.IntEnum):
-    """Places of a layer's tensors in its table of scales (backward)."""
-
     GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
 
 
@@ -64,8 +60,6 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum, metaclass=_WithOlderNames):  # noqa:
 
 
 class Float8BlockScaleTensorFormat(enum.IntEnum):
-    """Layouts of block-scaled tensors."""
-
     GEMM_READY = 0
     COMPACT = 1
 
@@ -159,7 +153,6 @@ def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 
 def dequantize(tensor: Any, dtype: DType) -> Tensor:
-    """Return a tensor's values."""
     return numbers_of(tensor).to(TORCH[dtype])
 
 
@@ -170,12 +163,10 @@ def fp8_transpose(data: Tensor, fp8_dtype: DType, *, out: Tensor | None = None) 
 
 
 def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """Return the gradient of the bias, and the output's gradient in FP8."""
     return gradient.reshape(-1, gradient.shape[-1]).sum(0), quantizer(gradient)
 
 
 def split_quantize(source: Tensor, sizes: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
-    """Quantize parts of the rows, each by its own quantizer."""
     return [quantizer(part) for part, quantizer in zip(source.split(list(sizes)), quantizers, strict=True)]
 
 
@@ -255,8 +246,6 @@ CommOverlapType = enum.IntEnum("CommOverlapType", {"RS": 0, "AG": 1})
 
 
 class CommOverlapHelper:
-    """The ranks that make buffers, and those that share them."""
-
     def __init__(self, world: Any, domain: Any = None) -> None:
         self.world, self.domain = world, domain or world
 
@@ -290,7 +279,6 @@ class CommOverlap:
         return self._buffer.chunk(self._size)[self._place] if local_chunk else self._buffer.view(*shape or self._buffer.shape)
 
     def gather(self) -> None:
-        """Fill the buffer with the parts of all ranks."""
         CommOverlap.num_products += 1
         parts = [torch.empty_like(part) for part in self._buffer.chunk(self._size)]
         torch.distributed.all_gather(parts, self._buffer.chunk(self._size)[self._place].clone(), group=self._group)
@@ -328,7 +316,6 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     num_multiprocessors: int,
 ) -> Sequence[Tensor]:
-    """The products of several experts."""
     outputs = list(out[0].split(list(sizes))) if single_output else list(out)
     for index, (left, right) in enumerate(zip(a, b, strict=True)):
         result = _product(left, is_transposed_a, right, is_transposed_b, torch.float32)
@@ -372,7 +359,6 @@ def layernorm_fwd(
     margin: int,
     zero_centred: bool,
 ) -> tuple[Any, Tensor, Tensor]:
-    """LayerNorm; returns the output, means, and reciprocal deviations."""
     result, mean, factor = _normalised(source, weight, bias, eps, is_centred=True, is_zero_centred=zero_centred)
     return _finish(result, out, quantizer, dtype, source), mean, factor
 
@@ -380,7 +366,6 @@ def layernorm_fwd(
 def rmsnorm_fwd(
     source: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: DType, margin: int, zero_centred: bool
 ) -> tuple[Any, None, Tensor]:
-    """RMSNorm; returns the output, None, and reciprocal deviations."""
     result, _, factor = _normalised(source, weight, None, eps, is_centred=False, is_zero_centred=zero_centred)
     return _finish(result, out, quantizer, dtype, source), None, factor
 
@@ -388,7 +373,6 @@ def rmsnorm_fwd(
 def layernorm_bwd(
     gradient: Tensor, source: Tensor, mean: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
 ) -> list[Tensor]:
-    """Gradients of input, weight and bias."""
     wide = gradient.to(_wide(source.dtype))
     normal = (source.to(wide.dtype) - mean.unsqueeze(-1)) * factor.unsqueeze(-1)
     scaled = wide * (weight.to(wide.dtype) + (1 if zero_centred else 0))
@@ -401,7 +385,6 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     gradient: Tensor, source: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
 ) -> list[Tensor]:
-    """Gradients of input and weight."""
     wide = gradient.to(_wide(source.dtype))
     normal = source.to(wide.dtype) * factor.unsqueeze(-1)
     scaled = wide * (weight.to(wide.dtype) + (1 if zero_centred else 0))
@@ -419,12 +402,10 @@ def _rotated(vectors: Tensor, angles: Tensor, *, sign: int) -> Tensor:
 
 
 def fused_rope_forward(vectors: Tensor, angles: Tensor, *layout: Any) -> Tensor:
-    """Rotate queries or keys [rows, 1, heads, channels]."""
     return _rotated(vectors, angles, sign=1)
 
 
 def fused_rope_backward(gradient: Tensor, angles: Tensor, *layout: Any) -> Tensor:
-    """Rotate gradients of them back."""
     return _rotated(gradient, angles, sign=-1)
 
 
@@ -443,7 +424,6 @@ def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor
 def multi_tensor_l2norm(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm over all tensors, and that of each."""
     norms = (
         torch.stack([torch.linalg.vector_norm(each.to(_wide(each.dtype))) for each in lists[0]]) if lists[0] else torch.zeros(1)
     )
@@ -523,7 +503,6 @@ def _missing(name: str) -> Callable[..., Any]:
 
 
 def stand_in() -> types.ModuleType:
-    """Return the module that takes the compiled one's place."""
     module = _Missing(NAME)
     constants = {"get_num_cublas_streams": 4, "get_cublasLt_version": 130000, "device_supports_multicast": True}
     constants |= {"ubuf_built_with_mpi": False, "get_stream_priority_range": (0, -1)}

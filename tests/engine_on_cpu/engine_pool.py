@@ -27,7 +27,6 @@ class EnginePool:
         return answer
 
     def close(self) -> None:
-        """End the processes."""
         self._pipe.close()
         self._process.join()
 

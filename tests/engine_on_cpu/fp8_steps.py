@@ -18,7 +18,6 @@ Weights = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def train_in_fp8(case: GradientCase, num_steps: int) -> list[Weights]:
-    """Return the weights of every step."""
     optimizer = build_optimizer_config(
         lr=LEARNING_RATE, min_lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-8, clip_grad=0.0, dtype=case.dtype
     )

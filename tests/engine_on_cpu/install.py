@@ -81,8 +81,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Absent(types.ModuleType):
-    """A module that is imported and not used."""
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

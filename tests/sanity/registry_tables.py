@@ -104,7 +104,6 @@ def balancer_table() -> str:
 
 
 def planner_table() -> str:
-    """What each planner does."""
     return _table(
         ("planner", "what it does", "source"), ((f"`{row.name}`", row.meaning, row.source) for row in COMPARED.values())
     )

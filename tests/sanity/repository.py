@@ -15,7 +15,6 @@ def list_text_files():
 
 
 def list_python_files(*folders):
-    """List the Python files below folders of the repository's root."""
     return [path for folder in folders for path in _list_files(ROOT / folder) if path.suffix == ".py"]
 
 
@@ -27,7 +26,6 @@ def found_in(paths, find, words=("",)):
 
 
 def module_name(path):
-    """Return the dotted name under which a file of the repository is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

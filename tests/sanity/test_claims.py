@@ -177,7 +177,6 @@ Platforms
 
 
 def read_proofs(text):
-    """Map each row to its phrases and their tests."""
     proofs = {}
     for title, lines in re.findall(r"^(\w.*)\n((?: .*\n)+)", text, re.MULTILINE):
         phrases = (line.split(" = ") for line in re.sub(r"\n    +", " ", lines).splitlines())

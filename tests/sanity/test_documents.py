@@ -43,7 +43,6 @@ QUOTED_MESSAGE = re.compile(r"`([^`]*)`")
 
 
 def row(title):
-    """Return the text of a row of the table of what works."""
     return next(line for line in FEATURES.splitlines() if line.startswith(f"| {title} |"))
 
 

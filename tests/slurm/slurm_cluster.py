@@ -62,15 +62,12 @@ needs_slurm = pytest.mark.skipif(
 
 
 class SlurmCluster:
-    """Sends jobs to the cluster."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self, daemon: str) -> None:
-        """Start a daemon."""
         with (self.folder / "daemons.log").open("ab") as log:
             self.daemons.append(subprocess.Popen(daemon.split(), env=self.environment, stdout=log, stderr=log))
         time.sleep(1)
@@ -81,7 +78,6 @@ class SlurmCluster:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def kill(self, node: str) -> None:
-        """End all that runs on a node."""
         for process in self._processes(node):
             os.kill(process, signal.SIGKILL)
 
@@ -106,7 +102,6 @@ class SlurmCluster:
         return found
 
     def call(self, *command: object, **environment: str) -> str:
-        """Run a program of Slurm's and return what it says."""
         given = {**self.environment, **environment}
         return subprocess.run(list(map(str, command)), env=given, check=True, capture_output=True, text=True, timeout=60).stdout
 
@@ -135,7 +130,6 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """Start the daemons; stop them in the end."""
     _write_configuration(folder)
     cluster = SlurmCluster(folder)
     munge = f"--key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munged.pid"

@@ -19,7 +19,6 @@ from tests.distributed.small_run import MODEL, manifest_entries
 
 
 def manifest_mutations() -> Iterator[Mutation]:
-    """Change the third sample of the manifest."""
     entry = manifest_entries()[2]
     for path, value in places(entry):
         shown = ".".join(map(str, path))
@@ -182,7 +181,6 @@ def _give_sound(
 
 
 def image_mutations() -> Iterator[Mutation]:
-    """Change the image of the third sample."""
     find = _image_path
     changes: dict[str, Callable[[bytes], bytes]] = {
         "empty": lambda image: b"",

@@ -60,7 +60,6 @@ def _written(inputs: Inputs, *, write: Callable[[Inputs, Any], object], document
 
 
 def write_model(inputs: Inputs, model: Any) -> None:
-    """Have the run take another model."""
     (inputs.folder / "model.yaml").write_text(yaml.safe_dump(model, sort_keys=False))
 
 
@@ -110,7 +109,6 @@ def _put(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[[Pa
 
 
 def rewrite(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[[bytes], bytes]) -> None:
-    """Change the bytes of a file."""
     path = find(inputs)
     path.write_bytes(change(path.read_bytes()))
 

@@ -76,12 +76,10 @@ class Inputs:
 
     @property
     def manifest(self) -> Path:
-        """The manifest file."""
         return self.folder / "data" / "manifest.jsonl"
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint that the run loads."""
         return next((self.folder / "saved").glob("step_*"))
 
     def write_config(self, config: Any) -> Path:
@@ -104,8 +102,6 @@ class Inputs:
 
 
 class Mutation(NamedTuple):
-    """One kind of mutation."""
-
     name: str
     """Its area, a colon, and what it does."""
     apply: Callable[[Inputs], object]

@@ -59,7 +59,6 @@ def reassigned(change: Callable[[Assignment], Assignment]) -> Error:
 
 
 def without_last_sample(assignment: Assignment) -> Assignment:
-    """Leave the sample with the highest number out of every unit."""
     last = max(atom.sample_id for replica in assignment.units["llm"] for microbatch in replica for atom in microbatch)
     kept = {
         unit: tuple(
@@ -76,7 +75,6 @@ def without_last_sample(assignment: Assignment) -> Assignment:
 
 
 def with_a_sample_twice(assignment: Assignment) -> Assignment:
-    """Give the LLM's first replica its first microbatch a second time."""
     first, *others = assignment.units["llm"]
     return Assignment({**assignment.units, "llm": ((*first, first[0]), *others)})
 
@@ -127,12 +125,10 @@ def mean_of_means(run: Any, action: Any, loss: torch.Tensor) -> float:
 
 
 def mean_over_replicas(run: Any, action: Any, loss: torch.Tensor) -> float:
-    """Divided once more by the number of replicas."""
     return 1 / len(run.step.assignment.units[action.unit])
 
 
 def over_target_tokens(run: Any, action: Any, loss: torch.Tensor) -> float:
-    """The generator's loss divided by the LLM's target tokens."""
     if action.unit == "llm":
         return 1.0
     return float(run.step.num_generated_values[action.unit]) / float(run.step.num_target_tokens)

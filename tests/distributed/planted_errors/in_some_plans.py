@@ -38,7 +38,6 @@ def counted_in_the_share(right: Any, batch: PackedInput, share: Any) -> PackedIn
 
 
 def summed_over_replicas_alone(right: Any, stage: UnitStage, *, groups: Any, **options: bool) -> Any:
-    """Gradients."""
     groups = copy(groups)
     groups.dp_cp = groups.intra_dp_cp = groups.dp
     return right(stage, groups=groups, **options)
@@ -69,7 +68,6 @@ IN_CONTEXT_PARALLELISM: Mapping[str, Error] = {
 
 
 def parts_alone(right: Any, attention: CoreAttention, own: tuple[torch.Tensor, ...], packed: PackedLengths) -> Any:
-    """A part of an item attends to itself."""
     lengths = (own[0].shape[0],) if own[0].shape[0] else ()
     return attention._attend_alone(own, PackedLengths(lengths=lengths), attention.choice.alone)  # type: ignore[arg-type]
 
@@ -92,13 +90,11 @@ def last_microbatch_alone(right: Any, layer: ShardedLayer) -> None:
 
 
 def earlier_gradients_forgotten(right: Any, layer: ShardedLayer) -> None:
-    """Each backward starts anew."""
     layer._unreduced = None
     right(layer)
 
 
 def norms_not_summed(right: Any, layer: ShardedLayer) -> None:
-    """Over tensor parallel ranks."""
     with patch.object(layer, "_tensor_parallel_group", Mock(size=lambda: 1)):
         right(layer)
 
@@ -132,15 +128,12 @@ def parts_not_summed(right: Any, views: Any, group: dist.ProcessGroup, **options
 
 
 def other_half(right: Any, shard: torch.Tensor, sharding: Any, part: Any, *, rank: int, size: int) -> torch.Tensor:
-    """Of a whole matrix."""
     mirrored = part._replace(first=part.num_parts - part.end, end=part.num_parts - part.first)
     given: torch.Tensor = right(shard, sharding, part if size > 1 else mirrored, rank=rank, size=size)
     return given
 
 
 def norms_of_the_first_rank(right: Any, stage: UnitStage, *args: Any, **options: Any) -> Iterator[Callable[[], None]]:
-    """Of tensor parallel ones."""
-
     def started(start: Any, views: Any, group: dist.ProcessGroup, **_: Any) -> Any:
         is_counted = [stage.groups.tp.rank() == 0] * len(views) if group.size() == 3 else None
         return start(views, group, is_counted=is_counted)
@@ -150,7 +143,6 @@ def norms_of_the_first_rank(right: Any, stage: UnitStage, *args: Any, **options:
 
 
 def first_range_finished(right: Any, found: UnlikeGradients, stage_index: int) -> None:
-    """Of a stage's layer ranges."""
     if stage_index == min(found.stages):
         right(found, stage_index)
 
@@ -202,8 +194,6 @@ OF_OVERLAPPED_PRODUCTS: Mapping[str, Error] = {
 
 
 def without(exchange: Exchange, *, is_backward: bool) -> Error:
-    """Leave a collective out."""
-
     def started(right: Any, self: Exchange, tensor: torch.Tensor, link: Any, **options: Any) -> Any:
         skips = self is exchange and options.get("is_backward", False) is is_backward
         return Arriving(tensor) if skips else right(self, tensor, link, **options)
@@ -226,7 +216,6 @@ def without_residual_gradients(right: Any, self: SegmentPass, graph: Any) -> Non
 
 
 def gradients_twice(right: Any, self: SegmentPass, first: int) -> None:
-    """What a piece of work inside adds."""
     right(self, first)
     if first == 0:
         for parameter in self._stage.parameters():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from multimodal.values.model_graph import AudioInput, Experts, ImageInput, Lora, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.units.unit import Flow
-from tests.distributed.strategies.assignments import MAX_AUDIO_TOKENS
 
+MAX_AUDIO_TOKENS = 6
 PROJECTORS: list[dict[str, Any]] = [
     {},
     {"projector_hidden_size": 6},

@@ -111,13 +111,11 @@ def layer_ranges(draw: st.DrawFn, num_layers: int, num_stages: int) -> list[tupl
 
 
 def divides(size: int, unit: Unit) -> bool:
-    """Return True if a unit can have this tensor parallel size."""
     numbers = *unit.divided_widths.values(), unit.transformer.hidden_size
     return all(number % size == 0 for number in numbers)
 
 
 def renumber(units: dict[str, UnitPlan]) -> Plan:
-    """Number the ranks that the units use from 0 on, without gaps."""
     used = sorted({rank for unit in units.values() for rank in unit.ranks})
     new = {rank: index for index, rank in enumerate(used)}
 
