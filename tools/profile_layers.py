@@ -16,7 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -212,7 +212,7 @@ def _report(rows: "Sequence[ProfiledLayer]", profile: LayerProfile, given: argpa
             }
             for row in rows
         ]
-        print(json.dumps({"output": str(given.output), "layers": layers, "step": step.to_dict()}))
+        print(json.dumps({"output": str(given.output), "layers": layers, "step": asdict(step)}))
         return
     from megatron.runtime.profiler import LayerTimes
 

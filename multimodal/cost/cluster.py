@@ -110,10 +110,24 @@ class Cluster(FromFile):
         if ("device" in entries) == ("peak_tflops" in entries):
             top.fail("give exactly one of 'device' and 'peak_tflops'")
         if "device" in entries:
-            peak = _peak_of_device(entries)
+            device = entries["device"]
+            dtype = entries["dtype"].read(str, choices=tuple(BYTES_OF_DTYPE)) if "dtype" in entries else "bfloat16"
+            if (peak := peak_tflops(device.read(str), dtype)) is None:
+                device.fail(f"unknown device '{device.value}'; known are {', '.join(PEAK_TFLOPS)}; or give peak_tflops")
             top = replace(top, value={**{key: part for key, part in value.items() if key != "device"}, "peak_tflops": peak})
-        cluster = top.build(cls)
-        _check_shares(cluster, top)
+        cluster, network = top.build(cls), top.inner("inter_node", None)
+        for at, of, share in (
+            (top.inner("efficiency", None), "peak", cluster.efficiency),
+            (top.inner("attention_efficiency", None), "peak", cluster.attention_efficiency),
+            (network.inner("collective_efficiency", None), "bandwidth", cluster.inter_node.collective_efficiency),
+        ):
+            if share is not None and share > 1:
+                at.fail(f"a share of the {of} cannot exceed 1, found {share}; give 0 to 1")
+        if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
+            network.inner("nics_per_node", None, where=network.where).fail(
+                f"nics_per_node says {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
+                "give one card with the bandwidth that one accelerator can use"
+            )
         return cluster
 
 
@@ -123,31 +137,6 @@ def peak_tflops(device_name: str, dtype: str) -> float | None:
         if name in device_name:
             return peaks[dtype]
     return None
-
-
-def _peak_of_device(entries: Mapping[str, Plain]) -> float:
-    device = entries["device"]
-    dtype = entries["dtype"].read(str, choices=tuple(BYTES_OF_DTYPE)) if "dtype" in entries else "bfloat16"
-    peak = peak_tflops(device.read(str), dtype)
-    if peak is None:
-        device.fail(f"unknown device '{device.value}'; known are {', '.join(PEAK_TFLOPS)}; or give peak_tflops")
-    return peak
-
-
-def _check_shares(cluster: Cluster, top: Plain) -> None:
-    network = top.inner("inter_node", None)
-    for at, of, share in (
-        (top.inner("efficiency", None), "peak", cluster.efficiency),
-        (top.inner("attention_efficiency", None), "peak", cluster.attention_efficiency),
-        (network.inner("collective_efficiency", None), "bandwidth", cluster.inter_node.collective_efficiency),
-    ):
-        if share is not None and share > 1:
-            at.fail(f"a share of the {of} cannot exceed 1, found {share}; give 0 to 1")
-    if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
-        network.inner("nics_per_node", None, where=network.where).fail(
-            f"nics_per_node says {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
-            "give one card with the bandwidth that one accelerator can use"
-        )
 
 
 class TransferCost(NamedTuple):

@@ -62,22 +62,30 @@ class CostTable(FromFile):
         """
         top = Plain(value, "cost table", ConfigError).mapping(known=_TABLE_KEYS, required=("num_microbatches", "units"))
         count = top["num_microbatches"].read(int, minimum=1, maximum=_MOST_MICROBATCHES)
-        entries = top["units"].mapping(at_least=1, expected="each unit's name with its upstream and stages")
+        named = top["units"].mapping(at_least=1, expected="each unit's name with its upstream and stages")
         expected = "a mapping with upstream and stages"
         found = {
             name: replace(entry, where=f"unit '{name}'").mapping(known=_UNIT_KEYS, required=("stages",), expected=expected)
-            for name, entry in entries.items()
+            for name, entry in named.items()
         }
-        upstream = {name: _upstream(keys, names=tuple(entries)) for name, keys in found.items()}
+        upstream = {name: _upstream(keys, names=tuple(named)) for name, keys in found.items()}
         units: dict[str, UnitSeconds] = {}
         next_rank = 0
         for name in _topological_order(upstream):
-            units[name] = _read_unit(name, found[name], upstream=upstream[name], num_microbatches=count, first_rank=next_rank)
-            next_rank = max(next_rank, 1 + max(units[name].ranks))
-        ranks = {rank for unit in units.values() for rank in unit.ranks}
-        if ranks != set(range(len(ranks))):
+            keys, expected = found[name], "a list with at least one stage"
+            entries = keys["stages"].entries(at_least=1, called=f"unit '{name}', stage", expected=expected)
+            stages = tuple(_read_stage(stage, num_microbatches=count) for stage in entries)
+            ranks = tuple(range(next_rank, next_rank + len(stages)))
+            if "ranks" in keys:
+                ranks = keys["ranks"].read(tuple[int, ...], minimum=0, maximum=MOST_RANKS - 1)
+                if len(ranks) != len(stages):
+                    keys["ranks"].fail(f"{len(stages)} stages but {len(ranks)} ranks; give one rank per stage")
+            units[name] = UnitSeconds(upstream[name], stages, ranks)
+            next_rank = max(next_rank, 1 + max(ranks))
+        used = {rank for unit in units.values() for rank in unit.ranks}
+        if used != set(range(len(used))):
             raise ConfigError(
-                f"cost table: ranks {sorted(ranks)} leave gaps; number them from 0 to {len(ranks) - 1} over all units",
+                f"cost table: ranks {sorted(used)} leave gaps; number them from 0 to {len(used) - 1} over all units",
                 place=("units",),
             )
         return cls(count, _seconds(top["send_seconds"]) if "send_seconds" in top else 0.0, units)
@@ -110,19 +118,6 @@ def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
             )
         order.append(ready[0])
     return tuple(order)
-
-
-def _read_unit(
-    name: str, keys: Mapping[str, Plain], *, upstream: tuple[str, ...], num_microbatches: int, first_rank: int
-) -> UnitSeconds:
-    entries = keys["stages"].entries(at_least=1, called=f"unit '{name}', stage", expected="a list with at least one stage")
-    stages = tuple(_read_stage(stage, num_microbatches=num_microbatches) for stage in entries)
-    if "ranks" not in keys:
-        return UnitSeconds(upstream, stages, tuple(range(first_rank, first_rank + len(stages))))
-    ranks = keys["ranks"].read(tuple[int, ...], minimum=0, maximum=MOST_RANKS - 1)
-    if len(ranks) != len(stages):
-        keys["ranks"].fail(f"{len(stages)} stages but {len(ranks)} ranks; give one rank per stage")
-    return UnitSeconds(upstream, stages, ranks)
 
 
 def _read_stage(stage: Plain, *, num_microbatches: int) -> StageSeconds:
@@ -214,7 +209,13 @@ def build_table_step(table: CostTable) -> tuple[StepShape, Assignment]:
         units.append(unit)
     edges = tuple((source, name) for name, seconds in table.units.items() for source in seconds.upstream)
     graph = ModelGraph(tuple(units), edges)
-    plan = Plan({unit.name: _build_unit_plan(unit, table.units[unit.name].ranks) for unit in units})
+    plans = dict[str, UnitPlan]()
+    for unit in units:
+        ranges_of_rank, ranks = defaultdict[int, list[tuple[int, int]]](list), table.units[unit.name].ranks
+        for rank, layers in zip(ranks, split_layers(unit.layers, num_stages=len(ranks)), strict=True):
+            ranges_of_rank[rank].append(layers)
+        plans[unit.name] = UnitPlan((Replica(tuple(Stage((rank,), tuple(held)) for rank, held in ranges_of_rank.items())),))
+    plan = Plan(plans)
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
     items = {unit.name: index for index, unit in enumerate(graph.encoders)}
     samples = range(table.num_microbatches)
@@ -263,11 +264,3 @@ def _check_gradient_passes(name: str, seconds: UnitSeconds, trained: Mapping[str
             f"unit '{name}', stage {stage}: lists no backward, but {origin} has one, whose gradient comes through here; "
             "give input_gradient and weight_gradient (0.0 where they cost nothing)"
         )
-
-
-def _build_unit_plan(unit: Unit, ranks: tuple[int, ...]) -> UnitPlan:
-    ranges = split_layers(unit.layers, num_stages=len(ranks))
-    ranges_of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for rank, layers in zip(ranks, ranges, strict=True):
-        ranges_of_rank[rank].append(layers)
-    return UnitPlan((Replica(tuple(Stage((rank,), tuple(layers)) for rank, layers in ranges_of_rank.items())),))

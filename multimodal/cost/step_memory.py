@@ -112,16 +112,14 @@ class StepMemory:
         per_replica = np.zeros((plan.num_virtual_stages, plan.data_parallel_size))
         for replica in range(plan.data_parallel_size if plan.is_unlike else 1):
             for stage in range(plan.num_stages_of(replica)):
-                per_replica[stage, replica if plan.is_unlike else slice(None)] = self._cut_rows((unit, replica, stage))
+                counts = self.layers.counts((unit, replica, stage))  # rows that a stage keeps per token
+                size = self.layers.tensor_size((unit, replica, stage)) if self.options.sequence_parallel else 1
+                cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
+                cut = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
+                per_token = sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in cut)
+                per_replica[stage, replica if plan.is_unlike else slice(None)] = per_token
         kept = per_replica[:, replicas] * np.atleast_1d(num_rows) * (2 * hidden_size * self.bytes_per_element)
         return np.round(kept).astype(np.int64)
-
-    def _cut_rows(self, stage: StageKey) -> float:
-        """Return the rows that a stage keeps per token if it runs in ranges of segments."""
-        counts, size = self.layers.counts(stage), self.layers.tensor_size(stage) if self.options.sequence_parallel else 1
-        cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
-        kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
-        return sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept)
 
     def _width_before(self, stage: StageKey) -> int:
         """Return the input channels of a stage; for a unit's first stage, those of the rows that take the places of items."""
@@ -138,7 +136,12 @@ class StepMemory:
 
     def broker_bytes(self, rank: int) -> int:
         """Return the bytes of messages that are received (or awaited) and not used yet, or computed and not sent yet."""
-        return round(max(map(self._message_bytes, self.layers.of_rank[rank])))
+        found = []
+        for unit, replica, index in self.layers.of_rank[rank]:
+            mean, is_unlike = self.loads.means(unit)[replica], self.layers.plan.units[unit].is_unlike
+            per_token, per_output = self._message_sizes((unit, replica if is_unlike else 0, index))
+            found.append(mean.num_tokens * per_token + mean.num_outputs * per_output)
+        return round(max(found))
 
     def gathered_bytes(self, stage: StageKey) -> float:
         """Return the bytes of a stage's weights and gradients beyond a rank's own part; 0 if replicas do not share weights.
@@ -200,16 +203,9 @@ class StepMemory:
         num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
         return self.bytes_per_element * num_channels * load.num_tokens / num_ranks
 
-    def _message_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of gradients that are received from the stage after, or of an encoder's results."""
-        unit, replica, index = stage
-        mean = self.loads.means(unit)[replica]
-        per_token, per_output = self._message_sizes(stage if self.layers.plan.units[unit].is_unlike else (unit, 0, index))
-        return mean.num_tokens * per_token + mean.num_outputs * per_output
-
     @memoized
     def _message_sizes(self, stage: StageKey) -> tuple[float, float]:
-        """Return the bytes of these messages for each of a microbatch's tokens, and for each that leaves its unit."""
+        """Return the bytes of messages that are open for each of a microbatch's tokens, and for each that leaves its unit."""
         unit, replica, index = stage
         sizes = self.layers.plan.units[unit]
         num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
@@ -310,7 +306,17 @@ def checkpoint_size(layers: StageLayers, *, bytes_per_element: int, zero_stage: 
         unit, sizes = stage[0], layers.plan.units[stage[0]]
         key = unit, *layers.plan.virtual_stage(*stage).layers
         if key not in known:
-            weights, trained, experts, trained_experts = _count_weights(layers, stage)
+            weights = trained = experts = trained_experts = 0  # experts have no adapters
+            last = len(layers.graph.unit(unit).layers) - 1
+            for index, (kind, need) in zip(layers.plan.virtual_stage(*stage).layers, layers.in_order(stage), strict=True):
+                layer = layers.describe(unit, kind)
+                is_copy = index == last and layers.graph.unit(unit).ties_embeddings
+                own = layer.num_parameters - (layer.num_weights if is_copy else 0)
+                weights += own
+                experts += layer.num_expert_weights
+                if need.trains_weights:
+                    trained += layer.num_adapter_weights or own
+                    trained_experts += 0 if layer.adapted else layer.num_expert_weights
             tensor_ranks, holders = sizes.tensor_parallel_size, sizes.data_parallel_size * sizes.context_parallel_size
             whole, optimizer = weights * bytes_per_element, trained * state_bytes
             elsewhere = 1 - 1 / sizes.expert_parallel_size
@@ -322,20 +328,3 @@ def checkpoint_size(layers: StageLayers, *, bytes_per_element: int, zero_stage: 
     of_ranks = [[written_and_copied(stage) for stage in stages] for stages in layers.of_rank.values()]
     written, copied = ([sum(stage[which] for stage in stages) for stages in of_ranks] for which in (0, 1))
     return CheckpointSize(round(sum(written)), len(written) + _FILES_OF_RANK_0, round(max(written)), round(max(copied)))
-
-
-def _count_weights(layers: StageLayers, stage: StageKey) -> tuple[int, int, int, int]:
-    """Return a stage's weights, and the trained ones of these, then those of its experts, which have no adapters."""
-    unit, indices = stage[0], layers.plan.virtual_stage(*stage).layers
-    last = len(layers.graph.unit(unit).layers) - 1
-    held = trained = experts = trained_experts = 0
-    for index, (kind, need) in zip(indices, layers.in_order(stage), strict=True):
-        layer = layers.describe(unit, kind)
-        is_copy = index == last and layers.graph.unit(unit).ties_embeddings
-        own = layer.num_parameters - (layer.num_weights if is_copy else 0)
-        held += own
-        experts += layer.num_expert_weights
-        if need.trains_weights:
-            trained += layer.num_adapter_weights or own
-            trained_experts += 0 if layer.adapted else layer.num_expert_weights
-    return held, trained, experts, trained_experts

@@ -61,24 +61,15 @@ class LayerCollectives(NamedTuple):
         moving = self.tensor.at(num_tokens, num_squared) + (num_parts - 1) * self.tensor.constant
         return _beside(moving, products_seconds, num_parts) + moving / num_parts
 
-    def exposed_gathering(self, num_tokens: int, *, attention_seconds: float) -> float:
-        """Return the seconds that a forward waits for keys and values: the first step, and what outlasts attention."""
-        gathering, num_steps = self._gathering(num_tokens)
-        return _beside(gathering, attention_seconds, num_steps) + gathering / num_steps
+    def exposed_keys(self, num_tokens: int, *, attention_seconds: float, num_ways: int = 1) -> float:
+        """Return the seconds that a pass waits for keys and values: the first step, which has a latency as all have.
 
-    def exposed_way_back(self, num_tokens: int, *, attention_seconds: float) -> float:
-        """Return the seconds that a backward waits: it gathers keys and values again, and returns their gradients.
-
-        It waits for the first step to arrive and for the gradients of the last one to leave; all else runs beside attention.
-        attention_seconds: of a backward, and also of a forward if it is recomputed.
+        The others run beside attention. num_ways: 2 for a backward, which gathers keys and values again, and returns their
+        gradients. attention_seconds: of the pass, including a forward that it repeats.
         """
-        gathering, num_steps = self._gathering(num_tokens)
-        return _beside(2 * gathering, attention_seconds, num_steps) + 2 * gathering / num_steps
-
-    def _gathering(self, num_tokens: int) -> tuple[float, int]:
-        """Return the seconds of gathering everything, and the number of steps, each of which has the latency."""
         num_steps = self.num_groups // count_groups_at_once(self.num_groups, bytes_per_group=num_tokens * self.bytes_per_key)
-        return self.context.at(num_tokens, 0) + (num_steps - 1) * self.context.constant, num_steps
+        moving = num_ways * (self.context.at(num_tokens, 0) + (num_steps - 1) * self.context.constant)
+        return _beside(moving, attention_seconds, num_steps) + moving / num_steps
 
 
 def _beside(moving: float, computing: float, num_parts: int) -> float:

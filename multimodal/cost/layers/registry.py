@@ -112,19 +112,14 @@ def _beside(path: Path, unit: Unit) -> Unit:
 
 def _with_known_kinds(graph: ModelGraph) -> ModelGraph:
     for unit in graph.units:
-        for index in range(len(unit.layers)):
-            _check_kind(unit, index)
+        rows = [(name, kind) for name, kind in LAYER_KINDS.items() if unit.role in kind.roles and kind.fits(unit)]
+        for index, layer in enumerate(unit.layers):
+            position = "first" if index == 0 else "last" if index == len(unit.layers) - 1 else "between"
+            fitting = [name for name, kind in rows if kind.position == position]
+            if layer not in fitting:
+                raise ModelError(
+                    f"unit '{unit.name}', layers[{index}]: '{layer}' is no kind of layer that a {unit.role} has "
+                    f"{'between the two ends' if position == 'between' else position}; use one of {', '.join(fitting)}",
+                    place=("units", unit.name, "layers", index),
+                )
     return resolve_adapters(graph, linear_layers(graph))
-
-
-def _check_kind(unit: Unit, index: int) -> None:
-    position = "first" if index == 0 else "last" if index == len(unit.layers) - 1 else "between"
-    fitting = [
-        name for name, kind in LAYER_KINDS.items() if kind.position == position and unit.role in kind.roles and kind.fits(unit)
-    ]
-    if unit.layers[index] not in fitting:
-        raise ModelError(
-            f"unit '{unit.name}', layers[{index}]: '{unit.layers[index]}' is no kind of layer that a {unit.role} has "
-            f"{'between the two ends' if position == 'between' else position}; use one of {', '.join(fitting)}",
-            place=("units", unit.name, "layers", index),
-        )

@@ -56,67 +56,6 @@ class PassParts(NamedTuple):
     """True if the input gradient recomputes the whole forward."""
 
 
-@dataclass(frozen=True)
-class SegmentShares:
-    """Shares of a layer's segments in its computing outside of attention; each row sums to 1."""
-
-    forward: Sequence[float]
-    input_gradient: Sequence[float]
-    weight_gradient: Sequence[float]
-    attends: Sequence[bool]
-
-
-def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:
-    """Return the shares that follow from FLOPs of products with weights and bytes of elementwise work."""
-    work = layer.segment_work(cluster.bytes_per_element)
-    bandwidth = cluster.memory_bandwidth_gbytes_per_second
-    per_byte = 0.0 if bandwidth is None else 1 / (bandwidth * 1e9)
-    products, adapters = (
-        np.array([2.0 * count / cluster.flops_per_second for count in counts])
-        for counts in ([each.num_weights for each in work], [layer.segment_adapter_weights(each) for each in layer.segments])
-    )
-    moved, moved_back = (np.array([each.traffic[column] for each in work]) * per_byte for column in (0, 1))
-    columns = (products + adapters + moved, products + adapters + moved_back, adapters if layer.adapted else products)
-    rows = [(column / column.sum() if column.sum() else np.full(len(work), 1 / len(work))).tolist() for column in columns]
-    return SegmentShares(rows[0], rows[1], rows[2], [each.attends for each in work])
-
-
-class SegmentSeconds(NamedTuple):
-    """A layer cut into segments."""
-
-    own: list[LayerSeconds]
-    """Seconds of each segment, in the order of a forward."""
-    repeated: float
-    """Seconds of the layer's forward that full recomputation repeats, part of the input gradient."""
-
-
-def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares) -> SegmentSeconds:
-    """Return the seconds of a layer's segments without waits for tensor parallel ranks; with these they sum up to the whole.
-
-    Attention and the waits for context parallel ranks belong to one segment. For measured curves, attention's backward is assumed
-    to cost what a kernel's does, up to the whole input gradient. Seconds may be arrays.
-    """
-    waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
-    computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
-    attention = np.minimum(parts.attention, computing)
-    attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
-    attention_again = np.minimum(attention, attention_back) * parts.repeats_all
-    rest_again = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
-    own = [
-        LayerSeconds(
-            forward * (computing - attention) + attends * (attention + waiting),
-            back * (computing_back - attention_back - rest_again) + attends * (attention_back - attention_again + waiting_back),
-            weights * whole.weight_gradient,
-            attends * waiting,
-            attends * waiting_back,
-        )
-        for forward, back, weights, attends in zip(
-            shares.forward, shares.input_gradient, shares.weight_gradient, shares.attends, strict=True
-        )
-    ]
-    return SegmentSeconds(own, attention_again + rest_again)
-
-
 _ONE_TOKEN = UnitLoad(1, 1, 1)
 _PRODUCTS_PER_ADAPTER = 2
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
@@ -178,19 +117,60 @@ class LayerCosts:
             input_gradient += curve.at(*counted)
         cut = cut or CutLoad(load, load.num_tokens)
         forward = forward + prepared.cutting
-        input_gradient += prepared.cutting_back + prepared.repeated_by_gathering(cut)
+        repeated = 0.0  # in a recomputed layer, attention over several ranks keeps nothing
+        if prepared.recompute == "full" and prepared.collectives.is_spread and cut.num_gathered:
+            repeated = prepared.curves.attention.at(*counted_tokens(cut.attending, counts=prepared.counts))
+        input_gradient += prepared.cutting_back + repeated
         waiting, waiting_back = prepared.waiting(load, cut)
         seconds = LayerSeconds(forward + waiting, input_gradient + waiting_back, weight_gradient, waiting, waiting_back)
         return LayerSeconds(*((load.num_tokens > 0) * each for each in seconds)) if is_array else seconds
 
-    def segments(self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any) -> SegmentSeconds:
-        """Return the seconds of a layer's segments as `segment_seconds` does; arguments as in `seconds`."""
-        whole = self.seconds(unit, kind, load, cut=cut, **shared)
-        return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares(unit, kind))
+    def segments(
+        self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any
+    ) -> tuple[list[LayerSeconds], float]:
+        """Return the seconds of a layer's segments, in the order of a forward, without waits for tensor parallel ranks.
+
+        And the seconds of the layer's forward that full recomputation repeats; all of these and the waits sum up to the whole.
+        Attention and the waits for context parallel ranks belong to one segment. For measured curves, attention's backward is
+        assumed to cost what a kernel's does, up to the whole input gradient. Arguments as in `seconds`; seconds may be arrays.
+        """
+        whole, parts = self.seconds(unit, kind, load, cut=cut, **shared), self.parts(unit, kind, load, **shared)
+        waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
+        computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
+        attention = np.minimum(parts.attention, computing)
+        attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
+        attention_again = np.minimum(attention, attention_back) * parts.repeats_all
+        rest_again = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
+        own = [
+            LayerSeconds(
+                forward * (computing - attention) + attends * (attention + waiting),
+                back * (computing_back - attention_back - rest_again)
+                + attends * (attention_back - attention_again + waiting_back),
+                weights * whole.weight_gradient,
+                attends * waiting,
+                attends * waiting_back,
+            )
+            for forward, back, weights, attends in self._segment_shares(unit, kind)
+        ]
+        return own, attention_again + rest_again
 
     @memoized
-    def _shares(self, unit: str, kind: str) -> SegmentShares:
-        return segment_shares(self._describe(unit, kind), cluster=self.cluster)
+    def _segment_shares(self, unit: str, kind: str) -> Sequence[tuple[float, float, float, bool]]:
+        """Return each segment's shares of forward and both gradients outside of attention, and True if tokens attend in it.
+
+        They follow from the FLOPs of products with weights and the bytes of elementwise work; each share sums to 1.
+        """
+        layer, cluster = self._describe(unit, kind), self.cluster
+        work, bandwidth = layer.segment_work(cluster.bytes_per_element), cluster.memory_bandwidth_gbytes_per_second
+        per_byte = 0.0 if bandwidth is None else 1 / (bandwidth * 1e9)
+        products, adapters = (
+            np.array([2.0 * count / cluster.flops_per_second for count in counts])
+            for counts in ([each.num_weights for each in work], [layer.segment_adapter_weights(each) for each in layer.segments])
+        )
+        moved, moved_back = (np.array([each.traffic[column] for each in work]) * per_byte for column in (0, 1))
+        columns = (products + adapters + moved, products + adapters + moved_back, adapters if layer.adapted else products)
+        rows = [(column / column.sum() if column.sum() else np.full(len(work), 1 / len(work))).tolist() for column in columns]
+        return list(zip(*rows, [each.attends for each in work], strict=True))
 
     def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
         """Return the seconds of the experts' products in a forward; either gradient takes as long. Arguments as in `seconds`."""
@@ -275,12 +255,6 @@ class _Prepared(NamedTuple):
     cutting_back: float
     """Seconds that an input gradient, including recomputation, loses in the same way."""
 
-    def repeated_by_gathering(self, cut: CutLoad) -> float:
-        """Seconds of attention over several ranks that are recomputed: in a recomputed layer, such attention keeps nothing."""
-        if self.recompute != "full" or not self.collectives.is_spread or not cut.num_gathered:
-            return 0.0
-        return self.curves.attention.at(*counted_tokens(cut.attending, counts=self.counts))
-
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
         tensor = self.waiting_for_tensor_ranks(load) + self.collectives.experts.at(load.num_tokens, 0)
@@ -289,9 +263,9 @@ class _Prepared(NamedTuple):
             return tensor, tensor + again
         num_tokens, num_squared, _, num_sequences = cut.attending
         attention = self.curves.attention.at(num_tokens, num_squared, num_sequences)
-        gathering = self.collectives.exposed_gathering(cut.num_gathered, attention_seconds=attention)
+        gathering = self.collectives.exposed_keys(cut.num_gathered, attention_seconds=attention)
         computing = attention * (ATTENTION_BACKWARD + (self.recompute is not None))
-        way_back = self.collectives.exposed_way_back(cut.num_gathered, attention_seconds=computing) + tensor
+        way_back = self.collectives.exposed_keys(cut.num_gathered, attention_seconds=computing, num_ways=2) + tensor
         return tensor + gathering, way_back + (again + gathering if self.recompute == "full" else 0.0)
 
     def waiting_for_tensor_ranks(self, load: UnitLoad) -> float:

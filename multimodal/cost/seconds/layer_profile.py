@@ -48,10 +48,6 @@ class StepProfile:
     weight_update_seconds: float = field(default=0.0, metadata=_SECONDS)
     """Gradient norm, clipping and optimizer, per weight that a rank updates."""
 
-    def to_dict(self) -> dict[str, float]:
-        """Plain form, read back by `from_dict`."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class LayerProfile(FromFile):
@@ -99,7 +95,7 @@ class LayerProfile(FromFile):
                 entry[name] = list(curve) if is_fitted else {key: list(points) for key, points in curve._asdict().items()}
             units.setdefault(unit, {}).setdefault(kind, []).append(entry)
         plain = {"device": self.device, "dtype": self.dtype, "units": units}
-        return plain if self.step is None else {**plain, "step": self.step.to_dict()}
+        return plain if self.step is None else {**plain, "step": asdict(self.step)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "LayerProfile":

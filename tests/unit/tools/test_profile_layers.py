@@ -1,6 +1,7 @@
 """The profiler on this machine: real layers of the smallest model, and the file that the simulator takes."""
 
 import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_every_layer_is_timed_and_written(model: str, tmp_path: Path, capsys: py
     report = json.loads(capsys.readouterr().out)
     assert len(report["layers"]) == len(profile.curves)
     assert set(report["layers"][0]["held_out_error"]) == {"forward", "input_gradient", "weight_gradient", "attention"}
-    assert profile.step is not None and report["step"] == profile.step.to_dict()
+    assert profile.step is not None and report["step"] == asdict(profile.step)
     assert profile.step.computation_seconds > 0
     assert profile.step.unit_update_seconds + profile.step.weight_update_seconds > 0
 
