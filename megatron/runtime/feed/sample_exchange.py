@@ -19,23 +19,12 @@ from megatron.runtime.feed.step_inputs import item_ranks
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
 from multimodal.values.units.items import Grid
-
-WHOLE_TEXT = -1
-"""Item index of a sample's text."""
-
-
-class Piece(NamedTuple):
-    """The unit of sending: a sample's text or one item."""
-
-    sample_id: int
-    item_index: int
-    """WHOLE_TEXT for its text."""
 
 
 class Described(NamedTuple):
@@ -45,53 +34,40 @@ class Described(NamedTuple):
     grids: tuple[Grid, ...]
 
 
-Pieces = Mapping[Piece, SampleText | ItemPixels]
+@dataclass(frozen=True, eq=False)
+class HeldSamples:
+    """The part of a global batch that this rank has decoded, or received, as a `SampleSource` addressed by sample id."""
 
-
-class ExchangedSamples:
-    """The part of a global batch that this rank received, as a `SampleSource` addressed by sample id."""
-
-    def __init__(self, described: Mapping[int, Described], pieces: Pieces, *, bytes_between_nodes: int = 0) -> None:
-        """bytes_between_nodes: bytes that all ranks sent to other nodes in the exchange."""
-        self._described, self._pieces, self.bytes_between_nodes = described, pieces, bytes_between_nodes
+    described: Mapping[int, Described]
+    """Sample id -> description, for the whole batch in its order."""
+    pieces: Mapping[Atom, SampleText | ItemPixels]
+    """Texts (of whole samples) and items."""
+    bytes_between_nodes: int = 0
+    """Bytes that all ranks sent to other nodes in the exchange."""
 
     def __len__(self) -> int:
         """Count the samples of the global batch."""
-        return len(self._described)
+        return len(self.described)
 
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample."""
-        return self._described[index].lengths
+        return self.described[index].lengths
 
     def text(self, index: int) -> SampleText:
-        """Tokens of a sample that this rank needs."""
-        text = self._pieces[Piece(index, WHOLE_TEXT)]
+        """Tokens of a sample that this rank holds."""
+        text = self.pieces[Atom(index)]
         assert isinstance(text, SampleText)
         return text
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Pixels of an item that this rank needs."""
-        pixels = self._pieces[Piece(index, item_index)]
+        """Pixels of an item that this rank holds."""
+        pixels = self.pieces[Atom(index, item_index)]
         assert isinstance(pixels, ItemPixels)
         return pixels
 
     def item_grid(self, index: int, item_index: int) -> Grid:
         """Return the grid of any item."""
-        return self._described[index].grids[item_index]
-
-
-@dataclass(frozen=True)
-class DecodedShare:
-    """A rank's decoded share of a global batch, and the facts that all ranks know about the batch."""
-
-    described: Mapping[int, Described]
-    """Sample id -> description, for the whole batch in its order."""
-    pieces: Pieces
-
-    @property
-    def lengths(self) -> list[SampleLengths]:
-        """Lengths of the whole batch, in its order."""
-        return [described.lengths for described in self.described.values()]
+        return self.described[index].grids[item_index]
 
 
 class SampleExchange:
@@ -102,22 +78,20 @@ class SampleExchange:
         self._rank, self._world_size, self._ranks_per_node = rank, world_size, ranks_per_node or world_size
         self._group = create_groups([range(world_size)], backend="gloo", timeout=timeout)[0]
 
-    def decode(self, source: SampleSource, sample_ids: Sequence[int]) -> DecodedShare:
+    def decode(self, source: SampleSource, sample_ids: Sequence[int]) -> HeldSamples:
         """Decode every world_size-th sample of the batch here, and send all ranks its lengths.
 
         source: has samples by their ids; sample_ids: of the batch, in its order. Raises DataError on every rank if one fails.
         """
-        pieces: dict[Piece, SampleText | ItemPixels] = {}
-        own: dict[int, Described] = {}
-        failure: str | None = None
+        pieces, own, failure = dict[Atom, SampleText | ItemPixels](), dict[int, Described](), None
         try:
             share = sample_ids[self._rank :: self._world_size]
             expect_items(source, [(each, item) for each in share for item in range(len(source.lengths(each).items))])
             for sample_id in share:
                 lengths = source.lengths(sample_id)
-                pieces[Piece(sample_id, WHOLE_TEXT)] = source.text(sample_id)
+                pieces[Atom(sample_id)] = source.text(sample_id)
                 items = [source.item(sample_id, item_index) for item_index in range(len(lengths.items))]
-                pieces |= {Piece(sample_id, item_index): item for item_index, item in enumerate(items)}
+                pieces |= {Atom(sample_id, item_index): item for item_index, item in enumerate(items)}
                 own[sample_id] = Described(lengths, tuple(item.grid for item in items))
         except BraidError as problem:
             failure = str(problem)
@@ -126,9 +100,9 @@ class SampleExchange:
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
-        return DecodedShare({sample_id: described[sample_id] for sample_id in sample_ids}, pieces)
+        return HeldSamples({sample_id: described[sample_id] for sample_id in sample_ids}, pieces)
 
-    def exchange(self, share: DecodedShare, shape: StepShape, assignment: Assignment) -> ExchangedSamples:
+    def exchange(self, share: HeldSamples, shape: StepShape, assignment: Assignment) -> HeldSamples:
         """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(shape, assignment, lengths)
@@ -141,7 +115,7 @@ class SampleExchange:
         node, size = self._rank // self._ranks_per_node, self._ranks_per_node
         leaving = torch.tensor(sum(len(message) for rank, message in enumerate(outgoing) if rank // size != node))
         dist.all_reduce(leaving, group=self._group)
-        return ExchangedSamples(share.described, received, bytes_between_nodes=int(leaving))
+        return HeldSamples(share.described, received, bytes_between_nodes=int(leaving))
 
     def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytearray]:
         sizes = torch.tensor([len(message) for message in outgoing])
@@ -154,22 +128,16 @@ class SampleExchange:
         return [bytearray(chunk.numpy()) for chunk in received.split(counts)]
 
 
-def needed_pieces(shape: StepShape, assignment: Assignment, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
-    """Return rank -> pieces of the global batch that it needs, by the rules of `load_inputs`.
-
-    Texts go to the LLM; pixels to the ranks of `item_ranks`.
-    """
-    found: dict[int, dict[Piece, None]] = {}
+def needed_pieces(shape: StepShape, assignment: Assignment, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Atom]]:
+    """Return rank -> texts (of whole samples, for the LLM) and items that it needs, by the rules of `load_inputs`."""
+    found: dict[int, dict[Atom, None]] = {}
     for name, replicas in assignment.units.items():
         role = shape.graph.unit(name).role
         for index, microbatches in enumerate(replicas):
             atoms = [atom for microbatch in microbatches for atom in microbatch]
-            if role is Role.BACKBONE:
-                ranks = shape.plan.units[name].replicas[index].ranks
-                pieces = [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
-            else:
-                items = atoms if role is Role.ENCODER else list_items(atoms, unit=name, lengths_by_sample=lengths)
-                ranks, pieces = item_ranks(shape.graph, shape.plan, name, index), [Piece(*item) for item in items]
-            for rank in ranks:
-                found.setdefault(rank, {}).update(dict.fromkeys(pieces))
+            if role is Role.GENERATOR:
+                atoms = [Atom(*item) for item in list_items(atoms, unit=name, lengths_by_sample=lengths)]
+            is_backbone, unit = role is Role.BACKBONE, shape.plan.units[name]
+            for rank in unit.replicas[index].ranks if is_backbone else item_ranks(shape.graph, shape.plan, name, index):
+                found.setdefault(rank, {}).update(dict.fromkeys(atoms))
     return {rank: list(pieces) for rank, pieces in found.items()}

@@ -167,7 +167,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         is_left = step in self._in_order or self._follows(step)
         drawn, source, readable = self._open(step)
         share = self._exchange.decode(source, list(drawn)) if self._exchange else None
-        lengths = LengthBatch(share.lengths if share else map(source.lengths, drawn))
+        lengths = LengthBatch(map((share or source).lengths, drawn))
         start = time.perf_counter()
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         before = balance_in_order(work, plan=plan)
@@ -184,8 +184,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             predicted_seconds=predicted_seconds,
         )
         if self._exchange and share:
-            source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
-            report = replace(report, exchanged_node_bytes=source.bytes_between_nodes)
+            source = received = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
+            report = replace(report, exchanged_node_bytes=received.bytes_between_nodes)
         planned = plan_step(source, lengths=lengths, assignment=assignment, options=self._options)
         vocab_size = self._balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0

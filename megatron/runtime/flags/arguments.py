@@ -69,9 +69,8 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
         _check_input_file("--plan", config.parallelism.plan)
         plan = build_plan(config, frozen_graph, world_size, ranks_per_node=find_ranks_per_node(environ))
         check_plan(config, graph=frozen_graph, plan=plan)
-    _check_input_file("--emulate", config.training.emulate)
-    _check_input_file("--cluster", config.training.cluster)
-    _check_input_file("--layer-costs", config.training.layer_costs)
+    for name in ("emulate", "cluster", "layer_costs"):
+        _check_input_file(flag_of(name), getattr(config.training, name))
     if config.training.layer_costs is not None:
         LayerProfile.from_file(config.training.layer_costs).check(frozen_graph)
     return config if config.training.num_epochs else _with_steps(config)

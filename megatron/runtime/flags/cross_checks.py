@@ -241,11 +241,8 @@ def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
             "--data-parallel-sharding-strategy optim_grads_params would be ignored: no two ranks hold the same weights; raise a "
             f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
         )
-    if (count := config.parallelism.num_state_copies) is not None:
-        yield from _problems_of_copies(count, plan)
-
-
-def _problems_of_copies(count: int, plan: Plan) -> Iterator[str]:
+    if (count := config.parallelism.num_state_copies) is None:
+        return
     flag = f"--num-distributed-optimizer-instances {count}"
     shared = {name: unit for name, unit in plan.units.items() if unit.data_parallel_size * unit.context_parallel_size > 1}
     if not shared:

@@ -184,13 +184,6 @@ class World:
     """Time that a rank waits for its peers."""
     watch: RankWatch = field(repr=False)
 
-    def agree(self, values: StartValues, *, again: str = "") -> None:
-        """Compare the start values of all ranks; raises ConfigError on rank 0 if a rank differs.
-
-        again: a name for later comparisons.
-        """
-        agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds(), again=again)
-
     def from_first(self, name: str, build: Callable[[], str]) -> str:
         """Return a text that rank 0 builds, which may take long; each name once. Raises RanksLostError if that fails."""
         key = f"told/{name}"

@@ -148,11 +148,6 @@ class Identity(NamedTuple):
     """Number of times that the node's processes have been started, from 0."""
     local_rank: int
 
-    @property
-    def name(self) -> str:
-        """The identity as a key."""
-        return f"{self.node}/{self.incarnation}/{self.local_rank}"
-
 
 @dataclass(frozen=True)
 class Report:

@@ -223,7 +223,7 @@ class Member:
             try:
                 if time.monotonic() - since < self._timeout_seconds:
                     count += 1
-                    ledger.set_flag(f"beat/{self.identity.name}", str(count))
+                    ledger.set_flag(f"beat/{'/'.join(map(str, self.identity))}", str(count))
                 ledger.flag(PATIENCE)  # as torch's store does not answer what sets values
             except RuntimeError as problem:
                 self._end_without_store(problem)

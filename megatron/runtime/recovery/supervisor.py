@@ -223,21 +223,17 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, flags.command
 
 
-def keep_store(flags: argparse.Namespace) -> Thread:
-    """Keep the store in this process and run the keeper in a thread, until the run is over and supervisors have left."""
-    keeper = Keeper(Ledger(keep(flags.address, flags.port), flags.secret), num_nodes=flags.nodes)
-    thread = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
-    thread.start()
-    return thread
-
-
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor; returns its exit code."""
     try:
         flags, command = read_flags(argv)
         if not command:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are asked to stop need the store while they save
-        keeper = keep_store(flags) if flags.keeps_store else None
+        keeps: Thread | None = None
+        if flags.keeps_store:
+            keeper = Keeper(Ledger(keep(flags.address, flags.port), flags.secret), num_nodes=flags.nodes)
+            keeps = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
+            keeps.start()
     except ConfigError as problem:
         print(f"supervisor: error: {problem}", file=sys.stderr)
         return _WRONG_INPUT
@@ -251,8 +247,8 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    if keeper is not None:
-        keeper.join()
+    if keeps is not None:  # until the run is over and supervisors have left
+        keeps.join()
     return code
 
 

@@ -31,6 +31,7 @@ from megatron.runtime.training.resumption import keep_best, release, save_due, s
 from megatron.runtime.training.run import Run, change_plan
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import TimelineEvent
 
@@ -205,7 +206,7 @@ def _compare_with_simulation(
     emulation.measured_seconds.append(timeline.duration_seconds)
     if is_last:
         measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
-        simulated = emulation.simulated_seconds(step)
+        simulated = simulate_schedule(step.schedule, emulation.costs).iteration_seconds
         reporter.say(
             f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
         )

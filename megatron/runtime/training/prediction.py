@@ -249,10 +249,6 @@ class EmulationTable:
         """Return the costs of any step."""
         return self.costs
 
-    def simulated_seconds(self, step: Step) -> float:
-        """Return the simulated duration of a step."""
-        return simulate_schedule(step.schedule, self.costs).iteration_seconds
-
 
 class LeastMemory(NamedTuple):
     """Bytes of one rank."""

@@ -34,11 +34,11 @@ from megatron.runtime.flags.schedule_checks import read_templates, with_device_d
 from megatron.runtime.generation.answering import open_questions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.hugging_face.save_weights import check_adapter_target, check_hugging_face_target, find_folder_to_follow
-from megatron.runtime.launch.distributed_setup import StartValues, World
+from megatron.runtime.launch.distributed_setup import StartValues, World, agree_on_start
 from megatron.runtime.launch.failure import Ending, StopReason, StopRequests
 from megatron.runtime.launch.rank_place import find_ranks_per_node
 from megatron.runtime.orchestrator.machine import ranks_on_node
-from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
+from megatron.runtime.orchestrator.orchestrate import Inputs, orchestrate
 from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, watch_plan
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
@@ -135,14 +135,15 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     The steps that this rank can take alone come first; the collective ones follow once all ranks have agreed.
     """
     inputs = open_inputs(config, world)
-    planned: Planned | None = None
+    planned, seconds = None, world.timeout.total_seconds()
     if config.parallelism.plans_itself:
-        world.agree(collect_flag_values(config))
+        agree_on_start(world.meeting, collect_flag_values(config), timeout_seconds=seconds)
         config = with_layer_defaults(config, has_cuda=torch.cuda.is_available())
         planned = orchestrate(config, world, inputs, build=_build_options(config))
         config = planned.config
     prepared = prepare_plan(config, world, inputs)
-    world.agree(prepared.start_values, again="/planned" if planned else "")
+    again = "/planned" if planned else ""
+    agree_on_start(world.meeting, prepared.start_values, timeout_seconds=seconds, again=again)
     world.connect(backend=config.training.distributed_backend)
     run = build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
     if ranks_on_node() > 1:
