@@ -131,7 +131,10 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
             places = list(find_places(tensor.key, graph, prefixes))
             known |= {place.key for place in places}
             place = chosen[tensor.key] = next((place for place in places if place.key in shapes), None)
-            if place is None and not _is_projector_bias(tensor.key, graph):
+            unit = graph.unit(tensor.key.split(".")[1])
+            product = f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp."
+            is_bias = unit.role is Role.ENCODER and tensor.key.startswith(product) and tensor.key.endswith("bias")
+            if place is None and not is_bias:
                 names = " or ".join(place.key for place in places) or "nothing that Megatron's models have"
                 raise CheckpointError(f"{folder}: {tensor.key} would be {names}, which is not there; correct the model file")
     known = set().union(*on_all_ranks(lambda: known, what=what))
@@ -409,12 +412,6 @@ def _own_prefixes(graph: ModelGraph) -> Prefixes:
     each = {unit.name: f"modality_submodules.{unit.name}." for unit in graph.encoders}
     parts = {name: (f"{own}encoders.{name}.", f"{own}input_projections.0.encoder.") for name, own in each.items()}
     return Prefixes("language_model.", parts)
-
-
-def _is_projector_bias(key: str, graph: ModelGraph) -> bool:
-    unit = graph.unit(key.split(".")[1])
-    product = f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp."
-    return unit.role is Role.ENCODER and key.startswith(product) and key.endswith("bias")
 
 
 def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ sends and receives its own rows (`RowShares`), and so do its tensor parallel ran
 may hold different rows, each rank passes on its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -157,28 +157,23 @@ def pieces_of(link: Link) -> tuple[Piece, ...]:
     if not link.is_replicated:
         pairs = zip(link.source_ranks, link.target_ranks, strict=True)
         return tuple(Piece(source, target, 0, num_rows) for source, target in pairs)
-    return tuple(
-        piece
-        for source_index, sources in enumerate(link.source_groups)
-        for i, source in enumerate(sources)
-        for target_index, targets in enumerate(link.target_groups)
-        for piece in _pieces_from(link, source_index, i, source, target_index, targets)
-    )
-
-
-def _pieces_from(
-    link: Link, source_index: int, i: int, source: int, target_index: int, targets: tuple[int, ...]
-) -> Iterator[Piece]:
-    """Yield the pieces that the i-th tensor parallel rank of one context parallel rank sends to those of another."""
-    start, size = 0, link.shape[0]
-    if link.rows is not None:
-        start, size = link.rows.first_row(source_index, target_index), len(link.rows.common[target_index][source_index])
-    sent = share_of_rows(size, num_shares=len(link.source_ranks) // len(link.source_groups), index=i)
-    for j, target in enumerate(targets):
-        wanted = share_of_rows(link.num_received(target_index), num_shares=len(targets), index=j)
-        first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
-        if first < last:
-            yield Piece(source, target, first, last)
+    found = []
+    for source_index, sources in enumerate(link.source_groups):
+        for i, source in enumerate(sources):
+            for target_index, targets in enumerate(link.target_groups):
+                start, size = 0, num_rows
+                if link.rows is not None:
+                    start, size = (
+                        link.rows.first_row(source_index, target_index),
+                        len(link.rows.common[target_index][source_index]),
+                    )
+                sent = share_of_rows(size, num_shares=len(sources), index=i)
+                for j, target in enumerate(targets):
+                    wanted = share_of_rows(link.num_received(target_index), num_shares=len(targets), index=j)
+                    first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
+                    if first < last:
+                        found.append(Piece(source, target, first, last))
+    return tuple(found)
 
 
 def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:

@@ -101,7 +101,12 @@ def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     graph, plan = run.schedule.shape.graph, run.schedule.shape.plan
     session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
     step = emulated_step(run.schedule, run.assignment, num_tokens=run.num_tokens, rank=rank)
-    timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
+    timelines = []
+    for _ in range(run.num_iterations + 1):
+        dist.barrier()
+        result = session.forward_backward(step)
+        session.finish_gradients()
+        timelines.append(session.gather_timeline(result.events))
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
 
@@ -139,13 +144,6 @@ def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:
     build = BuildOptions(Precision(torch.float32))
     options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, cost=cost))
     return Session(options, plan=plan)
-
-
-def _run_step(session: Session, step: Step) -> Timeline | None:
-    dist.barrier()
-    result = session.forward_backward(step)
-    session.finish_gradients()
-    return session.gather_timeline(result.events)
 
 
 def emulated_step(schedule: Schedule, assignment: Assignment, *, num_tokens: int, rank: int) -> Step:

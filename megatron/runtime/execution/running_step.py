@@ -49,7 +49,11 @@ class RunningStep(StepMessages):
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(executor, step)
         self._joins: Mapping[int, tuple[Join, ...]] = step.joins[executor.lane] if step.joins else {}
-        self._count_backwards()
+        if executor.sharded:  # alike on all replicas
+            passes: list[Action | Join] = [*step.schedule.lane(executor.lane).actions, *chain(*self._joins.values())]
+            counts = Counter((each.unit, each.stage) for each in passes if each.kind in BACKWARDS)
+            for key, stage in executor.sharded.items():
+                stage.num_backwards = counts[key]
         self.loss_sums: dict[str, list[Tensor]] = {}
         """The losses of every unit with a loss, microbatch by microbatch."""
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
@@ -87,8 +91,8 @@ class RunningStep(StepMessages):
         """Compute gradients from a stage's loss and output gradient to its input, including weight gradients."""
         if action.place in self.step.cuts.segments:
             self._backward_segments(action)
-            return
-        self._propagate(action)
+        else:
+            self._propagate(action)
 
     def input_gradient(self, action: Action) -> None:
         """Run the same backward; linear layers defer weight gradients to the queue that was active in the forward."""
@@ -204,15 +208,6 @@ class RunningStep(StepMessages):
         if not self.inside or self.is_filling:
             return nullcontext()
         return self.stage(action.place).waits.filled_by(self.fill_wait, go_on=self.end_wait)
-
-    def _count_backwards(self) -> None:
-        """Tell stages with sharded weights how often the step passes back through them: alike on all of their replicas."""
-        if not self.executor.sharded:
-            return
-        passes: list[Action | Join] = [*self.step.schedule.lane(self.executor.lane).actions, *chain(*self._joins.values())]
-        counts = Counter((each.unit, each.stage) for each in passes if each.kind in BACKWARDS)
-        for key, stage in self.executor.sharded.items():
-            stage.num_backwards = counts[key]
 
     def _need(self, action: Action) -> BackwardNeed:
         return self.step.shape.backward_need(*action[1:4])

@@ -7,7 +7,7 @@ the LLM's waits for its own collectives start when these waits are over, and so 
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
-from multimodal.model.collectives import Arriving, RankLink
+from multimodal.model.collectives import Arriving
 from multimodal.model.layers.layer_kind import Exchange, HeadOutput, StagePass
 from multimodal.model.unit_stage import UnitStage
 
@@ -25,26 +25,12 @@ Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
 """Returns (loss, tensor that is handed on) for a stage's output."""
 
 
-class _Collective:
-    """A collective between one part and the next, which starts when requested, or else when it is waited for."""
-
-    def __init__(self, exchange: Exchange, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> None:
-        self._start = partial(exchange.start, tensor, link, is_backward=is_backward)
-        self._arriving: Arriving | None = None
-
-    def start(self) -> Arriving:
-        """Start the collective, once."""
-        if self._arriving is None:
-            self._arriving = self._start()
-        return self._arriving
-
-
 class _Point(NamedTuple):
     """Tensors between two parts, without their graphs: values in a forward, gradients in a backward."""
 
     tensors: Tensors
-    collective: _Collective | None = None
-    """The collective that the last of them goes through."""
+    collective: Callable[[], Arriving] | None = None
+    """Starts the collective that the last of them goes through, once: when requested, or else when it is waited for."""
     has_gradient: tuple[bool, ...] = ()
     """[num_tensors] for values: True if a gradient comes back."""
 
@@ -52,7 +38,7 @@ class _Point(NamedTuple):
         """Wait for the last tensor."""
         if self.collective is None:
             return self
-        return self._replace(tensors=(*self.tensors[:-1], self.collective.start().wait()), collective=None)
+        return self._replace(tensors=(*self.tensors[:-1], self.collective().wait()), collective=None)
 
 
 class _Graph(NamedTuple):
@@ -132,7 +118,7 @@ class SegmentPass:
     def start_collective(self) -> None:
         """Start the collective behind the last piece, if there is one."""
         if self._point.collective is not None:
-            self._point.collective.start()
+            self._point.collective()
 
     def take_output(self) -> Tensor | None:
         """Return the tensor that the stage hands on, after the last forward, and drop the reference."""
@@ -164,12 +150,13 @@ class SegmentPass:
 
     def _spans(self, first: int, last: int) -> Iterable[tuple[int, int]]:
         """Cut parts where pieces begin or end, and around recomputed layers."""
-        cuts = [part for part in range(first + 1, last) if part in self._bounds or self._is_around_repeated(part)]
+        cuts = []
+        for part in range(first + 1, last):
+            before, after = self._segments.layers[part - 1 : part + 1]
+            is_edge = before != after and (self._stage.recomputes(before) or self._stage.recomputes(after))
+            if part in self._bounds or (is_edge and self.has_backward):
+                cuts.append(part)
         return pairwise((first, *cuts, last)) if last > first else ()
-
-    def _is_around_repeated(self, part: int) -> bool:
-        before, after = self._segments.layers[part - 1 : part + 1]
-        return before != after and self.has_backward and (self._stage.recomputes(before) or self._stage.recomputes(after))
 
     def _advance(self, first: int, last: int) -> None:
         point, layers = self._point.arrived(), self._segments.layers
@@ -202,7 +189,11 @@ class SegmentPass:
         """
         graphs = []
         parts, link = self._segments.parts, self._stage.link
-        cuts = [part for part in range(first + 1, last) if self._ends_graph(part)]
+        cuts = [  # where a piece ends, or a collective lies between two parts
+            part
+            for part in range(first + 1, last)
+            if part in self._bounds or (parts[part - 1].exchange is not Exchange.NONE and link.group.size() > 1)
+        ]
         for start, stop in pairwise((first, *cuts, last)):
             graph, point = self._run(start, stop, point.arrived(), counts=counts)
             if any(edge is not None for edge in graph.outputs):
@@ -210,13 +201,8 @@ class SegmentPass:
             if (stop < last or counts) and parts[stop - 1].exchange is not Exchange.NONE:
                 tensor = point.tensors[-1]
                 assert tensor is not None
-                point = point._replace(collective=_Collective(parts[stop - 1].exchange, tensor, link))
+                point = point._replace(collective=cache(partial(parts[stop - 1].exchange.start, tensor, link)))
         return graphs, point
-
-    def _ends_graph(self, part: int) -> bool:
-        """Return True if a piece or a collective lies right before a part."""
-        has_collective = self._segments.parts[part - 1].exchange is not Exchange.NONE and self._stage.link.group.size() > 1
-        return part in self._bounds or has_collective
 
     def _run(self, first: int, last: int, point: _Point, *, counts: bool) -> tuple[_Graph, _Point]:
         before = self._saved.size_bytes if self._saved is not None else 0
@@ -256,4 +242,4 @@ class SegmentPass:
             self.hidden.grad = found[0]
         exchange = self._segments.parts[graph.first - 1].exchange if graph.first else Exchange.NONE
         if exchange is not Exchange.NONE and self._open and found[-1] is not None:
-            self._point = _Point(found, _Collective(exchange, found[-1], self._stage.link, is_backward=True))
+            self._point = _Point(found, cache(partial(exchange.start, found[-1], self._stage.link, is_backward=True)))

@@ -77,7 +77,10 @@ def make_item(
         if kind == "image":
             Image.new("RGB", _image_size(generator, size)).save(place)
         else:
-            _silence(generator, seconds).save(place)
+            assert generator.image is not None
+            num_samples = max(1, round((seconds or 0) * SAMPLING_RATE))
+            sound_grid(num_samples, image=generator.image)  # refuses a clip that is longer than the generator's
+            Sound(np.zeros(num_samples, np.float32)).save(place)
         files = [("audio", path) for path in audio] + [("image", path) for path in images]
         segments: list[dict[str, Any]] = [{"type": each, "path": str(Path(path).absolute())} for each, path in files]
         segments.append({"type": "text", "role": "user", "text": prompt})
@@ -113,14 +116,6 @@ def _image_size(unit: Unit, size: tuple[int, int] | None) -> tuple[int, int]:
             f"nearest is {made[0]}x{made[1]}"
         )
     return made
-
-
-def _silence(unit: Unit, seconds: float | None) -> Sound:
-    """Return as long a clip; raises DataError for one that is longer than the generator's."""
-    assert unit.image is not None
-    num_samples = max(1, round((seconds or 0) * SAMPLING_RATE))
-    sound_grid(num_samples, image=unit.image)
-    return Sound(np.zeros(num_samples, np.float32))
 
 
 def made_in(answering: Answering, index: int) -> list[str]:

@@ -192,20 +192,17 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
     ranks hold the same gradients if the optimizer is unsharded, so only the first counts.
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
-    gradients = [gradient.detach() for optimizer, counts in optimizers if counts for gradient in _gradients_to_count(optimizer)]
+    gradients = []
+    for optimizer in (optimizer for optimizer, counts in optimizers if counts):
+        for parameter in optimizer.get_parameters():  # of tied embeddings, and of what tensor parallel ranks replicate, one copy
+            is_own = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group)
+            if parameter.grad is not None and is_own:
+                gradients.append(parameter.grad.detach())
     if gradients:  # a few kernels for all of them
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         square += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()
     dist.all_reduce(square)
     return square.sqrt()
-
-
-def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """Yield prepared gradients, without copies: of tied embeddings, and of parameters that tensor parallel ranks replicate."""
-    for parameter in optimizer.get_parameters():
-        is_own = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group)
-        if parameter.grad is not None and is_own:
-            yield parameter.grad
 
 
 def clip_gradients(parameters: Iterable[Tensor], *, norm: Tensor, max_norm: float) -> None:

@@ -74,7 +74,13 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
     """Fill the pieces of `wanted`, kind by kind so that little memory is in transit at once; collective."""
     rank = dist.get_rank()
     told: list[_Boxes] = gather_objects(_boxes_by_key(wanted))
-    _check_held(_find_parts(told[rank], holders, receiver=rank))
+    lacking = next((part for part in _find_parts(told[rank], holders, receiver=rank) if part.holder == NOBODY), None)
+    for needing, part in enumerate(gather_objects(lacking)):
+        if part is not None:
+            raise CheckpointError(
+                f"rank {needing} needs {part.key}, elements {list(part.box.sizes)} at {list(part.box.offsets)}, which the ranks "
+                "that are left do not hold; resume from the last checkpoint (--load)"
+            )
     sources, targets = _pieces_by_key(held), _pieces_by_key(wanted)
     for kind in sorted({_kind(key) for boxes in told for key in boxes}):
         outgoing: list[list[Tensor]] = [[] for _ in told]
@@ -88,17 +94,6 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
             for target in targets[part.key]:
                 if target.box.common(part.box) == part.box:
                     target.box.part_of(target.values, part.box).copy_(values)
-
-
-def _check_held(parts: Iterable[_Part]) -> None:
-    """Agree that every needed part has a holder; collective."""
-    missing = next((part for part in parts if part.holder == NOBODY), None)
-    for rank, found in enumerate(gather_objects(missing)):
-        if found is not None:
-            raise CheckpointError(
-                f"rank {rank} needs {found.key}, elements {list(found.box.sizes)} at {list(found.box.offsets)}, which the ranks "
-                "that are left do not hold; resume from the last checkpoint (--load)"
-            )
 
 
 def _find_parts(boxes: _Boxes, holders: _Holders, *, receiver: int, kind: str | None = None) -> Iterator[_Part]:

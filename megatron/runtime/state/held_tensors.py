@@ -109,11 +109,6 @@ class HeldTensor:
     """True if another rank holds and writes the same: for tied embeddings the first stage, for replicated tensors tensor parallel
     rank 0, and for unlike replicas the first one."""
 
-    @property
-    def box(self) -> Box:
-        """The rectangle of the whole tensor."""
-        return Box((0,) * len(self.shape), self.shape)
-
 
 class _Parameter(NamedTuple):
     unit: str
@@ -319,8 +314,6 @@ def pieces_of_shard(
 
 def boxes_of_flat_range(shape: tuple[int, ...], elements: range) -> tuple[Box, ...]:
     """Return a range of a tensor's flat elements as rectangles, in the order of the elements."""
-    if len(shape) == 1:
-        return (Box((elements.start,), (len(elements),)),) if elements else ()
     row_size = math.prod(shape[1:])
     found, cursor = [], elements.start
     while cursor < elements.stop:

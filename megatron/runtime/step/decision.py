@@ -122,7 +122,7 @@ class StepDecision:
 
     def num_tokens_of(self, place: MicrobatchPlace) -> int:
         """Return a microbatch's number of tokens inside its unit."""
-        return self._num_tokens(place.unit, self.assignment.atoms(place))
+        return sum(self.num_tokens_of_subsets(place))
 
     def num_tokens_of_subsets(self, place: MicrobatchPlace) -> tuple[int, ...]:
         """Return the number of tokens inside its unit of each sample subset of a microbatch."""

@@ -202,11 +202,6 @@ class TokenPlacement:
                     tokens = np.arange(first, start + num_before)
                     yield np.full_like(tokens, num_before), tokens
 
-    def _conditions_behind(self, piece: OutputPiece) -> Rows:
-        """Return the LLM's tokens that condition an item, counted from the one that opens it, which is the last."""
-        start = self._step.lengths[piece.item.sample_id].starts[piece.item.item_index]
-        return np.array([token - start for token in condition_tokens(start, piece.num_rows)], dtype=np.int64)
-
     def _is_backbone(self, place: MicrobatchPlace) -> bool:
         return self._step.graph.unit(place.unit).role is Role.BACKBONE
 
@@ -221,8 +216,11 @@ class TokenPlacement:
         shares, atoms = self._shares_of(place, part), self._subset(place, part)
         first_token = self._first_tokens(place, part)
         if self._is_backbone(place):
-            pieces = [piece for atom in atoms for piece in self._step.output_of(place.unit, atom)]
-            tokens: list[Any] = [first_token[piece.item] + self._conditions_behind(piece) for piece in pieces]
+            tokens: list[Any] = []
+            for item, num_rows in (piece for atom in atoms for piece in self._step.output_of(place.unit, atom)):
+                start = self._step.lengths[item.sample_id].starts[item.item_index]  # of the token that opens it, the last one
+                conditions = np.array(condition_tokens(start, num_rows), dtype=np.int64)
+                tokens.append(conditions + (first_token[item] - start))
         else:
             firsts = ((first_token[atom], self._item(place.unit, atom)) for atom in atoms)
             rows = ((first, item.num_tokens, item.num_output_tokens) for first, item in firsts)
