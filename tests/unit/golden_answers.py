@@ -68,7 +68,6 @@ def differing(name: str, kinds: Kinds) -> list[tuple[str, str]]:
 
 
 def write(name: str, kinds: Kinds) -> None:
-    """Write the answers anew."""
     lines = list(answers(name, kinds))
     (ROOT / "tests" / "golden" / name).write_text("".join(f"{line}\n" for line in lines))
     print(f"{name}: {sum(line.startswith('$') for line in lines)} cases", file=sys.stderr)

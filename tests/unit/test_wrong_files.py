@@ -144,7 +144,6 @@ REPLACEMENTS = [None, True, False, *TEXTS, *NUMBERS, *NESTED, datetime.date(2024
 
 
 def places(value, *, path=()):
-    """Yield the path of everything in a document."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, part in inner:
         yield (*path, key)
@@ -153,7 +152,6 @@ def places(value, *, path=()):
 
 @st.composite
 def mutated(draw, name):
-    """One document with one slip."""
     document = copy.deepcopy(FILES[name][0])
     *path, key = draw(st.sampled_from(list(places(document))))
     owner = document

@@ -41,7 +41,6 @@ MASKS: dict[str, tuple[str, Sequence[Sequence[MaskSegment]]]] = {
 
 
 def named_mask(name: str, *, query_blocks: tuple[int, ...] | None = None) -> AttentionMask:
-    """One of `MASKS`."""
     mode, samples = MASKS[name]
     window = int(name.split()[-1]) if name.startswith("window") else None
     return build_mask(samples, mode=mode, query_blocks=query_blocks, window=window)
@@ -92,7 +91,6 @@ def draw_inputs(mask: AttentionMask, *, heads: int = 2, groups: int = 1, channel
 def output_and_gradients(
     attend: AttentionBackend, inputs: tuple[Tensor, ...], mask: AttentionMask, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, ...]:
-    """The output and the gradients of query, key and value."""
     *leaves, output_gradient = (tensor.to(dtype) for tensor in inputs)
     for leaf in leaves:
         leaf.requires_grad_()

@@ -13,15 +13,12 @@ SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidde
 
 @pytest.fixture(scope="session")
 def graph():
-    """Two encoders, vision and audio, that feed one LLM."""
     roles = {"vision": "encoder", "audio": "encoder", "llm": "backbone"}
     return ModelGraph.from_dict({"units": {name: {"role": role, **SHAPE} for name, role in roles.items()}})
 
 
 @pytest.fixture(scope="session")
 def build_plan():
-    """Return a function that builds a plan with the given number of replicas per unit, one rank each."""
-
     def build(**data_parallel_sizes):
         units, rank = {}, 0
         for name, size in data_parallel_sizes.items():
@@ -34,8 +31,6 @@ def build_plan():
 
 @pytest.fixture(scope="session")
 def build_sample():
-    """Return a function that builds a sample from its text tokens and its (unit, tokens) items."""
-
     def build(sample_id, num_text_tokens, *items):
         lengths = tuple(ItemLengths(unit, num_tokens, -(-num_tokens // 4)) for unit, num_tokens in items)
         return SampleLengths(sample_id, lengths, num_text_tokens, num_text_tokens)

@@ -49,7 +49,6 @@ def costs_of(plan: Plan, lengths, *, balance: str = "none") -> ModelCosts:
 
 
 def busiest(costs: ModelCosts) -> float:
-    """The seconds of the busiest lane."""
     of_units = (
         lane_seconds(costs.shape.plan, unit, costs.computations.of_both(unit)[0], placed.replica_of_microbatch)
         for unit, placed in costs.assignment.placed.items()

@@ -104,7 +104,6 @@ def batches(draw: st.DrawFn) -> Case:
 
 
 def amount_of(graph: ModelGraph, sample: SampleLengths, atom: Atom, unit: str, options: BalanceOptions) -> float:
-    """Tokens or FLOPs of one atom."""
     item = sample.items[atom.item_index] if atom.item_index >= 0 else None
     load = item_load(item.num_tokens, item.num_output_tokens) if item else sample_load(graph.unit(unit), sample)
     return load.num_tokens if unit in options.unit_costs else unit_flops(graph, unit, vocab_size=512).of(load)
@@ -170,7 +169,6 @@ def cost_of(amounts: Sequence[int], cost: LengthCost) -> float:
 
 
 def busiest(replicas: Sequence[Sequence[Microbatch]], amounts: Mapping[Atom, int], cost: LengthCost) -> float:
-    """The work of the busiest replica and of the largest microbatch."""
     costs = [[cost_of([amounts[atom] for atom in microbatch], cost) for microbatch in replica] for replica in replicas]
     return max(map(sum, costs)) + max(map(max, filter(None, costs)))
 

@@ -127,8 +127,6 @@ def count_microbatches(graph, build_plan, build_sample, **options):
 
 
 class CountingPredictor:
-    """Says that steps take longer the further their number of microbatches is from a favourite."""
-
     def __init__(self, favourite):
         self.favourite, self.seen = favourite, []
 
@@ -201,8 +199,6 @@ def test_a_generator_without_work_is_no_stage_of_the_pipeline() -> None:
 
 
 class Favouring:
-    """Predicts that the n-th assignment takes shortest."""
-
     def __init__(self, favourite):
         self.favourite, self.seen = favourite, []
 

@@ -33,7 +33,6 @@ EVEN_CLUSTER = cluster_of(inter_node={**LINKS["intra_node"], "nics_per_node": 2}
 
 
 def graph_of(**changes: Any) -> ModelGraph:
-    """A vision encoder and an LLM of the same shape."""
     shape = {**SHAPE, **changes}
     return ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **shape}, "llm": {"role": "backbone", **shape}}})
 
@@ -57,7 +56,6 @@ def layer_activation_bytes(
 
 
 def parameter_count(graph: ModelGraph) -> int:
-    """Parameters of all units, for the vocabulary of the model file."""
     return sum(unit_parameters(graph, unit) for unit in graph.units)
 
 

@@ -32,14 +32,11 @@ KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, Act
 
 
 class Singly:
-    """The costs of single actions of a step."""
-
     def __init__(self, costs: ModelCosts) -> None:
         self.costs, self.shape, self.assignment, self.options = costs, costs.shape, costs.assignment, costs.options
         self.samples = {sample.sample_id: sample for sample in costs.lengths}
 
     def load(self, unit: str, atoms: tuple[Atom, ...]) -> UnitLoad:
-        """The load of some atoms."""
         return add_loads(self._of_atom(unit, self.samples[atom.sample_id], atom) for atom in atoms)
 
     def _of_atom(self, unit: str, sample: SampleLengths, atom: Atom) -> UnitLoad:
@@ -48,14 +45,12 @@ class Singly:
         return item_load(*sample.items[atom.item_index][1:3])
 
     def atoms(self, action: Action) -> tuple[Atom, ...]:
-        """What an action computes."""
         place = action.microbatch_place
         return (
             self.assignment.atoms(place) if action.subset < 0 else self.assignment.subsets(self.shape.graph, place)[action.subset]
         )
 
     def compute(self, action: Action) -> tuple[float, float]:
-        """Seconds, and seconds of waiting, of a computation."""
         load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         found = np.zeros(2)
         for layer, need in self.costs.stages.in_order(action[1:4]):
@@ -79,7 +74,6 @@ class Singly:
         return tuple(found)
 
     def transfer(self, send: Action) -> tuple[float, float, int]:
-        """Latency, occupied seconds and link of a message."""
         forward = send.kind is ActionKind.SEND_FORWARD
         source, target = (send.place, send.peer) if forward else (send.peer, send.place)
         if source.unit == target.unit:
@@ -100,11 +94,9 @@ class Singly:
         return tuple(message_cost(size, source_ranks=ranks, target_ranks=others, cluster=self.costs.cluster))
 
     def images(self, generator: str, atoms: tuple[Atom, ...]) -> int:
-        """Images that a generator makes of samples."""
         return sum(item.unit == generator for atom in atoms for item in self.samples[atom.sample_id].items)
 
     def kept_bytes(self, action: Action) -> float:
-        """Bytes that a forward keeps, of layers alone."""
         load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         total = 0.0
         for layer, need in self.costs.stages.in_order(action[1:4]):

@@ -31,13 +31,11 @@ def graph() -> ModelGraph:
 
 @pytest.fixture
 def text_graph() -> ModelGraph:
-    """An LLM alone."""
     return ModelGraph.from_dict({"units": {"llm": _BACKBONE}})
 
 
 @pytest.fixture
 def two_encoder_graph() -> ModelGraph:
-    """Two encoders that take images, and one that takes sound."""
     ear = {"role": "encoder", **_SHAPE, "has_rotary_positions": False, "audio": {"num_mel_bins": 4, "max_tokens": 50}}
     return ModelGraph.from_dict({"units": {"vision": _ENCODER, "sketch": _ENCODER, "ear": ear, "llm": _BACKBONE}})
 
@@ -57,7 +55,6 @@ class DataFolder:
         self.path, self.graph = path, graph
 
     def audio(self, name: str, num_samples: int, *, rate: int = 16000, dtype: Any = np.int16, channels: int = 1) -> str:
-        """Write a WAV file of noise and return its name."""
         noise = np.random.default_rng(0).uniform(-0.5, 0.5, (num_samples, channels))
         scale = 1.0 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max
         shift = 128 if dtype == np.uint8 else 0
@@ -66,7 +63,6 @@ class DataFolder:
         return name
 
     def image(self, name: str, size: tuple[int, int], seed: int = 0) -> str:
-        """Write a random image of (width, height) and return its name."""
         pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(pixels).save(self.path / name)
         return name

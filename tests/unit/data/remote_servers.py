@@ -39,7 +39,6 @@ class FolderServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def sent(self, name: str = "") -> int:
-        """Count the bytes that were sent of files whose paths end in a name."""
         return sum(size for method, path, size in self.requests if method == "GET" and path.endswith(name))
 
     def handle_error(self, request: object, client_address: object) -> None:

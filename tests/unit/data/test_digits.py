@@ -27,7 +27,6 @@ TOKENIZER = ByteTokenizer()
 
 
 def open_digits(num_samples: int = 300, **changes: Any) -> DigitsSource:
-    """A source with the example's encoder."""
     settings = {"seed": 5, "split": "train", "unit": "vision", "image": IMAGE, "tokenizer": TOKENIZER, "seq_length": 256}
     return DigitsSource(num_samples, **settings | changes)
 

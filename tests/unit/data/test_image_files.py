@@ -56,7 +56,6 @@ def test_every_kind_of_image_becomes_rgb(tmp_path: Path, image: Image.Image, exp
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    """Truncated, corrupt, missing and foreign files say who, where and what to do."""
     good, bad = tmp_path / "good.png", tmp_path / "bad.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)).save(good)
     damaged = bytearray(good.read_bytes())
@@ -95,8 +94,6 @@ def test_an_animation_shows_its_first_picture(tmp_path: Path, name: str) -> None
 
 
 def png_that_claims(width: int, height: int) -> bytes:
-    """Nearly no data under a header of this size."""
-
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
@@ -204,7 +201,6 @@ def test_patches_come_in_merge_window_order() -> None:
 
 
 def test_pixels_stay_bytes() -> None:
-    """In their places."""
     pixels = np.zeros((4, 4), dtype=np.uint8)
     pixels[0, 0], pixels[0, 3] = 255, 51
     found = image_to_patches(Image.fromarray(pixels), image_input=TINY)

@@ -22,7 +22,6 @@ AUDIO = {"type": "audio", "path": "a.wav", "seconds": 1.0}
 
 
 def image(path: str, size: tuple[int, int] | None = None) -> dict[str, object]:
-    """An image segment."""
     return {"type": "image", "path": path} | ({"width": size[0], "height": size[1]} if size else {})
 
 
@@ -64,7 +63,6 @@ def test_tiles_of_an_image_are_items_that_follow_each_other(data: DataFolder, gr
 
 
 def test_images_beyond_the_cut_are_dropped(data: DataFolder) -> None:
-    """Lengths speak of what is left only."""
     data.image("a.png", (8, 8))
     source = data.open([[image("a.png"), DOCUMENT, image("a.png"), DOCUMENT]], seq_length=11)
     assert source.lengths(0) == SampleLengths(0, (ItemLengths("vision", 4, 1),), num_text_tokens=9, num_target_tokens=5)
@@ -144,12 +142,10 @@ def test_samples_the_model_cannot_use_are_counted(data: DataFolder, text_graph: 
 
 
 def test_blank_lines_and_a_folder_are_accepted(data: DataFolder) -> None:
-    """The folder that holds manifest.jsonl will do."""
     assert len(data.open(data.manifest([[DOCUMENT], "", [DOCUMENT]]).parent)) == 2
 
 
 def test_a_file_that_changed_since_is_named(data: DataFolder) -> None:
-    """The error of a loader worker still says which line of which manifest."""
     source = data.open([[image(data.image("a.png", (8, 8)), (8, 9)), ANSWER]])
     with pytest.raises(DataError, match=r"line 1 \(sample 's1'\): .*a\.png is 8x8 pixels but the manifest says 8x9"):
         source.item(0, 0)
@@ -187,7 +183,6 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lead_out(folder: Path, outside: Path, way: str) -> str:
-    """A path that a manifest in `folder` may name, in one of the ways out."""
     if way == "absolute":
         return str(outside)
     if way == "upwards":

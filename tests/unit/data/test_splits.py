@@ -55,19 +55,16 @@ def test_the_seed_shuffles() -> None:
 
 
 def test_parts_that_cannot_be_filled() -> None:
-    """Too few samples for the parts that are asked for."""
     with pytest.raises(DataError, match="--split 969,30,1 of 1 samples leaves none for 'train'"):
         split_indices(1, split="969,30,1", seed=0)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2,0", "0,0,0", "inf,1", "nan"])
 def test_malformed_splits(split: str) -> None:
-    """Anything but shares: the rules of the flags refuse it."""
     assert parse_split(split) == []
 
 
 def test_a_subset_is_a_source(data: DataFolder) -> None:
-    """Its lengths carry its own indices."""
     source = data.open([[{"type": "text", "role": "document", "text": "x" * size}] for size in (1, 2, 3)])
     subset = SourceSubset(source, np.array([2, 0]))
     assert len(subset) == 2
@@ -157,14 +154,12 @@ def test_epochs_visit_every_sample_once(
 
 
 def test_any_step_can_be_asked_first() -> None:
-    """Resuming needs no replay."""
     ahead = GlobalBatches((DataPart(50),), 8, seed=3)
     in_order = [GlobalBatches((DataPart(50),), 8, seed=3).batch(step) for step in range(20)]
     assert [ahead.batch(step) for step in reversed(range(20))] == in_order[::-1]
 
 
 def test_seed_and_epoch_change_the_order() -> None:
-    """Neither repeats the other's order."""
     orders = [
         tuple(sample.source_index for sample in GlobalBatches((DataPart(100),), 100, seed=seed).batch(epoch))
         for seed in (1, 2)
@@ -189,7 +184,6 @@ def test_a_thousand_million_samples_are_shuffled_by_blocks() -> None:
 
 
 def test_nothing_to_draw() -> None:
-    """No samples, no batch size."""
     with pytest.raises(DataError, match="0 samples"):
         GlobalBatches((DataPart(0),), 4, seed=1)
     with pytest.raises(ConfigError, match="--global-batch-size is 0"):

@@ -64,7 +64,6 @@ def internvl(image: ImageInput) -> Callable[[int, int], int]:
 
 
 def pixtral(image: ImageInput) -> Callable[[int, int], int]:
-    """The count of the rule that the processor calls."""
     module = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral", reason="it is not in this version")
 
     def counted(height: int, width: int) -> int:
@@ -239,7 +238,6 @@ INDEX_OF_SAMPLE = {70: 0, 71: 1, 72: 2}
 
 @pytest.fixture
 def source(data: DataFolder) -> ManifestSource:
-    """Two images, none, one image."""
     first, second, third = (
         {"type": "image", "path": data.image(f"{number}.png", size, seed=number)}
         for number, size in enumerate([(24, 16), (8, 8), (16, 32)])
@@ -249,7 +247,6 @@ def source(data: DataFolder) -> ManifestSource:
 
 
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
-    """Patches, positions and bounds of each atom are those of the item itself."""
     atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
     batch = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
     assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
@@ -272,7 +269,6 @@ def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest
 
 
 def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) -> None:
-    """Every sample's slice is its own text, and every span holds placeholders only."""
     batch = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SourceSubset(source, INDEX_OF_SAMPLE))
     assert batch.sample_ids == (71, 70, 72)
     assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens[-1] == len(batch.token_ids)

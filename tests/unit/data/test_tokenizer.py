@@ -28,7 +28,6 @@ from multimodal.values.errors import ConfigError
 
 @given(st.text())
 def test_bytes_round_trip_and_never_special(text: str) -> None:
-    """Whatever is written comes back, and no text can spell a special token."""
     tokenizer = ByteTokenizer()
     token_ids = tokenizer.encode(text)
     assert tokenizer.decode(token_ids) == text
@@ -36,7 +35,6 @@ def test_bytes_round_trip_and_never_special(text: str) -> None:
 
 
 def test_special_tokens_of_bytes_are_distinct_and_silent() -> None:
-    """They follow the bytes, fill the vocabulary and decode to nothing."""
     tokenizer = ByteTokenizer()
     assert sorted(set(astuple(tokenizer.special))) == list(range(256, tokenizer.vocab_size))
     assert tokenizer.decode([tokenizer.special.begin, 65, tokenizer.special.image, 66, tokenizer.special.end]) == "AB"
@@ -98,7 +96,6 @@ def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:
 
 
 def test_a_text_is_neither_cut_nor_padded(tokenizer_file: Path) -> None:
-    """Whatever lengths the file asks for."""
     assert HuggingFaceTokenizer(tokenizer_file).encode("two cats two cats") == [1, 2, 1, 2]
     assert HuggingFaceTokenizer(tokenizer_file).encode("two") == [1]
 
@@ -111,7 +108,6 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
-    """The file is local or it is nothing."""
     with pytest.raises(ConfigError, match=r"gone\.json: no such file"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent / "gone.json")
     no_table = (b"[]", b'{"tokenizer_class": "Llama"}', b"\n\x0e\n\x05<unk>")
@@ -184,7 +180,6 @@ def spell(conversation: Conversation) -> tuple[str, str]:
 
 
 def build(*segments: Segment, seq_length: int = 100) -> Conversation:
-    """Build with the byte tokenizer."""
     return build_conversation(segments, tokenizer=TOKENIZER, seq_length=seq_length)
 
 
@@ -210,7 +205,6 @@ IMAGE = ItemSegment(3)
     ],
 )
 def test_whole_samples(segments: list[Segment], tokens: str, trained: str) -> None:
-    """Role markers, images and ends where they belong; only answers (or plain documents) are trained on."""
     conversation = build(*segments)
     assert spell(conversation) == (tokens, trained)
     assert not conversation.is_cut

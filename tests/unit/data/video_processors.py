@@ -21,7 +21,6 @@ from multimodal.values.units.items import VideoInput
 
 
 def stand_in() -> dict[str, ModuleType]:
-    """Empty modules in the place of torchvision's."""
     names = "torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"
     found = {name: ModuleType(name) for name in names}
     for name, module in found.items():

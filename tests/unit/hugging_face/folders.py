@@ -17,7 +17,6 @@ def read_folder(folder: Path, config: dict[str, Any], processor: Any = None) -> 
 
 
 def written(graph: ModelGraph) -> dict[str, Any]:
-    """Return the config.json of the family that describes a model graph."""
     to_config = architecture_of(graph).to_config
     assert to_config is not None
     return to_config(graph)

@@ -24,7 +24,6 @@ GRAPH = ModelGraph.from_dict(
 
 
 def joined(unit: str, *, size: int, cuts: tuple[int, ...], seed: int = 5) -> dict[str, torch.Tensor]:
-    """All parameters of a unit, whole, from the stages and shards that a layout has."""
     found = {}
     for first, last in zip((0, *cuts), (*cuts, 4), strict=True):
         groups = [groups_of(size, rank=rank) for rank in range(size)]

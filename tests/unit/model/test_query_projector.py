@@ -35,8 +35,6 @@ def build(graph: ModelGraph) -> UnitStage:
 
 
 def expected_of(weights: dict[str, Tensor], tokens: Tensor, *, num_layers: int, has_self: bool, merge: int) -> Tensor:
-    """One item's outputs; tokens: [num_tokens, 16]."""
-
     def norm(name: str, rows: Tensor) -> Tensor:
         return F.layer_norm(rows, rows.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-5)
 

@@ -40,7 +40,6 @@ def ranks(plan: Plan, unit: str) -> list[list[tuple[int, ...]]]:
 
 
 def layers(plan: Plan, unit: str = "llm") -> list[list[tuple[int, int]]]:
-    """Layer ranges, stage by stage."""
     return [list(stage.layer_ranges) for stage in plan.units[unit].replicas[0].stages]
 
 
@@ -180,7 +179,6 @@ def test_an_encoder_and_every_replica_have_virtual_stages_too() -> None:
 
 
 def place(world_size: int, *, ranks_per_node: int | None = 4, **units: tuple[int, int]) -> Plan:
-    """Plan units of these sizes (tp, dp)."""
     sizes = {name: UnitSizes(tensor, data_parallel_size=data) for name, (tensor, data) in units.items()}
     return plan_disaggregated(THREE, sizes=sizes, world_size=world_size, ranks_per_node=ranks_per_node)
 

@@ -62,7 +62,6 @@ def cut_schedules(draw: st.DrawFn) -> tuple[StepShape, Schedule]:
 
 @st.composite
 def segment_cuts(draw: st.DrawFn, case: StepShape, place: Place) -> SegmentCut:
-    """A random cut of a place."""
     num_segments = count_segments(case.graph.unit(place.unit), case.plan.virtual_stage(*place[:3]).layers)
     forward, backward = (
         tuple(sorted(draw(st.sets(st.integers(1, num_segments - 1), max_size=4)))) if num_segments > 1 else () for _ in range(2)
@@ -161,8 +160,6 @@ def broken_schedules(draw: st.DrawFn) -> tuple[StepShape, tuple[Lane, ...], bool
 
 @dataclass(frozen=True)
 class UniformCosts(ActionCosts):
-    """Seconds by kind of action."""
-
     forward: float = 1.0
     backward: float = 2.0
     tensor_parallel_share: float = 0.0
@@ -192,8 +189,6 @@ class UniformCosts(ActionCosts):
 
 @dataclass(frozen=True)
 class GivenCosts(UniformCosts):
-    """Computations that take as long as a function says."""
-
     seconds: Callable[[Action], float] = lambda action: 1.0
 
     def compute(self, action: Action) -> ComputeCost:

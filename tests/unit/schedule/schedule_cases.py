@@ -60,7 +60,6 @@ class PlacedCase(NamedTuple):
 
 
 def build_case(graph: ModelGraph, *given: Any, **options: Any) -> StepShape:
-    """The shape of `placed_case`."""
     return placed_case(graph, *given, **options).shape
 
 
@@ -112,7 +111,6 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
 
 
 def cases() -> st.SearchStrategy[StepShape]:
-    """The shapes of `placed_cases`."""
     return placed_cases().map(lambda case: case.shape)
 
 
@@ -197,13 +195,11 @@ def builders_for(case: StepShape) -> list[str]:
 
 @st.composite
 def built_cases(draw: st.DrawFn) -> tuple[StepShape, str]:
-    """A random case and a builder that it allows."""
     case = draw(cases())
     return case, draw(st.sampled_from(builders_for(case)))
 
 
 def all_alike(case: StepShape) -> bool:
-    """True if no unit has replicas that differ."""
     return not any(unit.is_unlike for unit in case.plan.units.values())
 
 
@@ -226,7 +222,6 @@ def reduced_together(action: Action, step: StepShape) -> list[Action]:
 
 
 def golden_cases() -> dict[str, StepShape]:
-    """The shapes of `placed_golden_cases`."""
     return {name: case.shape for name, case in placed_golden_cases().items()}
 
 

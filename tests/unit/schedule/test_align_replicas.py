@@ -104,7 +104,6 @@ def test_a_lane_that_waits_is_woken_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def expert_case(*groupings: list[list[int]], pp: int = 1) -> PlacedCase:
-    """Two replicas, or more, that share experts."""
     shape, assignment = placed_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
     unit = replace(shape.plan.units["llm"], expert_parallel_size=len(groupings))
     return PlacedCase(replace(shape, plan=Plan({**shape.plan.units, "llm": unit})), assignment)
@@ -279,8 +278,6 @@ def test_layers_that_are_not_trained_are_not_reduced():
 
 
 class ReductionSeconds(UniformCosts):
-    """As long as layers are many."""
-
     def collective_seconds(self, action: Action) -> float:
         return float(action.covers.end - action.covers.first)
 

@@ -117,7 +117,6 @@ def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_fir
 
 
 def placed(samples: Mapping[str, Sequence[Sequence[Sequence[tuple[int, int]]]]]) -> StepShape:
-    """Units of one stage, each on ranks of its own."""
     ranks = iter(range(9))
     units = {name: UnitPlan(tuple(Replica((Stage((next(ranks),), ((0, 10),)),)) for _ in each)) for name, each in samples.items()}
     return Assignment.from_dict(samples).shape(graph_of(*samples), Plan(units))

@@ -170,7 +170,6 @@ def assert_settled_where_they_run(lowered: Schedule, costs: RandomCosts) -> None
 
 
 def as_run(action: Action) -> Hashable:
-    """The communicators of a run."""
     assert action.peer is not None
     return track_of("forward" if action.kind.value.endswith("F") else "backward", action.place, action.peer)
 
@@ -182,7 +181,6 @@ def by_pair(action: Action) -> Hashable:
 
 
 def all_on_one(action: Action) -> Hashable:
-    """One communicator."""
     return ""
 
 

@@ -78,45 +78,6 @@ def test_the_options_of_a_run_decide_what_fits(options: RunOptions, message: str
         check(TOGETHER, beside(), options=options)
 
 
-def test_ranks_that_work_together_have_it_inside_the_same_wait() -> None:
-    """Vision over both ranks, audio on each of them: two lanes, of which vision needs both."""
-    case = build_case(
-        build_graph("vision", "audio"),
-        {"vision": (1, 1, 2), "audio": (2, 1, 1), "llm": (1, 1, 2)},
-        {"vision": deal(2, 1), "audio": deal(2, 2), "llm": deal(2, 1)},
-        colocated=True,
-    )
-    lanes = [
-        f"lane {rank}: F vision/0/0/0; F audio/{rank}/0/0; {{F vision/0/0/1{{0:5}} @0}} F llm/0/0/0; F vision/0/0/1{{5:58}}; "
-        "F llm/0/0/1"
-        for rank in (0, 1)
-    ]
-    case = replace(case, forward_only=True)
-    lanes[1] = lanes[1].replace("; F audio/1/0/0", "").replace("F vision/0/0/1{5", "F audio/1/0/0; F vision/0/0/1{5")
-    check("\n".join(lanes), case)
-    for broken in ("lane 1: F vision/0/0/0; {F vision/0/0/1{0:5} @2}", "lane 1: F vision/0/0/0; F vision/0/0/1{0:5};"):
-        swapped = lanes[1].replace("lane 1: F vision/0/0/0; {F vision/0/0/1{0:5} @0}", broken)
-        with pytest.raises(ScheduleError, match=re.escape("it runs inside wait 0 of F llm/0/0/0 in 1 of its 2 lanes")):
-            check(f"{lanes[0]}\n{swapped}", case)
-
-
-def test_work_inside_is_there_when_its_carrier_ends() -> None:
-    check(APART, apart())
-    late = APART.replace("{F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F", "F llm/0/0/0; F llm/0/0/1; {F vision/0/0/1 @0} F")
-    with pytest.raises(ScheduleError, match=re.escape("F vision/0/0/1: it runs inside F llm/0/0/2, which needs it")):
-        check(late, apart())
-    case = replace(beside(encoder=(1, 2, 1)), forward_only=True)
-    upstream = "lane 0: F vision/0/0/0; {F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F vision/0/0/2; F llm/0/0/2"
-    downstream = "lane 1: F vision/0/1/0; F llm/0/0/0; F vision/0/1/1; F llm/0/0/1; F vision/0/1/2; F llm/0/0/2"
-    check(f"{upstream}\n{downstream}", case)
-    early = downstream.replace("F llm/0/0/0; F vision/0/1/1", "F vision/0/1/1; F llm/0/0/0")
-    with pytest.raises(ScheduleError, match="F llm/0/0/0: deadlock: lane 0 waits in it for"):
-        check(f"{upstream}\n{early}", case)
-    together = downstream.replace("F llm/0/0/0; F vision/0/1/1", "{F vision/0/1/1 @2} F llm/0/0/0")
-    with pytest.raises(ScheduleError, match="F vision/0/1/1: it needs work of other ranks that runs inside F llm/0/0/0 as well"):
-        check(f"{upstream}\n{together}", case)
-
-
 class Costs(UniformCosts):
     """An LLM's forwards take 4 s, of which it waits 1 s two times; an encoder's 1.5 s in replica 0, 0.5 s in replica 1."""
 
@@ -145,7 +106,6 @@ def test_a_wait_is_as_long_as_what_fills_it_in_any_lane() -> None:
 
 
 def _seconds_of_waits() -> dict[Action, dict[int, dict[int, float]]]:
-    """By carrier, wait and lane."""
     return defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
 
 

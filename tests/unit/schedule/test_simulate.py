@@ -191,7 +191,6 @@ def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:
 
 
 def assert_alike(schedule: Schedule, seconds: np.ndarray | None = None) -> None:
-    """Run a schedule with the kernel and with its reference."""
     fast = execute_lanes(schedule, seconds=seconds)
     schedule.made.clear()
     with mock.patch.object(events_module, "kernels", None):
@@ -200,7 +199,6 @@ def assert_alike(schedule: Schedule, seconds: np.ndarray | None = None) -> None:
 
 
 def done(execution: Execution) -> set[Action]:
-    """All complete actions."""
     return {execution.schedule.work.actions[piece] for piece in np.flatnonzero(execution.is_done).tolist()}
 
 

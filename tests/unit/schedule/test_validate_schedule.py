@@ -16,8 +16,8 @@ from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, reduced_together, small
-from tests.unit.schedule.schedule_text import lanes_from_text, schedule_to_text
+from tests.unit.schedule.schedule_cases import reduced_together, small
+from tests.unit.schedule.schedule_text import lanes_from_text
 from tests.unit.values.work.dependencies import dependencies
 
 
@@ -39,43 +39,6 @@ def test_the_message_shows_the_place_in_a_grid() -> None:
         "  lane 0 (ranks 0):  F vision/0/0/0 | > B vision/0/0/0 < | F vision/0/0/1 | B vision/0/0/1 | ...",
         "  lane 1 (ranks 1):  F llm/0/0/0 | > F llm/0/0/1 < | B llm/0/0/0 | B llm/0/0/1 | ...",
     ]
-
-
-def test_receives_out_of_sending_order_are_refused() -> None:
-    text = schedule_to_text(lower(golden_cases()["crossed_groupings"], "1f1b"))
-    first, second = "RF llm/0/0/1<vision/1/0/0", "RF llm/0/0/0<vision/1/0/1"
-    swapped = text.replace(first, "-").replace(second, first).replace("-", second)
-    with pytest.raises(ScheduleError, match=f"{second}: wrong message order: lane 2 receives it when lane 1 sends SF"):
-        check(golden_cases()["crossed_groupings"], swapped, lowered=True)
-
-
-def test_a_receive_that_its_sender_needs_out_of_the_way_is_refused() -> None:
-    """The second stage would wait for the second microbatch before it gives back the first."""
-    case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(2, 1)})
-    lanes = (
-        "lane 0: F llm/0/0/0; SF llm/0/0/0>llm/0/1/0; RB llm/0/0/0<llm/0/1/0; B llm/0/0/0; "
-        "F llm/0/0/1; SF llm/0/0/1>llm/0/1/1; RB llm/0/0/1<llm/0/1/1; B llm/0/0/1; RG llm/0/0\n"
-        "lane 1: RF llm/0/1/0<llm/0/0/0; {early}F llm/0/1/0; B llm/0/1/0; SB llm/0/1/0>llm/0/0/0; "
-        "{late}F llm/0/1/1; B llm/0/1/1; SB llm/0/1/1>llm/0/0/1; RG llm/0/1"
-    )
-    receive = "RF llm/0/1/1<llm/0/0/1; "
-    check(case, lanes.format(early="", late=receive), lowered=True)
-    with pytest.raises(ScheduleError, match="RB llm/0/0/0<llm/0/1/0: deadlock: lanes 0, 1 come to messages in orders that contr"):
-        check(case, lanes.format(early=receive, late=""), lowered=True)
-
-
-def test_reductions_in_different_orders_deadlock() -> None:
-    graph = build_graph("vision")
-    case = build_case(graph, {"vision": (2, 1, 1), "llm": (2, 1, 1)}, {"vision": deal(2, 2), "llm": deal(2, 2)}, colocated=True)
-    text = schedule_to_text(BUILDERS["gpipe"](case))
-    check(case, text)
-    swapped = text.replace("RG llm/1/0; ", "").replace("RG vision/1/0", "RG vision/1/0; RG llm/1/0")
-    with pytest.raises(ScheduleError, match="RG llm/0/0: deadlock: lane 0 waits in it for the other lanes that do"):
-        check(case, swapped)
-
-
-def lower(case: StepShape, builder: str) -> Schedule:
-    return insert_communication(BUILDERS[builder](case))
 
 
 def is_valid(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:

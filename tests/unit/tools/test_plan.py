@@ -50,7 +50,6 @@ def plan(capsys, *flags):
 
 
 def check_simulated_alike(capsys, output, answer):
-    """Run the command that a plan file gives for the simulator, and return its report."""
     comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
     simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
     assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
@@ -299,7 +298,6 @@ COMMANDS = {
 
 
 def convert(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """Return the configuration, the units and the report of a command."""
     script = folder / "train.sh"
     script.write_text(SCRIPTS.get(name, ""))
     words = ["--", *COMMANDS[name].split()] if name in COMMANDS else [str(script), "WORKSPACE=/w", "TILED=1", "/data", "/ckpt"]

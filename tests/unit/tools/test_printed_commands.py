@@ -39,8 +39,6 @@ SOME = 14
 
 
 class Asked(NamedTuple):
-    """A request to tools/plan.py."""
-
     planner: str
     model: str
     cluster: str = "a40"
@@ -53,7 +51,6 @@ class Asked(NamedTuple):
 
 
 def draw(seed: int) -> Asked:
-    """Draw a request; the planners take turns."""
     choose = random.Random(seed)
     planner = list(COMPARED)[seed % len(COMPARED)]
     model = choose.choice(
@@ -118,7 +115,6 @@ def test_what_templates_print_runs(planner: str, tmp_path: Path, fused_layers: N
 
 
 def write_inputs(folder: Path, asked: Asked) -> list[object]:
-    """Write the model and the lengths; returns flags of tools/plan.py."""
     graph = MODELS[asked.model]
     (folder / "model.yaml").write_text(yaml.safe_dump(graph.to_dict(), sort_keys=False))
     lengths = random_lengths(graph)

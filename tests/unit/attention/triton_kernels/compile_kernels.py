@@ -45,7 +45,6 @@ INPUTS = (
 
 
 def type_of(name: str) -> str:
-    """Triton's type of a kernel's argument, by its name."""
     types = dict.fromkeys(FLOAT32_BUFFERS, "*fp32") | dict.fromkeys(INT32_BUFFERS, "*i32") | dict.fromkeys(INT64_BUFFERS, "*i64")
     types |= dict.fromkeys(INPUTS, "*bf16") | dict.fromkeys(("scale", "scale_log2"), "fp32")
     return "constexpr" if name.isupper() else types.get(name, "i32")

@@ -24,7 +24,6 @@ def ordered(rows: list[list[bool]]) -> OrderedBlocks:
 
 
 def entries_of(work: WorkList, row: int) -> list[int]:
-    """The entries that a row's items cover."""
     return sorted(entry for each, begin, _, end, _ in work.items.tolist() if each == row for entry in range(begin, end))
 
 

@@ -41,7 +41,6 @@ def test_without_kernels_it_is_refused_and_not_tried(monkeypatch):
 
 
 def grouped(replicas, encoded, run, counts) -> list[tuple[list[list[int]], list[list[int]]]]:
-    """The encoder and the LLM microbatches of every replica."""
     groups = [([[] for _ in range(count)], [[] for _ in range(count)]) for count in counts]
     for sample, (replica, *microbatches) in enumerate(zip(replicas, encoded, run, strict=True)):
         for own, microbatch in zip(groups[replica], microbatches, strict=True):

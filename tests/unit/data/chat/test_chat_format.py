@@ -24,8 +24,6 @@ SYSTEM = TextSegment("system", "be the best")
 
 
 class Model:
-    """A folder of a model, opened here and by transformers."""
-
     def __init__(self, folder: Path) -> None:
         self.theirs = PreTrainedTokenizerFast.from_pretrained(folder)
         self.tokenizer = HuggingFaceTokenizer(folder, adds_tokens=False)

@@ -84,7 +84,6 @@ def test_archives_are_named(data: DataFolder, content: bytes, message: str) -> N
 
 
 def test_missing_and_empty_manifests(data: DataFolder) -> None:
-    """Nothing there, nothing in it, nothing usable in it."""
     (data.path / "folder" / "manifest.jsonl").mkdir(parents=True)
     for wrong in ("gone.jsonl", "folder", "folder/manifest.jsonl"):
         with pytest.raises(DataError, match=rf"{Path(wrong).stem}.*\.jsonl: no such manifest; give --data-path"):

@@ -35,8 +35,6 @@ CACHE = IndexCache("bytes")
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Counts the texts that it is given."""
-
     def __init__(self) -> None:
         self.num_texts = 0
 

@@ -39,7 +39,6 @@ DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 100
 
 
 def long_request(**changes):
-    """Few documents of 65 thousand tokens."""
     return request(TWO, **{"lengths": (DOCUMENT,), "global_batch_size": 2, "num_gpus": 32, "time_budget_seconds": 2.0, **changes})
 
 

@@ -29,7 +29,6 @@ UNLIMITED = float("inf")
 
 
 def varied(asked, planner):
-    """Search the variants of one planner's plan."""
     search = PlanSearch(asked.changed(time_budget_seconds=UNLIMITED))
     search.rank_others([COMPARED[planner]])
     search.vary_best()
@@ -188,7 +187,6 @@ def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
 
 
 def advised(name: str, asked: PlanningRequest) -> int:
-    """Return the number of GPUs in the error."""
     with pytest.raises(PlanError) as caught:
         plan_or_advise(COMPARED[name], asked)
     found = re.search(r"; (\d+) GPUs would be enough$", str(caught.value))

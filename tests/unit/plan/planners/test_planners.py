@@ -182,7 +182,6 @@ def test_a_unit_beside_megatron_s_grid_may_have_sizes_of_its_own():
 
 
 def size_of(unit):
-    """Return tp, pp and dp."""
     return unit.tensor_parallel_size, len(unit.replicas[0].stages), unit.data_parallel_size
 
 
@@ -199,7 +198,6 @@ def test_fsdp_shares_weights_on_all_ranks():
 
 
 def test_alpa_finds_the_least_latency_of_all_meshes():
-    """Against all combinations of meshes."""
     asked = request(TWO, num_gpus=6)
     options = [list_options(asked, name, max_gpus=5) for name in asked.graph.unit_names]
 

@@ -108,7 +108,6 @@ def alive() -> Iterator[Writer]:
 
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long here."""
     monkeypatch.setattr(module, "_LOOK_SECONDS", 0.001)
     monkeypatch.setattr(module, "_ENDING_SECONDS", 0.0)
 
@@ -124,7 +123,6 @@ def wait_for(has_happened: Callable[[], object]) -> None:
 
 
 def take(folder: Path, environ: dict[str, str] | None = None) -> None:
-    """Take a folder at once, and release it."""
     second = claim(folder, environ)
     assert second.try_to_take()
     second.check()
@@ -132,7 +130,6 @@ def take(folder: Path, environ: dict[str, str] | None = None) -> None:
 
 
 def mark(folder: Path, writer: Writer) -> Path:
-    """Leave a writer's mark."""
     path = folder / MARK_NAME
     path.write_text(json.dumps(asdict(writer)))
     return path

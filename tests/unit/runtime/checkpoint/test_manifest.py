@@ -133,7 +133,6 @@ INDEX = {
 
 @pytest.fixture
 def unwritten(tmp_path: Path) -> Path:
-    """The folder of a checkpoint, empty so far."""
     folder = tmp_path / "step_00000003"
     folder.mkdir()
     return folder

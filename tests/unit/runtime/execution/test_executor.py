@@ -114,8 +114,6 @@ SECOND = FORWARD._replace(microbatch=1)
 
 
 class Time:
-    """Time that passes when it is told to."""
-
     def __init__(self) -> None:
         self.seconds = 100.0
 

@@ -29,7 +29,6 @@ HUGGING_FACE = {
 
 
 def write_hugging_face(folder: Path) -> Path:
-    """Write a model's folder without weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(HUGGING_FACE))
     (folder / "tokenizer.json").write_text("{}")
@@ -37,8 +36,6 @@ def write_hugging_face(folder: Path) -> Path:
 
 
 class Parse(Protocol):
-    """The fixture's type."""
-
     def __call__(self, line: str = "", *, world_size: int = 2, units: Mapping[str, Any] = UNITS) -> RunConfig: ...
 
 

@@ -106,7 +106,6 @@ def machine_of(name: str) -> Iterator[bool]:
 
 
 def answer(line: str, *, has_vision: bool, world_size: str, has_cuda: bool) -> str:
-    """What the parser says to a line of flags, in one line."""
     entries, given = re.findall(r"^(\{.*\})? ?(.*)", line)[0]
     base = {name: value for name, value in BASE.items() if name not in given.split()}
     if entries:

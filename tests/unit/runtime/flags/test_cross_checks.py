@@ -112,8 +112,6 @@ def test_what_the_model_file_freezes_stays_frozen(parse_on_base: Parse) -> None:
 
 
 class CountedLayer(TransformerLayer):
-    """A kind that multimodal/model does not build."""
-
     can_be_built = False
 
 

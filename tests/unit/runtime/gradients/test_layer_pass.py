@@ -15,8 +15,6 @@ TIED = [Visit(2, (2, 0), (2,)), Visit(1, (1,), (1,)), Visit(0, (0,), (0,))]
 
 
 class RecordedLayer:
-    """What a pass calls, and how many layers have memory."""
-
     def __init__(self, name: int, calls: list[str], gathered: dict[int, int]) -> None:
         self.name, self.calls, self.gathered = name, calls, gathered
 

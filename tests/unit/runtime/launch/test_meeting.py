@@ -36,7 +36,6 @@ NUM_RANKS = 3
 
 @pytest.fixture(scope="module")
 def connected() -> list[Meeting]:
-    """Three ranks in one process."""
     place = RankPlace(0, NUM_RANKS, 0, "127.0.0.1", 0, launcher_keeps_store=False)
     first = open_meeting(place, seconds=10)
     port = first.store.underlying_store.port  # type: ignore[attr-defined]
@@ -45,7 +44,6 @@ def connected() -> list[Meeting]:
 
 @pytest.fixture(autouse=True)
 def short_roll_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits long here."""
     monkeypatch.setattr("megatron.runtime.launch.failure._ROLL_CALL_SECONDS", 0.1)
 
 
@@ -212,8 +210,6 @@ def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(
 
 
 class RecordedEnding(Ending):
-    """Remembers what would have ended the process."""
-
     def __init__(self) -> None:
         super().__init__()
         self.problems: list[InterruptedRunError] = []

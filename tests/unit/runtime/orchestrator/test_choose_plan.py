@@ -37,13 +37,11 @@ LENGTHS = uniform_lengths(GRAPH, tokens={"vision": 60, "llm": 40}, num_samples=4
 
 
 def configured(*flags: str) -> RunConfig:
-    """Parse the digits' configuration with these flags."""
     given = ("--config", str(DIGITS / "config.yaml"), "--plan", "auto", "--plan-time-budget", "0.2", *flags)
     return parse_arguments(given, environ={})
 
 
 def asked(config: RunConfig, *, num_ranks: int = 2) -> PlanningRequest:
-    """Return the request of such a run."""
     return build_request(config, graph=GRAPH, cluster=CLUSTER, lengths=LENGTHS, vocab_size=384, num_ranks=num_ranks)
 
 
@@ -61,7 +59,6 @@ def test_sizes_that_were_given_are_fixed() -> None:
 
 @pytest.fixture(scope="module")
 def choice() -> Choice:
-    """Return what is chosen for two processes."""
     with few_planners():
         return choose_plan(asked(configured()), may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
 

@@ -60,7 +60,6 @@ class Run:
 
 @pytest.fixture
 def run() -> Run:
-    """Return three nodes in their first generation."""
     started = Run(3)
     for node in range(3):
         started.start(node)

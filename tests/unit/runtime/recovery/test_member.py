@@ -32,7 +32,6 @@ TOKEN = "known to all of the run"
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give supervisors the token."""
     monkeypatch.setenv("BRAID_ELASTIC_TOKEN", TOKEN)
 
 
@@ -160,21 +159,16 @@ def start(work: Callable[[], object]) -> threading.Thread:
 
 
 class Work:
-    """What a collective gives."""
-
     wait = os.read
 
 
 class Pipe(NamedTuple):
-    """What threads wait for."""
-
     reading: int
     writing: int
 
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """Return an empty pipe."""
     found = Pipe(*os.pipe())
     yield found
     for end in found:
@@ -183,7 +177,6 @@ def pipe() -> Iterator[Pipe]:
 
 @pytest.fixture
 def ended() -> list[str]:
-    """Return the names of the errors that ended threads."""
     return []
 
 

@@ -19,7 +19,6 @@ KEY = "model.llm.w"
 
 
 def cut(places: list[int]) -> list[Box]:
-    """Rectangles that fill a tensor, cut at these places of its flat elements."""
     ends = sorted({0, 30, *places})
     return [box for start, stop in pairwise(ends) for box in boxes_of_flat_range(SHAPE, range(start, stop))]
 

@@ -46,7 +46,6 @@ IMAGE = {"patch_size": 14, "merge_size": 2}
 
 
 def read_run(folder: Path, line: str, shape: Mapping[str, int], *, units: int, world_size: int) -> tuple[RunConfig, ModelGraph]:
-    """Parse a run of an LLM alone, or behind an encoder of images."""
     both = {"vision": {"role": "encoder", **shape, "image": IMAGE}, "llm": {"role": "backbone", **shape}}
     (folder / "model.yaml").write_text(yaml.safe_dump({"units": dict([*both.items()][-units:])}, sort_keys=False))
     flags = f"--model {folder}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 {line}"
@@ -202,7 +201,6 @@ def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner
 
 
 def estimates(example: str, line: str, *, num_ranks: int) -> tuple[ModelGraph, list[LeastMemory]]:
-    """Estimate every rank of an example."""
     config, inputs = open_example(line, example=example, num_ranks=num_ranks)
     plan = build_plan(config, inputs.graph, num_ranks)
     return inputs.graph, [estimate(config, inputs, plan, rank=rank, num_copies=None) for rank in range(num_ranks)]

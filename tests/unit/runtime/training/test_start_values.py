@@ -26,13 +26,11 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "digits"
 
 
 def values_of(*flags: str) -> StartValues:
-    """What a rank of the example would bring."""
     config = parse_arguments(["--config", str(EXAMPLE / "config.yaml"), *flags], environ={"WORLD_SIZE": "4"})
     return values_of_config(config)
 
 
 def values_of_config(config: RunConfig) -> StartValues:
-    """The same of a configuration."""
     graph = ModelGraph.from_file(config.model.model)
     data = build_data_sets(config, graph)
     return collect_start_values(config, graph=graph, plan=build_plan(config, graph, 4), data=data, vocab_size=384)
@@ -40,7 +38,6 @@ def values_of_config(config: RunConfig) -> StartValues:
 
 @pytest.fixture(scope="module")
 def first() -> StartValues:
-    """Of rank 0."""
     return values_of()
 
 

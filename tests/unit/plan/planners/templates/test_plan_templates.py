@@ -1,4 +1,4 @@
-"""A plain simulation of 1F1B, action by action, and the formula of templates, to hold other formulas and searches against."""
+"""Templates against the simulator, and searches for them against the formula of a step by which every mapping is tried."""
 
 import random
 from dataclasses import replace
@@ -22,41 +22,23 @@ from multimodal.plan.planners.templates.template_set import (
     TemplateSet,
     TemplateStage,
 )
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.values.action import ActionKind
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, frozen, request, with_memory
+from tests.unit.schedule.schedule_cases import one_unit
 from tests.unit.without_kernels import without_kernels
 from tools.show_plans import describe_templates
 
 
-def simulate_1f1b(forward, backward, *, num_microbatches):
-    """Return the seconds of a step."""
-    orders = [_order(len(forward) - 1 - stage, num_microbatches) for stage in range(len(forward))]
-    ends, clocks, seconds = {}, [0.0] * len(forward), {"F": forward, "B": backward}
-    while any(orders):
-        for stage, order in enumerate(orders):
-            while order:
-                kind, microbatch = order[0]
-                need = _need(kind, stage, microbatch, last=len(forward) - 1)
-                if need is not None and need not in ends:
-                    break
-                clocks[stage] = max(clocks[stage], ends.get(need, 0.0)) + seconds[kind][stage]
-                ends[kind, stage, microbatch] = clocks[stage]
-                order.pop(0)
-    return max(clocks)
-
-
-def _need(kind, stage, microbatch, *, last):
-    if kind == "F":
-        return ("F", stage - 1, microbatch) if stage else None
-    return ("F", stage, microbatch) if stage == last else ("B", stage + 1, microbatch)
-
-
-def _order(behind, count):
-    ahead = min(behind, count)
-    steady = [each for index in range(count - ahead) for each in (("F", ahead + index), ("B", index))]
-    return [("F", index) for index in range(ahead)] + steady + [("B", index) for index in range(count - ahead, count)]
+def simulate_1f1b(times: PipelineTimes, *, num_microbatches: int) -> float:
+    schedule = BUILDERS["1f1b"](one_unit(times.num_stages, num_microbatches))
+    of_kind = {ActionKind.FORWARD: times.forward, ActionKind.BACKWARD: times.backward}
+    seconds = [of_kind[each.kind][each.stage] if each.kind in of_kind else 0.0 for each in schedule.work.computed]
+    return max(event.end_seconds for event in execute_lanes(schedule, seconds=np.array(seconds)).events)
 
 
 def idle_ticks(through, *, behind, forward, backward, num_microbatches):
@@ -280,7 +262,6 @@ def random_tables(draw):
 
 
 def shortest_step(tables, num_gpus, num_microbatches):
-    """Try every mapping; None if none fits."""
     count, found = tables.forward.shape[1], []
 
     def extend(end, used, stages):
@@ -325,13 +306,13 @@ def random_times(draw):
 
 def test_seconds_are_the_simulated_ones_nearly_always():
     draw, num_equal = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(60):
         times = random_times(draw)
         count = draw.randint(times.num_stages, 5 * times.num_stages)
-        simulated = simulate_1f1b(times.forward, times.backward, num_microbatches=count)
+        simulated = simulate_1f1b(times, num_microbatches=count)
         assert 0.95 * simulated < times.seconds(count) <= simulated * (1 + 1e-12)
         num_equal += times.seconds(count) == pytest.approx(simulated, rel=1e-12)
-    assert num_equal > 250
+    assert num_equal > 50
 
 
 def test_most_microbatches_inverts_seconds():

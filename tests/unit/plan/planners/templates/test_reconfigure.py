@@ -156,8 +156,6 @@ def random_templates(draw, *, least):
 
 
 def least_step(times, sizes, count):
-    """Try every share of the batch."""
-
     def steps(left, rest):
         if len(rest) == 1:
             yield times[rest[0]].seconds(left)

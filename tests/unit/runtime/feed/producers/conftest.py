@@ -32,7 +32,6 @@ class Serving:
         self._thread.start()
 
     def stop(self) -> None:
-        """End it, and all of its connections."""
         self.producer.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(20)
@@ -60,7 +59,6 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Serving]]:
-    """Start producers."""
     started: list[Serving] = []
 
     def start(**options: Any) -> Serving:

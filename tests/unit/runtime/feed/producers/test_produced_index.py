@@ -28,10 +28,7 @@ NUM_SAMPLES = 150
 
 
 class NoTokenizer(ByteTokenizer):
-    """Knows its special tokens, and tokenises nothing."""
-
     def encode(self, text: str) -> list[int]:
-        """Fail."""
         raise AssertionError("a rank tokenised")
 
 

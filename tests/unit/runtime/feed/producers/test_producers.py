@@ -28,7 +28,6 @@ OPTIONS = IndexOptions(64)
 
 @pytest.fixture(autouse=True)
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[WantedItem]:
-    """All that producers decode."""
     found: list[WantedItem] = []
     decode = producer.decode_item
 
@@ -42,7 +41,6 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[WantedItem]:
 
 @pytest.fixture
 def wanted(tmp_path: Path) -> list[WantedItem]:
-    """Twelve pictures of different sizes."""
     drawn, found = np.random.default_rng(0), []
     for number in range(12):
         size = 16 + 8 * (number % 4), 24
