@@ -59,14 +59,12 @@ def by_position(joins: Sequence[tuple[int, int, Join]]) -> Mapping[int, tuple[Jo
     return found
 
 
-def exchanges_tokens(action: Action) -> bool:
-    """Return True if replicas that share experts exchange tokens in this action."""
-    return action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
-
-
-def kind_of_exchange(action: Action) -> ActionKind:
-    """Return the kind under which such actions match: all backwards are alike, split or not."""
-    return ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENT else action.kind
+_EXCHANGES = {
+    ActionKind.FORWARD: ActionKind.FORWARD,
+    ActionKind.BACKWARD: ActionKind.BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.BACKWARD,
+}
+"""Actions in which replicas that share experts exchange tokens, and the kind under which they match: backwards are all alike."""
 
 
 class Alignment:
@@ -96,8 +94,14 @@ class Alignment:
         while self.queue or self.arrived:
             if self.queue:
                 self._advance(self.queue.popleft())
-            else:
-                self._force()
+                continue
+            most_left = [  # without waiting for the other replicas
+                (self.positions[lane] - len(self.lanes[lane]), _KINDS.index(join.kind), lane, join.unit, join.stage, join)
+                for join, replicas in self.arrived.items()
+                for action in replicas.values()
+                for lane in self._lanes_of(*action[1:4])
+            ]
+            self._fire(min(most_left)[-1])
         assert all(self._head(lane) is None for lane in range(len(self.lanes))), "a valid schedule does not stop"
 
     def _advance(self, lane: int) -> None:
@@ -120,14 +124,14 @@ class Alignment:
         lanes = self._lanes_of(*action[1:4])
         if any(self._head(lane) != action for lane in lanes) or self._must_wait(action, *lanes):
             return
-        if self.units is not None and not (action.unit in self.units and exchanges_tokens(action)):
+        if self.units is not None and not (action.unit in self.units and action.kind in _EXCHANGES):
             for lane in lanes:
                 self.positions[lane] += 1
             self._complete(action)
             self.queue.extend(lanes)
             return
         num_passes = len(self.shape.cuts.subsets(action.microbatch_place)) if action.kind is ActionKind.FORWARD else 1
-        kind = action.kind if self.units is None else kind_of_exchange(action)
+        kind = action.kind if self.units is None else _EXCHANGES[action.kind]
         join = Join(kind, action.unit, action.stage, num_passes)
         replicas = self.arrived.setdefault(join, {})
         replicas[action.replica] = action
@@ -149,16 +153,6 @@ class Alignment:
             if replica in arrived:
                 self._complete(arrived[replica])
                 self.queue.extend(lanes)
-
-    def _force(self) -> None:
-        """Run one computation without waiting for the other replicas."""
-        most_left = [
-            (self.positions[lane] - len(self.lanes[lane]), _KINDS.index(join.kind), lane, join.unit, join.stage, join)
-            for join, replicas in self.arrived.items()
-            for action in replicas.values()
-            for lane in self._lanes_of(*action[1:4])
-        ]
-        self._fire(min(most_left)[-1])
 
     def _complete(self, action: Action) -> None:
         self.done.add(action)
@@ -183,9 +177,6 @@ class Alignment:
 _KINDS = (ActionKind.FORWARD, *BACKWARDS)
 
 
-_EXCHANGING = [FORWARD, BACKWARD, INPUT_GRADIENT]
-
-
 def check_expert_groups(schedule: Schedule) -> None:
     """Raise ScheduleError if replicas that share experts would wait for each other forever.
 
@@ -198,9 +189,9 @@ def check_expert_groups(schedule: Schedule) -> None:
         for stage in range(plan.num_virtual_stages):
             orders = [
                 [
-                    (kind_of_exchange(action), action[4:])
+                    (_EXCHANGES[action.kind], action[4:])
                     for action in schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
-                    if action[1:4] == (unit, replica, stage) and exchanges_tokens(action)
+                    if action[1:4] == (unit, replica, stage) and action.kind in _EXCHANGES
                 ]
                 for replica in range(plan.data_parallel_size)
             ]
@@ -227,7 +218,8 @@ def computed_together(work: StepWork) -> Integers | None:
         names = work.graph.unit(unit).layers[layers.start : layers.stop]
         has_experts.append(any(name in LAYER_KINDS and LAYER_KINDS[name].exchanges_tokens for name in names))
     sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
-    chosen = np.flatnonzero(np.array(has_experts)[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
+    does_exchange = np.isin(work.kinds, [FORWARD, BACKWARD, INPUT_GRADIENT])
+    chosen = np.flatnonzero(np.array(has_experts)[stages] & (sizes > 1) & does_exchange)
     kinds = np.where(work.kinds == INPUT_GRADIENT, BACKWARD, work.kinds).astype(np.int64)
     groups = work.replicas // sizes
     first_stages = stages - work.replicas  # the numbers of a stage's replicas are consecutive

@@ -15,7 +15,7 @@ from multimodal.schedule.execute_lanes import ASSUMES_PROGRESS, can_finish
 from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
 from multimodal.schedule.passes import Pass, PassRow
 from multimodal.schedule.passes.insert_communication import insert_communication, with_messages
-from multimodal.schedule.simulate_events import EventTimes, simulate_events
+from multimodal.schedule.simulate_events import simulate_events
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.assignment import Assignment
@@ -57,28 +57,6 @@ def _lower(computed: Schedule, costs: StepCosts | None, *, is_checked: bool = Tr
     if is_checked:
         validate_schedule(lowered, before=computed, options=None if costs is None else costs.options)
     return lowered
-
-
-def _place_together(computed: Schedule, lowered: Schedule) -> tuple[Schedule, Joins]:
-    """Return a schedule, of either dialect as given, with its messages in the order of `align_replicas`, and its joins.
-
-    The two ends of a message, and what replicas compute together, then have one order for all lanes, in which each could be
-    finished before the next begins: on GPUs a message holds up the gathering behind it, whose peers may be behind others.
-    """
-    alignment, work = Alignment(lowered, None), computed.work
-    alignment.run()
-    numbers, starts = work.numbers(lowered=False), np.full(work.num_computed, -1, np.int64)
-    for action, number in alignment.order.items():
-        starts[numbers[action]] = number
-    producers, consumers = work.message_ends
-    messages = np.flatnonzero(starts[consumers] >= 0)
-    placed, moments = with_messages(computed, messages, starts=starts, at=1 + 2 * starts[producers])
-    bounds = list(pairwise(placed.lane_starts.tolist()))
-    joins = (
-        [(int(np.searchsorted(moments[slice(*bounds[lane])], 2 * number)), number, join) for _, number, join in found]
-        for lane, found in enumerate(alignment.joins)
-    )
-    return placed, tuple(map(by_position, joins))
 
 
 @dataclass(frozen=True)
@@ -129,8 +107,26 @@ class BuiltSchedule:
 
     @cached_property
     def together(self) -> tuple[Schedule, Joins]:
-        """The schedule of replicas that share their weights, and the computations that lanes join."""
-        return _place_together(self.computed, self.schedule)
+        """The schedule of replicas that share their weights, and the computations that lanes join.
+
+        The messages of `computed` are in the order of `align_replicas`. The two ends of a message, and what replicas compute
+        together, then have one order for all lanes, in which each could be finished before the next begins: on GPUs a message
+        holds up the gathering behind it, whose peers may be behind others.
+        """
+        alignment, work = Alignment(self.schedule, None), self.computed.work
+        alignment.run()
+        numbers, starts = work.numbers(lowered=False), np.full(work.num_computed, -1, np.int64)
+        for action, number in alignment.order.items():
+            starts[numbers[action]] = number
+        producers, consumers = work.message_ends
+        messages = np.flatnonzero(starts[consumers] >= 0)
+        placed, moments = with_messages(self.computed, messages, starts=starts, at=1 + 2 * starts[producers])
+        bounds = list(pairwise(placed.lane_starts.tolist()))
+        joins = (
+            [(int(np.searchsorted(moments[slice(*bounds[lane])], 2 * number)), number, join) for _, number, join in found]
+            for lane, found in enumerate(alignment.joins)
+        )
+        return placed, tuple(map(by_position, joins))
 
 
 @dataclass
@@ -153,17 +149,12 @@ class ScheduleCache:
         """Return the shape of an assignment's step."""
         return assignment.shape(self.graph, self.plan, forward_only=self.forward_only)
 
-    @property
-    def needs_costs(self) -> bool:
-        """True if schedules depend on the costs of the step in addition to its shape."""
-        return self.builder.needs_costs
-
     def find(self, shape: StepShape, costs: StepCosts | None = None) -> BuiltSchedule:
         """Return the schedule of a shape, built now or for an earlier step of this shape; raises ScheduleError.
 
         costs: of the step; a builder that needs costs builds anew whenever they are given, and otherwise takes unit costs.
         """
-        if costs is not None and self.needs_costs:
+        if costs is not None and self.builder.needs_costs:
             return self._build(self.builder.with_costs(costs), shape, costs)
         if shape not in self._built:
             if len(self._built) >= self.capacity:
@@ -184,13 +175,21 @@ def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     """Return a valid lowered schedule with every filler in line, at its place in a simulation with these costs.
 
     That place is before its carrier, while the carrier would wait, or right behind the carrier. Both orders are valid, and only
-    weight gradients fill, for which no lane waits; so lanes that use other costs still fit together.
-    O(actions + dependencies).
+    weight gradients fill, for which no lane waits; so lanes that use other costs still fit together. Fillers of one carrier run
+    in the order of their starts: fillers with unmet needs are passed over. O(actions + dependencies).
     """
-    if not (schedule.modes == SlotMode.FILLS_WAIT).any():
+    fillers = np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT)
+    if not len(fillers):
         return schedule
     compiled = compile_schedule(schedule).with_costs(costs)
-    is_late, places = _late_fillers(compiled, simulate_events(compiled.arrays))
+    times, nodes = simulate_events(compiled.arrays), compiled.arrays.lane_nodes
+    starts, ends = np.full((2, len(schedule.pieces)), np.nan)
+    starts[compiled.slots], ends[compiled.slots] = times.start_seconds[nodes], times.end_seconds[nodes]
+    carriers = carrier_slots(schedule, fillers)
+    fillers, carriers = fillers[carriers != NO_CARRIER], carriers[carriers != NO_CARRIER]
+    is_late, places = np.zeros(len(schedule.pieces), np.bool_), np.arange(len(schedule.pieces))
+    is_late[fillers] = starts[fillers] >= ends[carriers]  # they start when their carrier has ended
+    places[fillers[np.argsort(carriers, kind="stable")]] = fillers[np.lexsort((starts[fillers], carriers))]
     lanes = (list(_in_line(schedule, is_late, places, lane)) for lane in range(schedule.num_lanes))
     order = np.array(list(chain.from_iterable(lanes)), np.int64)
     modes = np.where(schedule.modes == SlotMode.FILLS_WAIT, SlotMode.IN_LINE, schedule.modes).astype(np.uint8)
@@ -199,26 +198,8 @@ def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     )
 
 
-def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple[Bools, Integers]:
-    """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in place of each slot.
-
-    Fillers of one carrier run in the order of their starts: fillers with unmet needs are passed over.
-    """
-    schedule = compiled.schedule
-    starts, ends = (np.full(len(schedule.pieces), np.nan) for _ in range(2))
-    starts[compiled.slots] = times.start_seconds[compiled.arrays.lane_nodes]
-    ends[compiled.slots] = times.end_seconds[compiled.arrays.lane_nodes]
-    fillers = np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT)
-    carriers = carrier_slots(schedule, fillers)
-    fillers, carriers = fillers[carriers != NO_CARRIER], carriers[carriers != NO_CARRIER]
-    late, places = np.zeros(len(schedule.pieces), np.bool_), np.arange(len(schedule.pieces))
-    late[fillers] = starts[fillers] >= ends[carriers]
-    places[fillers[np.argsort(carriers, kind="stable")]] = fillers[np.lexsort((starts[fillers], carriers))]
-    return late, places
-
-
 def _in_line(schedule: Schedule, is_late: Bools, places: Integers, lane: int) -> Iterator[int]:
-    """Yield the slots of a lane in their new order."""
+    """Yield the slots of a lane in their new order; places: the slot that runs in place of each slot."""
     resources, late = schedule.work.resources[schedule.pieces], []
     has_run = False
     for slot in places[schedule.lane_starts[lane] : schedule.lane_starts[lane + 1]].tolist():

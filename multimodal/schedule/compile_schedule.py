@@ -98,8 +98,12 @@ class CompiledSchedule:
         found, num_alone = costs.of_pieces(work, asked), int((~is_collective).sum())
         for values in (*found[:3], found.seconds - found.tensor_parallel_seconds):
             _check_durations(values, asked, work)
-        of_nodes = (values[: len(asked) - len(self.together)] for values in found[:3])
-        seconds, tensor_parallel, latency = (_of_nodes(values, num_alone, starts) for values in of_nodes)
+        of_nodes = []
+        for values in found[:3]:
+            of_members = values[num_alone : len(asked) - len(self.together)]
+            slowest = np.maximum.reduceat(of_members, starts[:-1]) if len(of_members) else of_members
+            of_nodes.append(np.concatenate((values[:num_alone], slowest)))
+        seconds, tensor_parallel, latency = of_nodes
         if len(self.together):
             self._wait_together(seconds, tensor_parallel, found)
         links = np.append(found.links[:num_alone], np.full(arrays.num_nodes - num_alone, -1))
@@ -277,17 +281,12 @@ def _needs_of_nodes(
         raise _lacks(schedule, unsent[0], unsent[0] - 1)
     owning = of_piece[owning]
     is_other = needs != owning  # needs between pieces of one node are met by their order
-    gathered, next_gathered = _gathers_in_turn(schedule, of_piece)
+    # A lane's gathers go in turn: all ranks begin them in this order at once.
+    slots = np.flatnonzero(np.isin(schedule.pieces, np.flatnonzero(work.kinds == GATHER)))
+    gathers, follows = of_piece[schedule.pieces[slots]], np.diff(schedule.lane_of_slot[slots]) == 0
+    gathered, next_gathered = np.unique(np.stack((gathers[:-1][follows], gathers[1:][follows])), axis=1)
     owning, needs = np.append(owning[is_other], next_gathered), np.append(needs[is_other], gathered)
     return group_rows(owning, needs, nodes.num_nodes)
-
-
-def _gathers_in_turn(schedule: Schedule, of_piece: Integers) -> tuple[Integers, Integers]:
-    """Return the nodes of a lane's gathers, and of the gathers after them: all ranks begin them in this order at once."""
-    slots = np.flatnonzero(np.isin(schedule.pieces, np.flatnonzero(schedule.work.kinds == GATHER)))
-    nodes, follows = of_piece[schedule.pieces[slots]], np.diff(schedule.lane_of_slot[slots]) == 0
-    first, then = np.unique(np.stack((nodes[:-1][follows], nodes[1:][follows])), axis=1)
-    return first, then
 
 
 def _lacks(schedule: Schedule, owner: int, need: int) -> ScheduleError:
@@ -350,12 +349,6 @@ def _computed_pieces(schedule: Schedule, nodes: _Nodes, inside: InsideSlots | No
     is_first = (work.kinds[pieces] == FORWARD) & (work.pieces.parts[pieces] <= 0)
     first_forwards[places[is_first]] = np.flatnonzero(is_first)
     return ComputedPieces(pieces, nodes.of_piece[pieces], places, first_forwards)
-
-
-def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:
-    """Return the values of all nodes; values: of computations and sends, then of the members of collectives."""
-    alone, members = values[:num_alone], values[num_alone:]
-    return np.concatenate((alone, np.maximum.reduceat(members, collective_starts[:-1]) if len(members) else members))
 
 
 def _check_durations(values: Floats, pieces: Integers, work: StepWork) -> None:

@@ -98,24 +98,18 @@ def place_reductions(schedule: Schedule) -> Schedule:
     If lanes would wait for each other in a circle when reductions block, all reductions are at the lanes' ends.
     O(actions + dependencies).
     """
-    lanes, reductions = _reductions(schedule.work)
-    if not len(lanes):
-        return schedule
-    insert = partial(schedule.with_inserted, schedule.shape, lanes=lanes, pieces=reductions)
-    placed = insert(before=1 + _early_slots(schedule, lanes, reductions))
-    return placed if can_finish(placed) else insert(before=schedule.lane_starts[lanes + 1])
-
-
-def _reductions(work: StepWork) -> tuple[Integers, Integers]:
-    """Return the lane and the piece of every reduction, lane after lane, in the order that all lanes follow."""
+    work = schedule.work
     pieces = np.flatnonzero(work.kinds == REDUCTION)
+    if not len(pieces):
+        return schedule
     stages = work.computed_stages[pieces]
     is_idle = np.array([unit.counted.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
     units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
     order = np.lexsort((work.pieces.parts[pieces], work.replicas[pieces], -indices, -units, is_idle[units]))
-    starts, lanes = work.lanes_of(pieces[order])
-    by_lane = np.argsort(lanes, kind="stable")
-    return lanes[by_lane], pieces[order][row_numbers(starts)][by_lane]
+    lanes, reductions = work.by_lane(pieces[order])
+    insert = partial(schedule.with_inserted, schedule.shape, lanes=lanes, pieces=reductions)
+    placed = insert(before=1 + _early_slots(schedule, lanes, reductions))
+    return placed if can_finish(placed) else insert(before=schedule.lane_starts[lanes + 1])
 
 
 def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> Integers:
@@ -138,7 +132,10 @@ def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, 
     listed = chosen[_by_urgency(work, chosen, policy)]
     flags = _flags(work, listed)
     lane_starts, lanes = work.lanes_of(listed)
-    before, after = _neighbors(policy.orders)
+    pieces = np.concatenate([np.zeros(0, np.int64), *policy.orders])
+    is_last = np.zeros(len(pieces), bool)
+    is_last[np.cumsum(list(map(len, filter(len, policy.orders))), dtype=np.int64) - 1] = True
+    before, after = pieces[~is_last], pieces[1:][~is_last[:-1]]  # all pairs of consecutive pieces in the orders
     microbatches = work.microbatches[listed]
     link = link_actions if kernels is None else kernels.link_actions
     links = link(listed, work.need_starts, work.needs, flags, microbatches, before, after)
@@ -229,14 +226,6 @@ def _flags(work: StepWork, listed: Integers) -> Bytes:
         (is_forward & has_weight, HAS_WEIGHT_GRADIENT),
     )
     return sum((np.where(has, bit, 0) for has, bit in bits), np.zeros(len(listed), np.int64)).astype(np.uint8)
-
-
-def _neighbors(orders: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """Return all pairs of consecutive pieces in the orders."""
-    pieces = np.concatenate([np.zeros(0, np.int64), *orders])
-    is_last = np.zeros(len(pieces), bool)
-    is_last[np.cumsum(list(map(len, filter(len, orders))), dtype=np.int64) - 1] = True
-    return pieces[~is_last], pieces[1:][~is_last[:-1]]
 
 
 def _groups(work: StepWork, listed: Integers, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:

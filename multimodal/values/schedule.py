@@ -165,6 +165,28 @@ class Schedule:
         starts = self.lane_starts + row_starts(np.bincount(lanes, minlength=self.num_lanes))
         return Schedule(shape, starts, *columns, np.insert(self.waits, before, NO_WAIT))
 
+    def merged(
+        self,
+        shape: StepShape,
+        *,
+        more: Integers,
+        lanes: Integers,
+        order: Integers,
+        kept: Integers | None = None,
+        numbers: Integers | None = None,
+        lowered: bool = False,
+    ) -> "Schedule":
+        """Return a schedule of a shape with the kept slots (None: all), then more pieces in line, put into an order. O(slots).
+
+        lanes: of the kept slots and of the pieces; numbers: as in `with_inserted`.
+        """
+        columns = [self.pieces if numbers is None else numbers[self.pieces], self.modes, self.waits]
+        added = more, np.zeros(len(more), np.uint8), np.full(len(more), NO_WAIT)
+        columns = [
+            np.concatenate((own if kept is None else own[kept], new))[order] for own, new in zip(columns, added, strict=True)
+        ]
+        return Schedule(shape, row_starts(np.bincount(lanes, minlength=self.num_lanes)), *columns, lowered)
+
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
         """Return a schedule of the same shape and dialect with other slots; the cuts of the shape are read from them."""
         return Schedule.of_lanes(self.shape, lanes, lowered=self.lowered)

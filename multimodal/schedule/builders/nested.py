@@ -15,7 +15,7 @@ from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import component_of_lane
 from multimodal.schedule.execute_lanes import execute_unit
 from multimodal.schedule.list_schedule import place_reductions
-from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts
+from multimodal.values.arrays.rows import Floats, Integers, row_starts
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -50,10 +50,9 @@ def build_nested(shape: StepShape, costs: StepCosts) -> Schedule:
     work = step_work(shape)
     computed = np.flatnonzero(work.kinds != REDUCTION)
     ordered = computed[np.lexsort(_Pauses(shape, costs).keys[:, computed][::-1])]
-    starts, lanes = work.lanes_of(ordered)
-    by_lane = np.argsort(lanes, kind="stable")
+    lanes, pieces = work.by_lane(ordered)
     lane_starts = row_starts(np.bincount(lanes, minlength=len(shape.plan.lanes)))
-    return place_reductions(Schedule.in_line(shape, lane_starts, ordered[row_numbers(starts)][by_lane]))
+    return place_reductions(Schedule.in_line(shape, lane_starts, pieces))
 
 
 class _Moments(NamedTuple):
@@ -99,10 +98,9 @@ class _Pauses:
         for name, (forward, backward) in found.items():
             unit, numbers = self.units[name], self._numbers_in_pause(name)
             stages = np.broadcast_to(np.arange(len(unit.forward))[:, None], unit.forward.shape)
-            there = unit.width > 0
             for number, pieces, at, way, chosen in (
                 (numbers[0], unit.forward, forward, stages, unit.is_there),
-                (numbers[1], unit.backward, backward, -stages, there),
+                (numbers[1], unit.backward, backward, -stages, unit.width > 0),
             ):
                 index = np.broadcast_to(unit.counted.index_in_replica, pieces.shape)
                 columns = (2 * np.searchsorted(moments, at) + 1, np.full_like(pieces, number), index, way)

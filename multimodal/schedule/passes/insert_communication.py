@@ -5,9 +5,9 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import check_expert_groups
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.arrays.rows import Floats, Integers, order_by, row_numbers, row_starts
+from multimodal.values.arrays.rows import Integers, order_by, row_numbers
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
+from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.work.step_work import COMPUTE
 
 MOMENTS = "moments"
@@ -28,7 +28,12 @@ def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> 
 
     Raises ScheduleError if the schedule cannot finish. O(actions + messages), with costs O((actions + messages) log actions).
     """
-    execution = execute_lanes(schedule, seconds=None if costs is None else _ticks(schedule, costs))
+    seconds = None
+    if costs is not None:  # whole nanoseconds, which add up without rounding; collectives run beside their lanes
+        computed = np.flatnonzero(schedule.work.resources[: schedule.work.num_computed] == COMPUTE)
+        seconds = np.ones(schedule.work.num_computed)
+        seconds[computed] += np.rint(costs.of_pieces(schedule.work, computed).seconds * 1e9)
+    execution = execute_lanes(schedule, seconds=seconds)
     if stuck := execution.stuck:
         if costs is not None:
             check_expert_groups(insert_communication(schedule))
@@ -62,24 +67,10 @@ def with_messages(schedule: Schedule, messages: Integers, *, starts: Integers, a
     end_starts, end_lanes = work.lanes_of(ends)
     ends = ends[row_numbers(end_starts)]
     moments = 2 * starts[schedule.pieces], at[(ends - work.num_computed) // 2]
-    order = order_by(np.concatenate((schedule.lane_of_slot, end_lanes)), np.concatenate(moments))
-    lowered = Schedule(
-        schedule.shape,
-        schedule.lane_starts + row_starts(np.bincount(end_lanes, minlength=schedule.num_lanes)),
-        np.concatenate((schedule.pieces, ends))[order],
-        np.concatenate((schedule.modes, np.zeros(len(ends), np.uint8)))[order],
-        np.concatenate((schedule.waits, np.full(len(ends), NO_WAIT)))[order],
-        lowered=True,
-    )
+    lanes = np.concatenate((schedule.lane_of_slot, end_lanes))
+    order = order_by(lanes, np.concatenate(moments))
+    lowered = schedule.merged(schedule.shape, more=ends, lanes=lanes, order=order, lowered=True)
     return lowered, np.concatenate(moments)[order]
-
-
-def _ticks(schedule: Schedule, costs: StepCosts) -> Floats:
-    """[num_computed] durations in whole nanoseconds, which add up without rounding; collectives run beside their lanes."""
-    work, ticks = schedule.work, np.ones(schedule.work.num_computed)
-    computed = np.flatnonzero(work.resources[: work.num_computed] == COMPUTE)
-    ticks[computed] += np.rint(costs.of_pieces(work, computed).seconds * 1e9)
-    return ticks
 
 
 def _latest(schedule: Schedule, messages: Integers, *, starts: Integers, stops: Integers) -> Integers:

@@ -7,8 +7,8 @@ import numpy as np
 
 from multimodal.schedule.execute_lanes import can_finish
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Bools, Integers, row_numbers, row_starts, take_rows
-from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
+from multimodal.values.arrays.rows import Bools, Integers, row_starts, take_rows
+from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import BACKWARD, GATHER, REDUCTION, step_work
 
@@ -47,7 +47,10 @@ def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]] | None = Non
     cut = {each for key in keys if stages is None or key in stages for each in together[key]}
     cut -= {each for key, is_free in zip(keys, can_be_cut.tolist(), strict=True) if not is_free for each in together[key]}
     aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
-    cut -= {(unit, stage) for unit, stage in cut if shape.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
+    for unit in {unit for unit, _ in cut if shape.plan.units[unit].is_unlike}:
+        stages_of_unit = [stage for stage in shape.stages if stage[0] == unit and shape.num_microbatches(*stage[:2])]
+        if not any(shape.backward_need(*key).trains_weights and len(aimed.reductions(*key)) > 1 for key in stages_of_unit):
+            cut -= {each for each in cut if each[0] == unit}  # no reduction would begin before its stage's last backward
     if not cut:
         return schedule
     aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
@@ -82,19 +85,7 @@ def _with_parts(schedule: Schedule, aimed: StepShape, slots: Integers, *, firsts
     places[starts[1:] - 1] = 3 * firsts + 1
     order = np.argsort(np.concatenate((3 * kept + 1, places)), kind="stable")
     lanes = np.concatenate((schedule.lane_of_slot[kept], np.repeat(schedule.lane_of_slot[firsts], np.diff(starts))))
-    return Schedule(
-        aimed,
-        row_starts(np.bincount(lanes, minlength=schedule.num_lanes)),
-        np.concatenate((numbers[schedule.pieces[kept]], pieces))[order],
-        np.concatenate((schedule.modes[kept], np.zeros(len(pieces), np.uint8)))[order],
-        np.concatenate((schedule.waits[kept], np.full(len(pieces), NO_WAIT)))[order],
-    )
-
-
-def _hides_anything(shape: StepShape, unit: str) -> bool:
-    """Return True if a reduction of any stage of a unit begins before the stage's last backward."""
-    stages = (stage for stage in shape.stages if stage[0] == unit and shape.num_microbatches(*stage[:2]))
-    return any(shape.backward_need(*stage).trains_weights and len(shape.reductions(*stage)) > 1 for stage in stages)
+    return schedule.merged(aimed, kept=kept, numbers=numbers, more=pieces, lanes=lanes, order=order)
 
 
 def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
@@ -123,11 +114,8 @@ def gather_parameters(schedule: Schedule) -> Schedule:
     shape = schedule.shape.with_cuts(replace(schedule.shape.cuts, gathers_parameters=True))
     work = step_work(shape)
     is_gather = work.kinds == GATHER
-    gathers = np.flatnonzero(is_gather)
-    if not len(gathers):
+    if not is_gather.any():
         return schedule
-    starts, lanes = work.lanes_of(gathers)
-    by_lane = np.argsort(lanes, kind="stable")
-    lanes, pieces = lanes[by_lane], gathers[row_numbers(starts)[by_lane]]
+    lanes, pieces = work.by_lane(np.flatnonzero(is_gather))
     before = schedule.lane_starts[lanes]
     return schedule.with_inserted(shape, numbers=np.flatnonzero(~is_gather), lanes=lanes, before=before, pieces=pieces)

@@ -150,6 +150,12 @@ class StepWork:
             return np.arange(len(numbers) + 1), self.first_lanes[stages]
         return take_rows(*self.lane_rows, stages)
 
+    def by_lane(self, numbers: Integers) -> tuple[Integers, Integers]:
+        """Return the lane and the number of each piece in each of its lanes, lane after lane, in the given order."""
+        starts, lanes = self.lanes_of(numbers)
+        in_turn = np.argsort(lanes, kind="stable")
+        return lanes[in_turn], numbers[row_numbers(starts)[in_turn]]
+
     def needs_in(self, *, lowered: bool) -> tuple[Integers, Integers]:
         """Return the pieces that each piece of a dialect needs, as rows: starts, numbers."""
         return self._lowered_needs if lowered else (self.need_starts, self.needs)
