@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from multimodal.balance.balance_options import Predictor, pick_shortest, unique
+from multimodal.balance.balance_options import pick_shortest, unique
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, has_unequal_shares, place_every_unit
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 MOST_DEALT = 4
 """Most assignments with encoders dealt by idle time that are predicted: those with the least work on the busiest rank."""
@@ -32,11 +31,8 @@ def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..
         candidates += [place(reordered, work, plan=plan) for place in (place_every_unit, follow_llm)]
     if work.options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
-    return _shortest(list(unique(candidates)), work.lengths, work.options.predictor)
-
-
-def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
-    """Return the first of the candidates with the shortest step, or the first of all if none gains more than the margin."""
+    candidates = list(unique(candidates))
+    predictor, lengths = work.options.predictor, work.lengths
     predictions = list(predictor.predict_each(candidates, lengths))
     dealt = [each for prediction in predictions for each in prediction.dealt_by_idle_time]
     if others := list(unique((*candidates, *dealt)))[len(candidates) :]:

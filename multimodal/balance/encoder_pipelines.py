@@ -4,7 +4,7 @@ import numpy as np
 
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts, take_rows
-from multimodal.values.assignment import Assignment, PlacedAtoms
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -43,10 +43,8 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
             parts = np.maximum(0.0, levels.min(axis=1, keepdims=True) - others)
         replicas = _deal(on_busiest, turns, pipelines, others, parts)
         # Each replica has its microbatches in the order in which they are needed.
-        old, order = placed[name], needed[np.argsort(replicas[needed], kind="stable")]
-        starts, atoms = take_rows(old.atom_starts, np.arange(len(old.sample_ids)), order)
-        counts = row_starts(np.bincount(replicas, minlength=old.num_replicas))
-        placed[name] = PlacedAtoms(old.sample_ids[atoms], old.item_indices[atoms], starts, counts)
+        order = needed[np.argsort(replicas[needed], kind="stable")]
+        placed[name] = placed[name].rearranged(order, row_starts(np.bincount(replicas, minlength=pipelines.size)))
         busy += lane_seconds(plan, name, seconds, replicas)
     return Assignment.of_arrays(placed)
 

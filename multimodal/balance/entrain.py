@@ -11,7 +11,7 @@ from multimodal.balance.balance_options import MicrobatchCount, choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.orchmllm import balance_every_unit
 from multimodal.balance.placement import Groups, follow_llm
-from multimodal.values.arrays.rows import group_rows, row_starts
+from multimodal.values.arrays.rows import group_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 
@@ -71,12 +71,7 @@ def _assign(work: BatchWork, encoder_loads: npt.ArrayLike, *, plan: Plan, fewest
     )
     num_rounds = max(counts)
     first_of_sample = num_rounds * np.asarray(replicas, np.int64)
-    in_encoders, in_llm = (
-        group_rows(first_of_sample + np.asarray(each), np.arange(num_samples), num_replicas * num_rounds)
-        for each in (encoded, run)
-    )
-    microbatch_starts = num_rounds * np.arange(num_replicas + 1)
-    is_busy = np.diff(in_llm[0]) > 0
-    busy_before = row_starts(is_busy)
-    llm = Groups(in_llm[1], np.append(in_llm[0][:-1][is_busy], num_samples), busy_before[microbatch_starts])
-    return follow_llm(llm, work, plan=plan, encoded=Groups(in_encoders[1], in_encoders[0], microbatch_starts))
+    in_encoders, in_llm = (first_of_sample + np.asarray(each) for each in (encoded, run))
+    llm = Groups.of_rounds(np.arange(num_samples), in_llm, num_rounds=num_rounds, num_replicas=num_replicas)
+    starts, samples = group_rows(in_encoders, np.arange(num_samples), num_replicas * num_rounds)
+    return follow_llm(llm, work, plan=plan, encoded=Groups(samples, starts, num_rounds * np.arange(num_replicas + 1)))

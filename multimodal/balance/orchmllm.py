@@ -8,7 +8,7 @@ from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.batch_work import BatchWork, sum_by
 from multimodal.balance.length_cost import LINEAR_COST, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
+from multimodal.values.arrays.rows import Integers, group_rows, row_numbers
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 
@@ -66,6 +66,4 @@ def _balance_samples(work: BatchWork, amounts: Integers, cost: LengthCost, *, pl
             if first < last:
                 bins[first:last] = post_balance(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
         microbatches = row_numbers(starts) * count + bins
-    atom_starts, atoms = group_rows(microbatches, samples, num_replicas * count)
-    busy = np.flatnonzero(np.diff(atom_starts))
-    return Groups(atoms, np.append(atom_starts[busy], len(atoms)), row_starts(np.bincount(busy // count, minlength=num_replicas)))
+    return Groups.of_rounds(samples, microbatches, num_rounds=count, num_replicas=num_replicas)

@@ -29,6 +29,14 @@ class Groups(NamedTuple):
     microbatch_starts: Integers
     """[num_replicas + 1] into the microbatches of all replicas."""
 
+    @classmethod
+    def of_rounds(cls, atoms: Integers, places: Integers, *, num_rounds: int, num_replicas: int) -> "Groups":
+        """Build from atoms and their places, replica x num_rounds + round; rounds without atoms are left out."""
+        starts, atoms = group_rows(places, atoms, num_replicas * num_rounds)
+        busy = np.flatnonzero(np.diff(starts))
+        counts = np.bincount(busy // num_rounds, minlength=num_replicas)
+        return cls(atoms, np.append(starts[busy], len(atoms)), row_starts(counts))
+
 
 Microbatches = tuple[Integers, Integers]
 """Microbatches in some order: starts, atoms."""
@@ -198,10 +206,7 @@ def _balance_rounds(
         owners[np.argsort(-loads, kind="stable")] = np.argsort(total, kind="stable")
         total[owners] += loads
         places[own] = owners[bins] * num_rounds + index
-    starts, items = group_rows(places[group_of_item[needed]], needed, num_replicas * num_rounds)
-    busy = np.flatnonzero(np.diff(starts))
-    counts = np.bincount(busy // num_rounds, minlength=num_replicas)
-    return Groups(items, np.append(starts[busy], len(items)), row_starts(counts))
+    return Groups.of_rounds(needed, places[group_of_item[needed]], num_rounds=num_rounds, num_replicas=num_replicas)
 
 
 def _busiest(groups: Groups, amounts: Integers, cost: LengthCost) -> float:

@@ -185,8 +185,7 @@ class NodeArrangement:
             if permutation is not None and moves < stays:
                 old = placed[unit.name]
                 starts, chosen = take_rows(old.microbatch_starts, np.arange(old.num_microbatches), permutation)
-                atom_starts, atoms = take_rows(old.atom_starts, np.arange(len(old.sample_ids)), chosen)
-                placed[unit.name] = PlacedAtoms(old.sample_ids[atoms], old.item_indices[atoms], atom_starts, starts)
+                placed[unit.name] = old.rearranged(chosen, starts)
             before, after = before + stays, after + min(stays, moves)
         return (assignment if after == before else Assignment.of_arrays(placed)), NodeBytes(before, after)
 

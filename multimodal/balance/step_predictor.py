@@ -113,7 +113,7 @@ class StepPrediction:
             2 * placed.num_microbatches * self.schedules.plan.units[unit].num_virtual_stages
             for unit, placed in self.costs.assignment.placed.items()
         )
-        return num_computations * (ORDERING if self.schedules.needs_costs else 1) <= MOST_SIMULATED_COMPUTATIONS
+        return num_computations * (ORDERING if self.schedules.builder.needs_costs else 1) <= MOST_SIMULATED_COMPUTATIONS
 
 
 CLEARLY = 1.2

@@ -1,6 +1,5 @@
 """The one loop of the references that run work in lanes on a clock: csrc/event_core.h."""
 
-from abc import ABC, abstractmethod
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -8,7 +7,7 @@ from typing import Generic, TypeVar
 Time = TypeVar("Time", int, float)
 
 
-class EventRun(ABC, Generic[Time]):
+class EventRun(Generic[Time]):
     """A run of work on a clock. A subclass is a rule: what starts at a moment, and what follows from an end."""
 
     def __init__(self, now: Time) -> None:
@@ -24,17 +23,16 @@ class EventRun(ABC, Generic[Time]):
         while self.start() and (self._pass() or self.force()):
             pass
 
-    @abstractmethod
     def start(self) -> bool:
-        """Start what can start now; False if the run is done."""
+        """Start what can start now; False if the run is done. By default work starts when what it waits for ends."""
+        return True
 
-    @abstractmethod
     def end(self, number: int) -> None:
-        """Take note of an event."""
+        """Take note of an event. By default everything is looked at anew at every moment."""
 
-    @abstractmethod
     def force(self) -> bool:
         """Start something although it should wait; False if there is nothing."""
+        return False
 
     def _pass(self) -> bool:
         """Go on to the next moment and end its events, by number, those included that are added meanwhile."""

@@ -76,9 +76,6 @@ class _Run(EventRun[int]):
         """Let the most urgent filler go on although it does not fit, one whose holder is full only if there is no other."""
         return self._begin_filler(must_fit=False) or self._begin_filler(must_fit=False, needs_room=False)
 
-    def end(self, number: int) -> None:
-        """Everything is looked at anew at every moment."""
-
     def _measure_tails(self) -> list[int]:
         """Return the longest path from each piece's start to the end of all work, over needs and the lanes' orders."""
         num_users = list(map(len, self.users))

@@ -70,13 +70,6 @@ class _Run(EventRun[float]):
         self.send_free, self.receive_free, self.collective_free = ([0.0] * num_lanes for _ in range(3))
         self.link_free: dict[int, float] = defaultdict(float)
 
-    def start(self) -> bool:
-        """Work starts when what it waits for ends."""
-        return True
-
-    def force(self) -> bool:
-        return False
-
     def end(self, number: int) -> None:
         if number >= len(self.kinds):
             self._fill(number - len(self.kinds), self.now)

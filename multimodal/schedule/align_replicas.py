@@ -59,7 +59,7 @@ def by_position(joins: Sequence[tuple[int, int, Join]]) -> Mapping[int, tuple[Jo
     return found
 
 
-_EXCHANGES = {
+EXCHANGES = {
     ActionKind.FORWARD: ActionKind.FORWARD,
     ActionKind.BACKWARD: ActionKind.BACKWARD,
     ActionKind.INPUT_GRADIENT: ActionKind.BACKWARD,
@@ -124,14 +124,14 @@ class Alignment:
         lanes = self._lanes_of(*action[1:4])
         if any(self._head(lane) != action for lane in lanes) or self._must_wait(action, *lanes):
             return
-        if self.units is not None and not (action.unit in self.units and action.kind in _EXCHANGES):
+        if self.units is not None and not (action.unit in self.units and action.kind in EXCHANGES):
             for lane in lanes:
                 self.positions[lane] += 1
             self._complete(action)
             self.queue.extend(lanes)
             return
         num_passes = len(self.shape.cuts.subsets(action.microbatch_place)) if action.kind is ActionKind.FORWARD else 1
-        kind = action.kind if self.units is None else _EXCHANGES[action.kind]
+        kind = action.kind if self.units is None else EXCHANGES[action.kind]
         join = Join(kind, action.unit, action.stage, num_passes)
         replicas = self.arrived.setdefault(join, {})
         replicas[action.replica] = action
@@ -189,9 +189,9 @@ def check_expert_groups(schedule: Schedule) -> None:
         for stage in range(plan.num_virtual_stages):
             orders = [
                 [
-                    (_EXCHANGES[action.kind], action[4:])
+                    (EXCHANGES[action.kind], action[4:])
                     for action in schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
-                    if action[1:4] == (unit, replica, stage) and action.kind in _EXCHANGES
+                    if action[1:4] == (unit, replica, stage) and action.kind in EXCHANGES
                 ]
                 for replica in range(plan.data_parallel_size)
             ]

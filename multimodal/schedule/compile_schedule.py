@@ -307,9 +307,7 @@ def component_of_lane(shape: StepShape) -> Integers:
         for index, replica in enumerate(plan.units[name].replicas)
     }
     pairs = [(lanes[0], lane) for lanes in lanes_of.values() for lane in lanes]
-    for source, target in shape.graph.edges:
-        routes = shape.replica_routes(source, target)
-        pairs += [(lanes_of[source, given][0], lanes_of[target, taken][0]) for given, taken in routes]
+    pairs += [(lanes_of[source][0], lanes_of[target][0]) for source, target in shape.linked_replicas]
     firsts, others = zip(*pairs, strict=True)
     return linked_groups((firsts, others), len(plan.lanes))
 

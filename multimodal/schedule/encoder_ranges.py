@@ -103,7 +103,12 @@ def join_parts(shape: StepShape, lanes: Sequence[PlacedParts]) -> Schedule:
     starts = row_starts(sizes)
     keys = starts[all_parts.pieces] + all_parts.parts
     begins = np.zeros(int(starts[-1]), bool)
-    begins[keys[_is_first(all_parts, np.cumsum(list(map(len, (lane.pieces for lane in lanes)))))]] = True
+    is_first = np.ones(len(keys), bool)  # of parts that do not continue the part before them
+    columns = (all_parts.pieces, all_parts.carriers, all_parts.waits)
+    is_first[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    ends = np.cumsum([len(lane.pieces) for lane in lanes])
+    is_first[ends[ends < len(is_first)]] = True
+    begins[keys[is_first]] = True
     kept = PlacedParts(*(column[begins[keys]] for column in all_parts))
     is_later = kept.parts > 0
     cuts = _segment_cuts(work, kept.pieces[is_later], kept.boundaries[is_later])
@@ -114,16 +119,6 @@ def join_parts(shape: StepShape, lanes: Sequence[PlacedParts]) -> Schedule:
     lane_of_part = np.repeat(np.arange(len(lanes)), [len(lane.pieces) for lane in lanes])
     counts = np.bincount(lane_of_part[begins[keys]], minlength=len(lanes))
     return Schedule(cut, row_starts(counts), pieces, modes, kept.waits)
-
-
-def _is_first(parts: PlacedParts, ends: Integers) -> Bools:
-    """Return which parts do not continue the part before them; ends: the ends of lanes."""
-    is_first = np.ones(len(parts.pieces), bool)
-    is_first[1:] = parts.pieces[1:] != parts.pieces[:-1]
-    for column in (parts.carriers, parts.waits):
-        is_first[1:] |= column[1:] != column[:-1]
-    is_first[ends[ends < len(is_first)]] = True
-    return is_first
 
 
 def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dict[Place, SegmentCut]:
@@ -150,10 +145,6 @@ class Waits(NamedTuple):
     waiting: Integers
     awaited: Integers
 
-    def joined(self, other: "Waits") -> "Waits":
-        """Return the pairs of both."""
-        return Waits(*(np.concatenate(column) for column in zip(self, other, strict=True)))
-
 
 def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
     """Return the computations of a schedule with these units' backwards split; weight gradients follow their input gradients.
@@ -174,15 +165,6 @@ def reduced_units(shape: StepShape, costs: StepCosts) -> frozenset[str]:
     reductions = np.flatnonzero(work.kinds == REDUCTION)
     takes_time = costs.of_pieces(work, reductions).seconds > 0
     return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
-
-
-def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> Bools:
-    """Return [num_computed] True for these units' computations, and for all weight gradients except those that wait in `last`."""
-    work = schedule.work
-    is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
-    found: Bools = is_unit[work.computed_stages] | (work.kinds == WEIGHT_GRADIENT)
-    found[last.waiting] = False
-    return found
 
 
 def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_more: int = 0) -> Waits:

@@ -11,7 +11,16 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
-from multimodal.schedule.encoder_ranges import Parts, PlacedParts, Waits, count_fine_pieces, cut_finely, join_parts
+from multimodal.schedule.encoder_ranges import (
+    Parts,
+    PlacedParts,
+    Waits,
+    count_fine_pieces,
+    cut_finely,
+    join_parts,
+    weights_before_forwards,
+    weights_before_last,
+)
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.inside_slots import MOST_COLLECTIVES, NO_CARRIER, PieceCollectives
 from multimodal.schedule.list_schedule import place_reductions
@@ -44,6 +53,30 @@ class Movable(NamedTuple):
     """[num_stages] the most microbatches that movable work may have in flight in a stage; -1 or None: any number."""
     goes_inside: bool = False
     """True if encoders may be cut into segments that run inside the LLM's computations."""
+
+    @classmethod
+    def of(
+        cls,
+        in_line: Schedule,
+        *,
+        units: Collection[str] = (),
+        reduced: Collection[str] = (),
+        llm: str | None = None,
+        num_more: int = 0,
+        limits: Integers | None = None,
+        goes_inside: bool = False,
+    ) -> "Movable":
+        """Return all weight gradients, and these units' computations, as movable work.
+
+        reduced: units whose last weight gradients keep their places (`weights_before_last`); llm, num_more: the unit and the
+        number of `weights_before_forwards`.
+        """
+        work, last = in_line.work, weights_before_last(in_line, reduced)
+        is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
+        fills: Bools = is_unit[work.computed_stages] | (work.kinds == WEIGHT_GRADIENT)
+        fills[last.waiting] = False
+        pairs = zip(weights_before_forwards(in_line, llm, num_more=num_more), last, strict=True)
+        return cls(fills, Waits(*map(np.concatenate, pairs)), limits, goes_inside)
 
 
 @dataclass(frozen=True)
@@ -84,7 +117,8 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
     groups = []
     for group in alike:
-        ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
+        is_cut = fine is not None and bool((fine.parts.counts[fine.piece_of_part[fine.pieces[int(group[0][0])]]] > 1).any())
+        ways = [whole, fine] if fine is not None and is_cut else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
         groups.append((group, min(found, key=lambda filled: filled.lanes.end, default=None)))
     return FilledPipelines(shape, whole, groups)
@@ -144,10 +178,7 @@ class _Filling:
         self.delayed, self.awaited = self.parts.first[waits.waiting], self.parts.first[waits.awaited]
         self._known: dict[int, LanesToFill] = {}
         """First lane -> what to fill, for the first pipeline of each group that `alike_pipelines` found."""
-        self._time(costs, inside, lanes)
-
-    def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
-        """Take durations of computations, delays of messages and waits of work that keeps its order, in nanoseconds."""
+        # Durations of computations, delays of messages and waits of work that keeps its order, in nanoseconds.
         work = self.work
         is_asked = work.kinds != REDUCTION
         if lanes is not None:
@@ -163,19 +194,15 @@ class _Filling:
         self.delays = delays[work.message_of_need]
         """[num_needs] 0 where nothing is sent."""
         keeping = computed[~self.fills[self.piece_of_part[computed]]] if inside else computed[:0]
-        starts, waits = costs.waits(work, keeping)
+        starts, seconds = costs.waits(work, keeping)
         counts = np.zeros(work.num_computed, np.int64)
         counts[keeping] = np.diff(starts)
-        self.wait_starts, self.waits = row_starts(counts), np.floor(waits * _NANOSECONDS).astype(np.int64)
+        self.wait_starts, self.waits = row_starts(counts), np.floor(seconds * _NANOSECONDS).astype(np.int64)
         units = np.array([unit in inside for unit, _, _ in work.stages], bool)
         filling = computed[units[work.computed_stages[computed]]]
         collectives = PieceCollectives.of(work, filling, options=costs.options or MOST_COLLECTIVES)
         self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
         self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
-
-    def has_cut(self, pipeline: Integers) -> bool:
-        """True if a pipeline's encoders are cut."""
-        return bool((self.parts.counts[self.piece_of_part[self.pieces[int(pipeline[0])]]] > 1).any())
 
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
@@ -195,11 +222,8 @@ class _Filling:
             return placed
         counterpart = np.full(self.work.num_computed + 1, NO_CARRIER)
         counterpart[self.pieces[int(source[0])]] = self.pieces[int(target[0])]
-
-        def moved(pieces: Integers) -> Integers:
-            return counterpart[pieces]  # -1 (no carrier) reads the last entry
-
-        return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]
+        # -1 (no carrier) reads the last entry.
+        return [lane._replace(pieces=counterpart[lane.pieces], carriers=counterpart[lane.carriers]) for lane in placed]
 
     def in_order(self, pipeline: Integers) -> list[PlacedParts]:
         """Return the work of a pipeline's lanes in the order of 1F1B."""
@@ -303,8 +327,7 @@ class _Filling:
         is_limited = self.fills[whole] & (limits >= 0)[stage_of_piece]
         parts = pieces - self.parts.first[whole]
         begins = is_limited & (kinds == FORWARD) & (parts == 0)
-        is_last = (kinds == WEIGHT_GRADIENT) | ((kinds == BACKWARD) & (parts == self.parts.counts[whole] - 1))
-        ends = is_limited & is_last
+        ends = is_limited & ((kinds == WEIGHT_GRADIENT) | ((kinds == BACKWARD) & (parts == self.parts.counts[whole] - 1)))
         return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
 
 

@@ -15,7 +15,7 @@ from multimodal.schedule.execute_lanes import UnitCosts
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, NodeKind, simulate_events
 from multimodal.values.action import Place
-from multimodal.values.arrays.rows import Floats, Integers, row_numbers
+from multimodal.values.arrays.rows import Integers, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.timeline import Timeline, TimelineEvent
@@ -250,14 +250,17 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     is_first = np.diff(lanes, prepend=-1) != 0
     is_last = np.diff(lanes, append=num_lanes) != 0
     free_at = np.where(is_first, 0.0, np.concatenate(([0.0], end[:-1]))) if len(nodes) else end
-    gathering = np.clip(np.minimum(_gathered_at(compiled, times)[nodes], start) - free_at, 0.0, None)
+    # When the parameters that each node needs are gathered; 0 if it needs none.
+    gathered_at, owners = np.zeros(arrays.num_nodes), row_numbers(arrays.need_starts)
+    is_collective = arrays.kinds[arrays.needs] == NodeKind.COLLECTIVE
+    np.maximum.at(gathered_at, owners[is_collective], times.end_seconds[arrays.needs[is_collective]])
+    gathering = np.clip(np.minimum(gathered_at[nodes], start) - free_at, 0.0, None)
     waiting = start - free_at - gathering
     computed_at = np.zeros(int(compiled.component_of_lane.max(initial=-1)) + 1)
     np.maximum.at(computed_at, compiled.component_of_lane[lanes], end)
     pipeline_end = computed_at[compiled.component_of_lane[lanes[is_last]]]
     after = float(np.sum(iteration_seconds - pipeline_end))
-    collectives = compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]
-    reduces = bool((compiled.schedule.work.kinds[collectives] == REDUCTION).any())
+    reduces = bool((compiled.schedule.work.kinds[compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]] == REDUCTION).any())
     num_idle_lanes = num_lanes - int(is_last.sum())
     seconds = {
         "dp_all_gather": float(gathering.sum()),
@@ -269,16 +272,6 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     }
     lane_time = num_lanes * iteration_seconds
     return {kind: seconds[kind] / lane_time if lane_time else 0.0 for kind in BUBBLE_KINDS}
-
-
-def _gathered_at(compiled: CompiledSchedule, times: EventTimes) -> Floats:
-    """Return the time at which the parameters that each node needs are gathered; 0 if it needs none."""
-    arrays = compiled.arrays
-    gathered_at = np.zeros(arrays.num_nodes)
-    owners = np.repeat(np.arange(arrays.num_nodes), np.diff(arrays.need_starts))
-    is_collective = arrays.kinds[arrays.needs] == NodeKind.COLLECTIVE
-    np.maximum.at(gathered_at, owners[is_collective], times.end_seconds[arrays.needs[is_collective]])
-    return gathered_at
 
 
 def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:

@@ -41,7 +41,12 @@ def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, opt
     if schedule.has_inside:
         validate_inside(schedule, options=options)
     execution = _check_progress(schedule, before)
-    if schedule.lowered and not _is_in_order(schedule, _moments_of_starts(execution)):
+    if not schedule.lowered:
+        return
+    starts = np.zeros(schedule.work.num_computed, np.int64)
+    starts[execution.event_pieces] = execution.start_seconds
+    sent_at = 2 * starts[schedule.work.message_ends[0]] + 1  # by these moments lanes reach messages right after producers start
+    if not _is_in_order(schedule, np.concatenate((2 * starts, np.repeat(sent_at, 2)))):
         order.check_messages()
         _check_rendezvous(schedule)
 
@@ -62,19 +67,16 @@ class _SlotOrder:
             slots = self.slot_of_piece[pieces]
             return np.where((slots >= 0) & (self.schedule.lane_of_slot[slots] == lanes), slots, -1)
         by_key, ascending = self._keys_of_slots
-        keys = self._keys(pieces, lanes)
+        keys = pieces * self.schedule.num_lanes + lanes
         places = np.minimum(np.searchsorted(ascending, keys), len(ascending) - 1)
         return np.where(ascending[places] == keys, by_key[places], -1)
 
     @cached_property
     def _keys_of_slots(self) -> tuple[Integers, Integers]:
         """The sorted keys of all slots, and the slots in that order."""
-        keys = self._keys(self.schedule.pieces, self.schedule.lane_of_slot)
+        keys = self.schedule.pieces * self.schedule.num_lanes + self.schedule.lane_of_slot
         by_key = np.argsort(keys, kind="stable")
         return by_key, keys[by_key]
-
-    def _keys(self, pieces: Integers, lanes: Integers) -> Integers:
-        return pieces * self.schedule.num_lanes + lanes
 
     def check_missing(self) -> None:
         pieces = np.arange(self.work.num_pieces(lowered=self.schedule.lowered))
@@ -211,14 +213,6 @@ def _messages_wait_for_nothing(schedule: Schedule) -> bool:
     sends = np.flatnonzero(work.resources[pieces] == SEND)
     producers = work.message_ends[0][(pieces[sends] - work.num_computed) // 2]
     return np.array_equal(pieces[last_computed[sends]], producers)
-
-
-def _moments_of_starts(execution: Execution) -> Integers:
-    """Return [num_pieces] moments by which every lane reaches messages right after their producers start."""
-    work = execution.schedule.work
-    starts = np.zeros(work.num_computed, np.int64)
-    starts[execution.event_pieces] = execution.start_seconds
-    return np.concatenate((2 * starts, np.repeat(2 * starts[work.message_ends[0]] + 1, 2)))
 
 
 def _is_in_order(schedule: Schedule, moments: Integers) -> bool:

@@ -238,18 +238,10 @@ class LengthArrays:
     def take(self, samples: Integers) -> "LengthArrays":
         """Select samples, in any order."""
         starts, items = take_rows(self.item_starts, np.arange(len(self.unit_of_item)), samples)
-        return LengthArrays(
-            sample_ids=self.sample_ids[samples],
-            num_text_tokens=self.num_text_tokens[samples],
-            num_target_tokens=self.num_target_tokens[samples],
-            item_starts=starts,
-            unit_of_item=self.unit_of_item[items],
-            num_item_tokens=self.num_item_tokens[items],
-            num_output_tokens=self.num_output_tokens[items],
-            num_llm_tokens=self.num_llm_tokens[items],
-            index_of_item=self.index_of_item[items],
-            units=self.units,
-        )
+        of_samples = ("sample_ids", "num_text_tokens", "num_target_tokens")
+        of_items = ("unit_of_item", "num_item_tokens", "num_output_tokens", "num_llm_tokens", "index_of_item")
+        taken = {name: getattr(self, name)[samples] for name in of_samples}
+        return replace(self, item_starts=starts, **taken, **{name: getattr(self, name)[items] for name in of_items})
 
 
 class LengthBatch(tuple[SampleLengths, ...]):

@@ -180,12 +180,15 @@ class Schedule:
 
         lanes: of the kept slots and of the pieces; numbers: as in `with_inserted`.
         """
-        columns = [self.pieces if numbers is None else numbers[self.pieces], self.modes, self.waits]
-        added = more, np.zeros(len(more), np.uint8), np.full(len(more), NO_WAIT)
-        columns = [
-            np.concatenate((own if kept is None else own[kept], new))[order] for own, new in zip(columns, added, strict=True)
-        ]
-        return Schedule(shape, row_starts(np.bincount(lanes, minlength=self.num_lanes)), *columns, lowered)
+        own, chosen = self.pieces if numbers is None else numbers[self.pieces], slice(None) if kept is None else kept
+        return Schedule(
+            shape,
+            row_starts(np.bincount(lanes, minlength=self.num_lanes)),
+            np.concatenate((own[chosen], more))[order],
+            np.concatenate((self.modes[chosen], np.zeros(len(more), np.uint8)))[order],
+            np.concatenate((self.waits[chosen], np.full(len(more), NO_WAIT)))[order],
+            lowered,
+        )
 
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
         """Return a schedule of the same shape and dialect with other slots; the cuts of the shape are read from them."""

@@ -12,7 +12,7 @@ from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPl
 from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.parts.cuts import UNCUT, Cuts, StageKey
+from multimodal.values.parts.cuts import UNCUT, Cuts, ReplicaKey, StageKey
 from multimodal.values.plan import Plan
 
 
@@ -63,11 +63,16 @@ class StepShape:
         """Return this shape with other cuts; this very one if they are its own."""
         return self if self.cuts is cuts or self.cuts == cuts else replace(self, cuts=cuts)
 
-    def replica_routes(self, source: str, target: str) -> list[list[int]]:
-        """Return the pairs of a source replica and a target replica that routes connect, each once."""
-        counts = (self.counts[unit] for unit in (source, target))
-        ends = (each.replica_of_microbatch[ends] for each, ends in zip(counts, self.routes.of_edge(source, target), strict=True))
-        return np.unique(np.column_stack(tuple(ends)), axis=0).tolist()
+    @cached_property
+    def linked_replicas(self) -> list[tuple[ReplicaKey, ReplicaKey]]:
+        """The pairs of a source replica and a target replica that routes connect, each once, edge by edge."""
+        found: list[tuple[ReplicaKey, ReplicaKey]] = []
+        for edge in self.graph.edges:
+            routes = zip(edge, self.routes.of_edge(*edge), strict=True)
+            replicas = [self.counts[unit].replica_of_microbatch[ends] for unit, ends in routes]
+            pairs = np.unique(np.column_stack(replicas), axis=0).tolist()
+            found += [((edge[0], given), (edge[1], taken)) for given, taken in pairs]
+        return found
 
     @cached_property
     def _need_of_layers(self) -> Callable[[str, range], BackwardNeed]:

@@ -11,7 +11,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.plan.plans_of_sizes import build_unit_plan as grid_of
-from multimodal.schedule.align_replicas import exchanges_tokens
+from multimodal.schedule.align_replicas import EXCHANGES
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.inside_slots import InsideSlots
@@ -98,7 +98,7 @@ def test_replicas_that_share_experts_begin_together(ranks: RankPool) -> None:
     ((timeline,), *_) = ranks.run(_emulate, EmulatedRun(schedule, placed, LateCosts(), num_iterations=1), world_size=4)
     together = defaultdict(list)
     for event in timeline.events:
-        if _is_computation(event.action) and exchanges_tokens(event.action):
+        if _is_computation(event.action) and event.action.kind in EXCHANGES:
             together[event.action._replace(replica=0)].append(event)
     assert len(together) == 8 and all(len(events) == 2 for events in together.values())
     for events in together.values():

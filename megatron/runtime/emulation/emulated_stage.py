@@ -24,7 +24,7 @@ from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import StageSegments, UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
-from multimodal.schedule.align_replicas import exchanges_tokens
+from multimodal.schedule.align_replicas import EXCHANGES
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.parts.cuts import SegmentCut
@@ -144,7 +144,7 @@ class EmulatedStage(UnitStage):
         Replicas that share experts begin together: they would wait for each other in every layer, and all take equally long.
         """
         cost = self._cost(action)
-        if self._meets_replicas and exchanges_tokens(action):
+        if self._meets_replicas and action.kind in EXCHANGES:
             dist.barrier(group=self.groups.ep)
         if not self.waits.are_filled:
             wait(fraction * cost.seconds)

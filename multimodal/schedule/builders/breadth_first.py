@@ -3,13 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.arrays.rows import Integers, integers
-from multimodal.values.parts.cuts import StageKey
+from multimodal.values.parts.cuts import ReplicaKey, StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -42,40 +41,27 @@ def build_breadth_first(shape: StepShape) -> Schedule:
 
 def _rank(work: StepWork, *, shape: StepShape) -> tuple[Integers, ...]:
     """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
-    rounds, served = pipeline_rounds(shape), served_microbatches(shape)
+    (before, after), served = pipeline_rounds(shape), served_microbatches(shape)
     # The first and the last of the LLM's microbatches that each piece's microbatch is linked to.
     first, last = (work.pieces.of_microbatches({unit: ends[end] for unit, ends in served.items()}) for end in (0, 1))
     unit = work.pieces.unit_of_stage[work.computed_stages]
     stage = work.pieces.index_of_stage[work.computed_stages]
     is_forward = work.kinds == FORWARD
     is_upstream = unit < shape.graph.unit_names.index(shape.graph.backbone.name)
-    after, before = (
-        integers(of_stage.get(key, 0) for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)
+    of_rounds = np.where(
+        is_forward, *(integers(rounds.get(key, 0) for key in work.stages)[work.computed_stages] for rounds in (after, before))
     )
     progress = np.where(is_forward, -1, 1)
     return (
-        -np.where(is_forward, after, before),
+        -of_rounds,
         np.where(is_forward == is_upstream, first, last),
         progress * unit,
         progress * stage,
     )
 
 
-_ReplicaKey = tuple[str, int]
-"""(unit, replica)."""
-
-
-class PipelineRounds(NamedTuple):
-    """Rounds through the lanes, counted along the longest path through a stage."""
-
-    before: Mapping[StageKey, int]
-    """Rounds from the beginning of the graph to the stage, without the stage's own."""
-    after: Mapping[StageKey, int]
-    """Rounds from the stage to the end of the graph, without the stage's own."""
-
-
-def pipeline_rounds(shape: StepShape) -> PipelineRounds:
-    """Count the rounds of every virtual stage.
+def pipeline_rounds(shape: StepShape) -> tuple[Mapping[StageKey, int], Mapping[StageKey, int]]:
+    """Count the rounds before every virtual stage and behind it, along the longest path through it and without its own.
 
     Consecutive stages of a unit form one round until a physical stage comes up a second time; so with ranges dealt in turn, range
     c of every stage is round c. Different units are different rounds, unless a replica ends in the lanes in which the next one
@@ -88,14 +74,10 @@ def pipeline_rounds(shape: StepShape) -> PipelineRounds:
         for index, replica in enumerate(plan.units[unit].replicas)
     }
     num_rounds = {replica: rounds[-1] + 1 for replica, rounds in own.items()}
-    routes = [
-        ((source, given), (target, taken))
-        for source, target in shape.graph.edges
-        for given, taken in shape.replica_routes(source, target)
-    ]
+    routes = shape.linked_replicas
     partners = Counter(end for source, target in routes for end in ((source, target[0]), (target, source[0])))
 
-    def joins(source: _ReplicaKey, target: _ReplicaKey) -> bool:
+    def joins(source: ReplicaKey, target: ReplicaKey) -> bool:
         """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
         last = plan.units[source[0]].num_stages_of(source[1]) - 1
         is_alone = partners[source, target[0]] == partners[target, source[0]] == 1
@@ -107,9 +89,9 @@ def pipeline_rounds(shape: StepShape) -> PipelineRounds:
     for source, target in sorted(routes, key=lambda route: -place(route[1][0])):
         after[source] = max(after[source], after[target] + num_rounds[target] - joins(source, target))
     stages = [(replica, stage, index) for replica, rounds in own.items() for stage, index in enumerate(rounds)]
-    return PipelineRounds(
-        before={(*replica, stage): before[replica] + index for replica, stage, index in stages},
-        after={(*replica, stage): after[replica] + num_rounds[replica] - 1 - index for replica, stage, index in stages},
+    return (
+        {(*replica, stage): before[replica] + index for replica, stage, index in stages},
+        {(*replica, stage): after[replica] + num_rounds[replica] - 1 - index for replica, stage, index in stages},
     )
 
 
@@ -147,11 +129,10 @@ def served_microbatches(shape: StepShape) -> Served:
     return served
 
 
-_Linked = tuple[tuple[Integers, Integers], Integers, Integers]
-"""The span of another unit's microbatches, and the two ends of routes: this unit's and the other unit's."""
-
-
-def _span(shape: StepShape, unit: str, linked: Sequence[_Linked]) -> tuple[Integers, Integers]:
+def _span(
+    shape: StepShape, unit: str, linked: Sequence[tuple[tuple[Integers, Integers], Integers, Integers]]
+) -> tuple[Integers, Integers]:
+    """Return a unit's span; linked: spans of other units, and the two ends of routes, this unit's and the other unit's."""
     own = shape.counts[unit].index_in_replica
     firsts, lasts = np.full(len(own), np.iinfo(np.int64).max), np.full(len(own), -1)
     for (first, last), here, there in linked:

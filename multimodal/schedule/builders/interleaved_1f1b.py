@@ -3,7 +3,7 @@
 A unit's order in each of its stages has a closed form over chunks and microbatches. Interleaved ZB splits its backwards.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import takewhile
 from operator import add
@@ -13,13 +13,7 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.one_f_one_b import MEMORY_SHARE, Depths, forward_floors, microbatch_spans, stage_limits
-from multimodal.schedule.encoder_ranges import (
-    fills_of,
-    reduced_units,
-    split_in_line,
-    weights_before_forwards,
-    weights_before_last,
-)
+from multimodal.schedule.encoder_ranges import reduced_units, split_in_line
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action
@@ -186,7 +180,7 @@ def _chain_orders(shape: StepShape) -> Iterator[Integers]:
     if len(chains) < len(replicas):
         return
     numbers = step_work(shape).computed_numbers
-    for replica, positions in enumerate(chain for chain in chains if chain is not None):
+    for replica, positions in enumerate(chain for chain in chains if chain):
         num_lanes = len({plan.lanes_of_stage(unit, replica, stage) for position in positions for unit, stage in position})
         sizes_of_lane = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
         num_microbatches = shape.num_microbatches(graph.backbone.name, replica)
@@ -222,15 +216,11 @@ def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Pos
     """Return the virtual stages of units, upstream first, as one chain dealt to one grid of lanes in turn; else None."""
     if any(replica >= plan.units[name].data_parallel_size for name in units):
         return None
-    places = [
-        (name, stage.index, lanes)
-        for name in units
-        for stage in plan.units[name].replicas[replica].virtual_stages
-        for lanes in [plan.lanes_of_stage(name, replica, stage.index)]
-    ]
     lanes_in_turn: list[int] = []
     positions: list[list[tuple[str, int]]] = []
-    for unit, stage, lanes in places:
+    stages = ((name, stage.index) for name in units for stage in plan.units[name].replicas[replica].virtual_stages)
+    for unit, stage in stages:
+        lanes = plan.lanes_of_stage(unit, replica, stage)
         if len(lanes) > 1:
             return None
         if not positions or lanes[0] != lanes_in_turn[-1]:
@@ -272,25 +262,17 @@ def build_interleaved_zb(shape: StepShape, costs: StepCosts) -> Schedule:
     schedule is interleaved 1F1B.
     """
     in_line = build_interleaved_1f1b(shape)
-    best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
+    best = fill_pipelines(in_line, costs, Movable.of(in_line))
     if shape.forward_only:
         return best.schedule
     split, reduced = split_in_line(in_line, shape.graph.unit_names), reduced_units(shape, costs)
     room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(in_line.num_lanes)])
     for num_more in MORE_IN_FLIGHT:
-        filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))
-        if filled.end >= (1 - _LEAST_GAIN) * best.end:
-            break
-        if (_most_kept(filled.schedule, costs) > room).any():
+        filled = fill_pipelines(split, costs, Movable.of(split, reduced=reduced, num_more=num_more))
+        if filled.end >= (1 - _LEAST_GAIN) * best.end or (_most_kept(filled.schedule, costs) > room).any():
             break
         best = filled
     return best.schedule
-
-
-def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Movable:
-    """Return the weight gradients as movable work; lanes may keep `num_more` microbatches more than in the given order."""
-    last = weights_before_last(in_line, reduced)
-    return Movable(fills_of(in_line, (), last), weights_before_forwards(in_line, num_more=num_more).joined(last))
 
 
 def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:

@@ -6,7 +6,6 @@ Pipeline Parallelism. Where there is memory, forwards may run ahead.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import floor, isinf
 
 import numpy as np
 
@@ -188,7 +187,7 @@ def build_within_memory(
     room = factors_within_memory(shape, limits, costs=costs)
     best, shortest = float("inf"), None
     for most in sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED}):
-        schedule = build(lambda stage, limit, most=most: floor(min(most, room[stage]) * limit))  # type: ignore[misc]
+        schedule = build(lambda stage, limit, most=most: math.floor(min(most, room[stage]) * limit))  # type: ignore[misc]
         seconds = costs.of_pieces(schedule.work, np.arange(schedule.work.num_computed)).seconds
         duration = execute_lanes(schedule, seconds=seconds).duration_seconds
         if shortest is None or duration < best:
@@ -204,7 +203,7 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
     fullest of their lanes allows, since others would only wait. 1 if even the limits do not fit; the largest factor if costs know
     no memory (`StepCosts.memory_bytes`). O(microbatches x stages log).
     """
-    if isinf(costs.memory_bytes):
+    if math.isinf(costs.memory_bytes):
         return dict.fromkeys(shape.stages, FACTORS[-1])
     needed = np.zeros((len(shape.plan.lanes), len(FACTORS)))
     for stage, kept in kept_by_stage(shape, costs):
@@ -213,7 +212,11 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
         needed[list(shape.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
     room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(len(needed))])
     of_lane = np.maximum(np.count_nonzero(needed <= room[:, None], axis=1) - 1, 0)
-    groups = _exchanging_replicas(shape)
+    # Replicas between which samples travel, directly or not, share a group.
+    numbers = {replica: number for number, replica in enumerate(dict.fromkeys(stage[:2] for stage in shape.stages))}
+    ends = np.array([[numbers[end] for end in pair] for pair in shape.linked_replicas], np.int64).reshape(-1, 2)
+    of_replicas = linked_groups((ends[:, 0], ends[:, 1]), len(numbers)).tolist()
+    groups = {replica: of_replicas[number] for replica, number in numbers.items()}
     least: dict[int, int] = {}
     for stage in shape.stages:
         group = groups[stage[:2]]
@@ -229,16 +232,3 @@ def kept_by_stage(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey
     order = np.argsort(stages, kind="stable")
     numbers, starts = np.unique(stages[order], return_index=True)
     yield from zip((work.stages[number] for number in numbers.tolist()), np.split(kept[order], starts[1:]), strict=True)
-
-
-def _exchanging_replicas(shape: StepShape) -> dict[tuple[str, int], int]:
-    """Return a group number for each (unit, replica): replicas between which samples travel, directly or not, share one."""
-    numbers = {place: number for number, place in enumerate(dict.fromkeys(stage[:2] for stage in shape.stages))}
-    pairs = [
-        (numbers[source, given], numbers[target, taken])
-        for source, target in shape.graph.edges
-        for given, taken in shape.replica_routes(source, target)
-    ]
-    ends = np.array(pairs, np.int64).reshape(-1, 2)
-    groups = linked_groups((ends[:, 0], ends[:, 1]), len(numbers))
-    return {place: int(groups[number]) for place, number in numbers.items()}

@@ -2,20 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from functools import partial
 
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import MEMORY_SHARE, build_one_f_one_b, kept_by_stage
-from multimodal.schedule.encoder_ranges import (
-    fills_of,
-    reduced_units,
-    split_in_line,
-    weights_before_forwards,
-    weights_before_last,
-)
+from multimodal.schedule.encoder_ranges import reduced_units, split_in_line
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageKey
@@ -40,21 +34,16 @@ def build_optimus(
     as the LLM's stages keep no more than without (`weights_before_forwards`): with those of all units, or of all but the encoders
     on the LLM's ranks, which can then run in ranges of segments.
     """
-    interleaves = is_interleaved(shape.plan.units[shape.graph.backbone.name])
-    in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(shape)
+    llm = shape.graph.backbone.name
+    in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
     limits = _encoder_limits(shape, costs, memory_factor)
+    others = [unit for unit in shape.graph.unit_names if unit != llm]
+    movable = partial(Movable.of, units=others, llm=llm, limits=limits, goes_inside=True)
     if not splits_backwards or shape.forward_only:
-        return fill_pipelines(in_line, costs, _movable(in_line, (), limits)).schedule
+        return fill_pipelines(in_line, costs, movable(in_line)).schedule
     reduced, lines = reduced_units(shape, costs), [split_in_line(in_line, units) for units in _ways_to_split(shape)]
-    found = (fill_pipelines(line, costs, _movable(line, reduced, limits)) for line in lines)
+    found = (fill_pipelines(line, costs, movable(line, reduced=reduced)) for line in lines)
     return min(found, key=lambda filled: filled.end).schedule
-
-
-def _movable(in_line: Schedule, reduced: Collection[str], limits: Integers) -> Movable:
-    """Return all computations but the LLM's forwards and backwards as movable work."""
-    llm, last = in_line.shape.graph.backbone.name, weights_before_last(in_line, reduced)
-    fills = fills_of(in_line, [unit for unit in in_line.shape.graph.unit_names if unit != llm], last)
-    return Movable(fills, weights_before_forwards(in_line, llm).joined(last), limits, goes_inside=True)
 
 
 def _ways_to_split(shape: StepShape) -> list[list[str]]:

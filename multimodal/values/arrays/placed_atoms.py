@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multimodal.values.arrays.microbatches import CountedMicrobatches
-from multimodal.values.arrays.rows import Integers, integers, row_numbers, row_starts
+from multimodal.values.arrays.rows import Integers, integers, row_numbers, row_starts, take_rows
 
 
 class Atom(NamedTuple):
@@ -86,6 +86,11 @@ class PlacedAtoms(CountedMicrobatches):
         atoms = slice(int(self.atom_starts[number]), int(self.atom_starts[number + 1]))
         columns = self.sample_ids[atoms].tolist(), self.item_indices[atoms].tolist()
         return tuple(map(Atom._make, zip(*columns, strict=True)))
+
+    def rearranged(self, order: Integers, microbatch_starts: Integers) -> "PlacedAtoms":
+        """Return these microbatches, by number, in another order, and dealt to the replicas by it."""
+        starts, atoms = take_rows(self.atom_starts, np.arange(len(self.sample_ids)), order)
+        return PlacedAtoms(self.sample_ids[atoms], self.item_indices[atoms], starts, microbatch_starts)
 
     def with_samples(self, sample_ids: Integers) -> "PlacedAtoms":
         """Return the places of these samples alone; microbatches that end up empty are left out."""

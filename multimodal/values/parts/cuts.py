@@ -9,6 +9,8 @@ from multimodal.values.action import Coverage, Place, SampleSubset, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 
+ReplicaKey = tuple[str, int]
+"""(unit, replica)."""
 StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
 
