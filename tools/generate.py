@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
         else:
             held_out = flags.held_out is not None
             answering = _held_out(session, flags) if held_out else open_answering(session, model, flags.jsonl)
-            _answer_all(answering, num=flags.held_out or len(answering), options=options, output=flags.output)
+            _answer_all(answering, num=flags.held_out or len(answering.source), options=options, output=flags.output)
 
 
 def _making_options(flags: Any) -> dict[str, Any] | None:
@@ -166,7 +166,7 @@ def _held_out(session: "Session", flags: Any) -> "Answering":
 
 def _answer_all(answering: "Answering", *, num: int, options: Mapping[str, Any], output: Path | None) -> None:
     lines, num_right = [], 0
-    for index in range(min(num, len(answering))):
+    for index in range(min(num, len(answering.source))):
         said, expected = answering.answer(index, **options), answering.expected(index)
         lines.append(json.dumps({"index": index, "answer": said, "expected": expected}, ensure_ascii=False) + "\n")
         num_right += said == expected

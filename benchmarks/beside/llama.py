@@ -30,7 +30,7 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from megatron.runtime.execution.step_inputs import StepInputs
+from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.training.trainer import Trainer
 from multimodal.values.assignment import MicrobatchPlace
 from pretrain_mllm import main as train

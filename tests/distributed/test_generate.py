@@ -88,7 +88,7 @@ def assert_next_tokens(graph: ModelGraph, questions: Path, *, answers: list[str]
         answering = open_answering(session, model, questions)
         for index, expected in enumerate(answers):
             assert answering.expected(index) == expected
-            question, whole = answering.question(index), answering._source.text(index)
+            question, whole = answering.question(index), answering.source.text(index)
             learnt = torch.from_numpy(whole.is_target).nonzero()[:, 0]
             together = forward_logits(answering, index)[-len(question.answer) :]
             before, items = answering._inputs(index, num_tokens=len(question.token_ids))

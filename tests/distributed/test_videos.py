@@ -125,15 +125,15 @@ def test_a_sample_with_a_video_is_what_transformers_make_of_it(
     with open_model(folder, is_hugging_face=True, dtype=torch.float64) as (session, stored):
         answering = open_answering(session, stored, tmp_path / "data.jsonl", num_frames=6)
         expected = Theirs(folder, session.graph, kind, messages, clip, image)
-        text = answering._source.text(0)
+        text = answering.source.text(0)
         assert text.token_ids.tolist() == expected.ids[0].tolist()
         given = expected.given | (expected.timed if name == "qwen2.5-vl" else {})
         vision = session.graph.unit("vision").image
-        packed = pack_language_microbatch([Atom(0)], source=answering._source, images={"vision": vision})
+        packed = pack_language_microbatch([Atom(0)], source=answering.source, images={"vision": vision})
         wanted = {key: value for key, value in given.items() if not key.startswith("pixel")}
         positions, _ = model.model.get_rope_index(expected.ids, **wanted)
         assert torch.equal(packed.position_ids, positions[:, 0].t())
-        items = [answering._source.item(0, index).patches for index in range(len(text.item_starts))]
+        items = [answering.source.item(0, index).patches for index in range(len(text.item_starts))]
         pixels = normalised_patches(torch.from_numpy(np.concatenate(items)), vision).double()
         sizes = [len(given[key]) for key in PIXELS]
         torch.testing.assert_close(pixels, torch.cat([given[key] for key in PIXELS]), rtol=0, atol=1e-6)

@@ -23,7 +23,6 @@ from megatron.runtime.checkpoint.folder import complete_partial, open_partial, p
 from megatron.runtime.checkpoint.manifest import (
     Manifest,
     capture_random_state,
-    check_dtype,
     check_model,
     read_newest,
     restore_random_state,
@@ -253,13 +252,10 @@ def load_checkpoint(
     Raises CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with
     `load_optimizer`) precision.
     """
-    dtype = _dtype(session) if load_optimizer else None
 
     def find() -> tuple[Path, Manifest]:
         path, manifest = read_newest(folder)
-        check_model(path, manifest, graph=session.graph)
-        if dtype is not None:
-            check_dtype(path, manifest, dtype=dtype)
+        check_model(path, manifest, graph=session.graph, dtype=_dtype(session) if load_optimizer else None)
         if check_run is not None:
             check_run(path, manifest.run_state)
         return path, manifest

@@ -77,8 +77,11 @@ def read_newest(folder: Path) -> tuple[Path, Manifest]:
     return path, manifest
 
 
-def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
-    """Raise CheckpointError with the first difference if the checkpoint is of another model than `graph`."""
+def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph, dtype: str | None = None) -> None:
+    """Raise CheckpointError with the first difference if the checkpoint is of another model than `graph`.
+
+    dtype: of the run that loads its optimizer's state, which must be the same; None: it loads none.
+    """
     try:
         saved = ModelGraph.from_dict(manifest.model)
     except Exception as problem:  # the content may be anything
@@ -91,11 +94,7 @@ def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
         raise CheckpointError(
             f"{path} is of another model: {difference}; pass the model file that it was trained with, or another folder to --load"
         )
-
-
-def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
-    """Raise CheckpointError if optimizer state would be loaded into a run of another precision."""
-    if manifest.dtype != dtype:
+    if dtype not in (None, manifest.dtype):
         raise CheckpointError(
             f"{path}: it was trained with --dtype {manifest.dtype}, this run has {dtype}, whose optimizer keeps other numbers; "
             f"use --dtype {manifest.dtype}, or take over the weights alone with --no-load-optim"

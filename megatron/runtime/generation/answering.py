@@ -39,7 +39,6 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ConfigError, DataError, require_package
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
 
 
 class _Known(NamedTuple):
@@ -133,7 +132,7 @@ class Answering:
     """A model, and the samples whose questions it answers."""
 
     def __init__(self, session: Session, source: SampleSource, tokenizer: Tokenizer) -> None:
-        self._session, self._source, self.tokenizer, self.graph = session, source, tokenizer, session.graph
+        self._session, self.source, self.tokenizer, self.graph = session, source, tokenizer, session.graph
         self._backbone = session.stages[session.graph.backbone.name, 0]
         batches = GlobalBatches((DataPart(len(source)),), 1, seed=0, shuffle=False)
         self._planner = StepPlanner(
@@ -144,17 +143,9 @@ class Answering:
             options=StepOptions(session.schedules(forward_only=True), rank=0),
         )
 
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self._source)
-
-    def lengths(self, index: int) -> SampleLengths:
-        """Return the lengths of a sample."""
-        return self._source.lengths(index)
-
     def question(self, index: int) -> Question:
         """Return the tokens before and in the last answer of a sample; raises DataError if nothing in it is an answer."""
-        text = self._source.text(index)
+        text = self.source.text(index)
         learnt = text.is_target.nonzero()[0].tolist()
         if not learnt:
             raise DataError(f"sample {index}: nothing in it is an answer; give it a user's and an assistant's turn")

@@ -121,7 +121,7 @@ def _image_size(unit: Unit, size: tuple[int, int] | None) -> tuple[int, int]:
 def made_in(answering: Answering, index: int) -> list[str]:
     """Return the generators whose images or sound are in a sample, each once."""
     made = {unit.name for unit in answering.graph.generators if unit.image is not None}
-    return [*dict.fromkeys(item.unit for item in answering.lengths(index).items if item.unit in made)]
+    return [*dict.fromkeys(item.unit for item in answering.source.lengths(index).items if item.unit in made)]
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         with open_model(checkpoint, is_hugging_face=False) as (session, model):
             answering = open_answering(session, model, Path(prompts))
-            for index in range(len(answering)):
+            for index in range(len(answering.source)):
                 asked = answering.asked(index).strip()
                 units = made_in(answering, index)
                 for unit in units:

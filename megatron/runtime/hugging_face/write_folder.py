@@ -87,7 +87,17 @@ def _open_partial(folder: Path, layout: FileLayout) -> Path:
 def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None:
     """Write this rank's part. A failure is raised at the end, since other ranks wait for this one's columns."""
     problem: OSError | None = None
-    with _OpenFiles(partial) as files:
+    descriptors: dict[str, int] = {}
+    with ExitStack() as files:
+
+        def write(name: str, content: memoryview, position: int) -> None:
+            if name not in descriptors:
+                descriptors[name] = os.open(partial / name, os.O_WRONLY)
+                files.callback(os.close, descriptors[name])
+            while content:
+                count = os.pwrite(descriptors[name], content, position)
+                content, position = content[count:], position + count
+
         for tensor in tensors:
             try:
                 for part in parts_of(tensor, export.names) if problem is None else ():
@@ -95,7 +105,7 @@ def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None
                     values = part.piece.values.narrow(0, part.first_row, len(part.rows)).to(place.dtype)
                     is_whole = len(part.columns) == place.row_size
                     for row, content in zip(part.rows, [values] if is_whole else values, strict=False):
-                        _write_at(files.descriptor(place.file), bytes_of(content), place.position(row, part.columns.start))
+                        write(place.file, bytes_of(content), place.position(row, part.columns.start))
             except OSError as failure:
                 problem = failure
         if problem is not None:
@@ -106,31 +116,9 @@ def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None
             with WeightFiles(export.like) as source:
                 for key in unused:
                     place = export.layout.weights[key]
-                    _write_at(files.descriptor(place.file), bytes_of(source.read_whole(key)), place.start)
-        for descriptor in files.descriptors.values():
+                    write(place.file, bytes_of(source.read_whole(key)), place.start)
+        for descriptor in descriptors.values():
             os.fsync(descriptor)
-
-
-class _OpenFiles(ExitStack):
-    """The files of a folder that this rank writes into, open until the end of a `with`."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-        self.descriptors: dict[str, int] = {}
-
-    def descriptor(self, name: str) -> int:
-        """Return the descriptor of a file."""
-        if name not in self.descriptors:
-            self.descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
-            self.callback(os.close, self.descriptors[name])
-        return self.descriptors[name]
-
-
-def _write_at(descriptor: int, content: memoryview, position: int) -> None:
-    while content:
-        count = os.pwrite(descriptor, content, position)
-        content, position = content[count:], position + count
 
 
 def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[HeldTensor]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.rearrange_nodes import NodeBytes
@@ -49,46 +48,32 @@ class BalanceMean:
     """The mean of the steps since the last report, since a single step's balance says little."""
 
     def __init__(self) -> None:
-        self._start_anew()
-
-    def _start_anew(self) -> None:
-        self._first_step = self._last_step = self._num_steps = 0
-        self._wait_ms = 0.0
-        self._node_bytes: NDArray[np.float64] | None = None
-        self._predicted = np.zeros(2)
-        self._sums: dict[str, NDArray[np.float64]] = {}
+        self._steps: list[tuple[int, BalanceReport]] = []
 
     def add(self, number: int, report: BalanceReport) -> None:
         """Add a step."""
-        if not report.imbalance_after:
-            return
-        self._first_step, self._last_step = self._first_step or number, number
-        self._num_steps += 1
-        self._wait_ms += report.assign_wait_ms
-        if report.node_bytes is not None:
-            self._node_bytes = np.array(report.node_bytes) + (0.0 if self._node_bytes is None else self._node_bytes)
-        self._predicted += np.array(report.predicted_seconds or (0.0, 0.0))
-        for unit, after in report.imbalance_after.items():
-            both = np.array([report.imbalance_before[unit], after])
-            self._sums[unit] = self._sums.get(unit, 0.0) + both
+        if report.imbalance_after:
+            self._steps.append((number, report))
 
     def tell(self) -> str | None:
         """Return one line in words and start again; None if no step was added."""
-        if not self._num_steps:
+        if not self._steps:
             return None
-        steps = "-".join(map(str, dict.fromkeys((self._first_step, self._last_step))))
-        wait_ms = self._wait_ms / self._num_steps
-        means = {unit: [Imbalance(*each) for each in total / self._num_steps] for unit, total in self._sums.items()}
-        units = [f"{unit}: {_describe(before, after)}" for unit, (before, after) in means.items()]
-        waited = [f"waited {wait_ms:.0f} ms a step for data"] if wait_ms >= 0.5 else []
-        if self._predicted[0]:
-            share = self._predicted[1] / self._predicted[0]
-            waited = [f"step predicted to take {share:.2f}x as long as without balancing", *waited]
-        if self._node_bytes is not None:
-            before, after = self._node_bytes / self._num_steps / 1e6
-            waited = [f"{after:.3g} MB a step between nodes (before rearrangement {before:.3g} MB)", *waited]
-        self._start_anew()
-        return f"balance of step {steps}: {'; '.join([*units, *waited])}"
+        numbers, reports = zip(*self._steps, strict=True)
+        self._steps.clear()
+        said = []
+        for unit in reports[-1].imbalance_after:
+            before, after = np.mean([(each.imbalance_before[unit], each.imbalance_after[unit]) for each in reports], axis=0)
+            said.append(f"{unit}: {_describe(Imbalance(*before), Imbalance(*after))}")
+        if node_bytes := [each.node_bytes for each in reports if each.node_bytes is not None]:
+            before, after = np.sum(node_bytes, axis=0) / len(reports) / 1e6
+            said.append(f"{after:.3g} MB a step between nodes (before rearrangement {before:.3g} MB)")
+        before, after = np.sum([each.predicted_seconds or (0.0, 0.0) for each in reports], axis=0)
+        if before:
+            said.append(f"step predicted to take {after / before:.2f}x as long as without balancing")
+        if (wait_ms := float(np.mean([each.assign_wait_ms for each in reports]))) >= 0.5:
+            said.append(f"waited {wait_ms:.0f} ms a step for data")
+        return f"balance of step {'-'.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))}: {'; '.join(said)}"
 
 
 def _describe(before: Imbalance, after: Imbalance) -> str:

@@ -11,7 +11,7 @@ import torch
 from megatron.runtime.execution import step_messages
 from megatron.runtime.execution.activation_store import ActivationStore
 from megatron.runtime.execution.running_step import RunningStep
-from megatron.runtime.execution.step_inputs import StepInputs
+from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.feed import step_planner
 from megatron.runtime.gradients import gradients
 from megatron.runtime.gradients.gradients import UnitGradients

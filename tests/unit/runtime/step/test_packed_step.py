@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.runtime.execution.step_inputs import StepInputs
+from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.step.step import ROUTES, FoldedLengths, Step
 from megatron.runtime.step.token_placement import WHOLE, ContextSharing
