@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -175,9 +176,9 @@ class Trainer:
         means = [split["compute"], split["communication"], split["waiting"], end - done.end]
         largest = [end - done.start, float(result.peak_activation_bytes), float(platform.memory_bytes())]
         if not is_alone:
-            means = [total / dist.get_world_size() for total in self._sum(means)]
-            largest = self._reduce(largest, dist.ReduceOp.MAX)
-            (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
+            ranks = self._gather([*means, expert_losses, *largest])
+            means, largest = [fmean(values) for values in ranks[:4]], [max(values) for values in ranks[5:]]
+            expert_losses = sum(ranks[4])
         step_seconds, peak_bytes, memory_bytes = largest
         flops = step.flops or step_flops(step.graph, tuple(step.lengths.values()), vocab_size=self.session.options.vocab_size)
         num_moe_layers = sum(map(step.graph.backbone.layers.count, MOE_KINDS))
@@ -205,18 +206,19 @@ class Trainer:
 
     def gather_compute_seconds(self) -> list[float]:
         """Return the computing time of each rank in the last step."""
-        own = torch.tensor([self._compute_seconds], dtype=torch.float64, device=platform.device())
-        seconds = own.new_empty(dist.get_world_size())
-        all_gather_single(seconds, own)
-        return list(seconds.tolist())
+        return self._gather([self._compute_seconds])[0]
 
     def _sum(self, values: list[float]) -> list[float]:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
-        dist.all_reduce(tensor, op=operation)
+        dist.all_reduce(tensor)
         return list(tensor.tolist())
+
+    def _gather(self, values: list[float]) -> list[list[float]]:
+        """Return, for each value, those of all ranks."""
+        own = torch.tensor(values, dtype=torch.float64, device=platform.device())
+        gathered = own.new_empty(dist.get_world_size() * len(values))
+        all_gather_single(gathered, own)
+        return list(gathered.view(-1, len(values)).T.tolist())
 
 
 class _Scheduler(OptimizerParamScheduler):
