@@ -255,20 +255,34 @@ class Conversion:
                 self.note(section, name, re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer))
 
     def check(self, folder: Path) -> None:
-        """Write config.yaml such that the run's own parser takes it; what remains is reported."""
+        """Write config.yaml such that the run's own parser takes it, but for what is reported as left to do."""
+        aside: dict[str, Any] = {}
         for _ in range(_MOST_CHECKS):
             write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config})
             try:
                 parse_arguments(["--config", str(folder / "config.yaml")], environ={"WORLD_SIZE": str(self.world_size)})
-                return
+                break
             except BraidError as problem:
-                message = str(problem)
-                ignored = re.search(r"--([\w-]+)(?: \S+)? would be ignored", message)
-                if ignored is None or self.config.pop(ignored[1], None) is None:
-                    self.report[TO_DO].append(message.replace(f"{folder}/", ""))
-                    return
-                self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{ignored[1]}\b(?!-)", line)]
-                self.note(NOT_NEEDED, ignored[1], message.partition("would be ignored: ")[2])
+                message = str(problem).replace(f"{folder}/", "")
+                named = re.search(r"(?:^|: )--([\w-]+)|--([\w-]+)(?: \S+)? would be ignored", message)
+                name = "" if named is None else named[1] or named[2]
+                if name not in self.config:
+                    self.report[TO_DO].append(message)
+                    break
+                value = self.config.pop(name)
+                if any(f"--{each}" in message for each in aside):
+                    aside[name] = value
+                elif "would be ignored" in message:
+                    self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{name}\b(?!-)", line)]
+                    self.note(NOT_NEEDED, name, message.partition("would be ignored: ")[2])
+                elif value is True and "expects one value" in message:
+                    aside[name] = None
+                    self.report[TO_DO].append(f"--{name} has no value in the script; set it")
+                else:
+                    aside[name] = value
+                    self.report[TO_DO].append(message)
+        kept = {name: value for name, value in aside.items() if value is not None}
+        write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config, **kept})
 
 
 def _ranks(sizes: Mapping[str, int]) -> int:
@@ -300,7 +314,7 @@ def main(argv: Sequence[str]) -> None:
     parser = build_parser()
     flags = parser.parse_intermixed_args(argv) if "--" not in argv else parser.parse_args(argv)
     command = read_command(flags.words)
-    if re.search(r"generation|inference", command.program):
+    if re.search(r"generation|inference|generate|tasks/", command.program):
         raise ConfigError(f"{command.program} answers, and does not train; see tools/generate.py and docs/generate.md")
     if found := re.search(r"pretrain_(bert|ict|retro|t5|mamba|vision)|train_rl", command.program):
         raise ConfigError(

@@ -97,6 +97,9 @@ def add_request_flags(parser: Parser) -> None:
     sizes.add_argument(
         "--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches)."
     )
+    sizes.add_argument(
+        "--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1)."
+    )
     sizes.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
     sizes.add_argument(
         "--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30)."
@@ -129,6 +132,7 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         recompute=flags.recompute_granularity,
         transformer_impl=flags.transformer_impl,
         sharding=flags.data_parallel_sharding_strategy,
+        num_state_copies=None if flags.num_distributed_optimizer_instances == 1 else flags.num_distributed_optimizer_instances,
         profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
@@ -318,10 +322,11 @@ def predict_first(templates: TemplateSet, request: PlanningRequest, *, planner: 
 
 def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     """Plan, write and print templates according to the flags; raises BraidError."""
-    if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all or failures_of(flags):
+    is_searched = flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all or failures_of(flags)
+    if is_searched or request.num_state_copies:
         raise ConfigError(
-            f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all and "
-            "--mtbf-hours out; tools/elastic.py simulates failures"
+            f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all, "
+            "--mtbf-hours and --num-distributed-optimizer-instances out; tools/elastic.py simulates failures"
         )
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
     templates, seconds = plan_replicas(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)

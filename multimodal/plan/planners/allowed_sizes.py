@@ -83,12 +83,15 @@ def stage_sizes(request: PlanningRequest, unit: str) -> list[StageSize]:
 
 
 def data_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...]:
-    """Return the divisors of the number of microbatches, so that replicas get equally many; or the fixed size."""
+    """Return the divisors of the number of microbatches, so that replicas get equally many; or the fixed size.
+
+    They are multiples of the copies of sharded state.
+    """
     fixed = request.fixed(unit).data_parallel_size
-    count, experts = request.num_microbatches, request.experts_of(unit)
+    count, multiple_of = request.num_microbatches, math.lcm(request.experts_of(unit), request.num_state_copies or 1)
     if fixed is not None:
         return (fixed,)
-    return _divisors(count, most=min(count, request.num_gpus), multiple_of=experts)
+    return _divisors(count, most=min(count, request.num_gpus), multiple_of=multiple_of)
 
 
 @cache

@@ -36,6 +36,8 @@ class PlannedRun:
     """True if tensor parallel collectives are cut into parts that run beside products; local layers only."""
     sharding: Sharding = "optim"
     """The state that replicas share: `--data-parallel-sharding-strategy`."""
+    num_state_copies: int | None = None
+    """Copies of that state: `--num-distributed-optimizer-instances`; None: one."""
     objective_seconds: float = field(default=0.0, compare=False)
     """Seconds of a step by the planner's own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
@@ -85,6 +87,8 @@ class PlannedRun:
             flags.append("--tp-comm-overlap")
         if self.recompute:
             flags.append(f"--recompute-granularity {self.recompute}")
+        if self.num_state_copies:
+            flags.append(f"--num-distributed-optimizer-instances {self.num_state_copies}")
         return " ".join(flags)
 
     def training_flags(self, cluster: str | Path) -> str:

@@ -166,6 +166,8 @@ class PlanningRequest:
     """True: plans assume tensor parallel collectives in parts beside products, as local layers run them."""
     sharding: Sharding | None = None
     """The state that replicas share; None: `optim`, or the planner's choice."""
+    num_state_copies: int | None = None
+    """Copies of that state, each shared by equally many replicas (`RunOptions`); None: one."""
     most_context_parallel: int = 1
     least_share_tokens: int = LEAST_SHARE_TOKENS
     """Fewest tokens of the largest microbatch, or sample, per context parallel rank for a size to be considered."""
@@ -200,6 +202,14 @@ class PlanningRequest:
             raise PlanError(
                 f"sizes are fixed for a unit '{unknown[0]}'; the model's units are {', '.join(self.graph.unit_names)}"
             )
+        for name, fixed in self.fixed_sizes.items():
+            size, experts = fixed.data_parallel_size or 1, fixed.expert_parallel_size or 1
+            if self.num_state_copies is not None and ((size > 1 and size % self.num_state_copies) or experts > 1):
+                raise PlanError(
+                    f"unit '{name}': data parallel size {size} and expert parallel size {experts} are fixed, but "
+                    f"{self.num_state_copies} copies of sharded state must divide the one, and need the other to be 1; unfix "
+                    "them, or ask for one copy"
+                )
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
             raise PlanError(
                 f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"
@@ -210,7 +220,7 @@ class PlanningRequest:
         """The fixed size; else the powers of two that divide the LLM's experts, GPUs and fixed replicas."""
         experts, fixed = self.graph.backbone.transformer.experts, self.fixed(self.graph.backbone.name)
         decided = self.expert_parallel_size or fixed.expert_parallel_size
-        if decided is not None or experts is None or self.sharding == "optim_grads_params":
+        if decided is not None or experts is None or self.sharding == "optim_grads_params" or self.num_state_copies is not None:
             return (decided or 1,)
         sizes = [1 << power for power in range(min(experts.num_experts, self.num_gpus).bit_length())]
         return tuple(size for size in sizes if experts.num_experts % size == 0 == (fixed.data_parallel_size or 0) % size)
@@ -304,6 +314,7 @@ class PlanningRequest:
             replace(self, sharding=run.sharding).zero_stage,
             transformer_impl=run.transformer_impl,
             num_overlapped_parts=OVERLAPPED_PARTS if run.tp_comm_overlap else 1,
+            num_state_copies=run.num_state_copies,
         )
 
     def backward_need(self, unit: str, kind: str) -> BackwardNeed:

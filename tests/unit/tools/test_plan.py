@@ -255,7 +255,7 @@ GPT = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SHAPE} {TRAINED} --seq-leng
 BRIDGE = (
     "torchrun --nproc-per-node=8 run_recipe.py --recipe r model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 "
     "model.tensor_model_parallel_size=2 train.train_iters=4 train.global_batch_size=8 optimizer.lr=1e-3 dataset.seq_length=64 "
-    "model.freeze_language_model=false data.data_path=a"
+    "model.freeze_language_model=false data.data_path=a dataset.maker_name=make_raven_dataset"
 )
 BRIDGE_MIMO = """export MIMO_LLM_TP=${MIMO_LLM_TP:-2} MIMO_VISION_DP=1
 prepare() { hf download "$1"; }
@@ -360,6 +360,12 @@ def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(SCRIPTS["mimo, vision"].replace("MORE", "") + "\n: $LOAD_NAME")
     assert read_command([str(script)]).unset == ("argument 1", "LOAD_NAME")
+    words = f"{GPT} --save --save-interval 2 --profile --tensorboard-dir".split()
+    assert from_megatron(["--output", str(tmp_path), "--", *words]) == 0
+    config, report = yaml.safe_load((tmp_path / "config.yaml").read_text()), (tmp_path / "report.txt").read_text()
+    assert config["save-interval"] == 2 and config["profile"] and not {"save", "tensorboard-dir"} & config.keys()
+    assert all(f"{each} in the script; set it" in report for each in ("--save has no value", "--tensorboard-dir has no value"))
+    assert "--profile starts CUDA's profiler" in report
 
 
 def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:

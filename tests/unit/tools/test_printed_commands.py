@@ -31,6 +31,7 @@ MODELS = {
 }
 CLUSTERS = ("a40", "h100", "cpu")
 SHARES = "--data-parallel-sharding-strategy optim_grads_params"
+COPIES = "--num-distributed-optimizer-instances 2"
 OPTIONS = ("", "", "--transformer-impl local", SHARES)
 SIZES = ("", "", "--fix llm:tp=1", "--fix llm:pp=2")
 NUM_DRAWN = 56
@@ -70,6 +71,8 @@ KNOWN = (
     Asked("megatron-balanced", "three", num_gpus=6, idle=frozenset({"generator"}), more="--fix llm:tp=1"),
     Asked("fsdp", "two", num_gpus=1),
     Asked("megatron", "text-only", num_gpus=1, more=SHARES),
+    Asked("braid", "experts", more=COPIES),
+    Asked("disttrain", "two", more=f"{COPIES} {SHARES}"),
 )
 
 
@@ -100,6 +103,7 @@ def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, 
     if is_run:
         config = parse(tmp_path, asked, num_gpus=answer["num_gpus_used"])
         assert (config.training.schedule, config.training.balance) == (answer["schedule"], answer["balance"])
+        assert config.parallelism.num_distributed_optimizer_instances == 1 + (COPIES in asked.more)
 
 
 @pytest.mark.parametrize("planner", TEMPLATE_PLANNERS)

@@ -154,5 +154,6 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
         transformer_impl=request.implementation(schedule),
         tp_comm_overlap=request.tp_comm_overlap,
         sharding=request.sharding or "optim",
+        num_state_copies=request.num_state_copies if has_copies else None,
         objective_seconds=seconds,
     )
