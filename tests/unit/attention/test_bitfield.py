@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_attention import attend_by_blocks
-from multimodal.attention.block_summary import BlockLists, count_block_workloads, list_blocks
+from multimodal.attention.block_summary import count_block_workloads, list_blocks
 from multimodal.attention.core_attention import choose_attention
 from multimodal.attention.device_values import DerivedValues, Parcel, map_tensors, tensors_of
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, Windows, build_packed_mask
@@ -67,12 +67,6 @@ def test_a_prefix_sees_itself_in_both_directions():
     assert rows(found) == ["xxxx....", "xxxx....", "xxxx....", "xxxx....", "xxxxx...", "xxxxxx..", "......x.", "......xx"]
 
 
-def test_some_tokens_are_evaluated_alone():
-    mask = build([TEXT2, item(3, 0), TEXT2], [TEXT2])
-    queries, keys = np.array([6, 3, 8]), np.array([4, 7, 0, 6])
-    assert np.array_equal(mask.visible(queries, keys), mask.to_dense()[queries][:, keys])
-
-
 def test_all_61_encoders_have_their_bit():
     names = [f"encoder{index}" for index in range(61)]
     mask = build_bitfield_mask([[MaskSegment(1, name, index) for index, name in enumerate(names)] + [TEXT1]], modalities=names)
@@ -118,12 +112,6 @@ def test_text_and_items_are_cut_at_their_borders() -> None:
 def test_every_sequence_of_an_encoder_is_one_item() -> None:
     found = build_packed_mask((2, 0, 3), items=(), rule=MaskRule(is_causal=False)).to_dense()
     assert found.tolist() == [[(i < 2) == (j < 2) for j in range(5)] for i in range(5)]
-
-
-def test_layers_share_one_mask() -> None:
-    packed = PackedLengths(lengths=(6, 4), items=ITEMS)
-    assert packed.mask(rule(MaskMode.EMBEDDED)) is packed.mask(rule(MaskMode.EMBEDDED))
-    assert packed.mask(rule(MaskMode.EMBEDDED)) is not packed.mask(rule(MaskMode.CAUSAL))
 
 
 DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float64, torch.bool)
@@ -250,24 +238,6 @@ def test_workloads_are_counted_without_listing(count, mask, size):
     workloads = count(mask, block_size=size)
     assert workloads.num_blocks.tolist() == [len(row) for row in rows]
     assert workloads.visible_pairs.tolist() == pairs
-
-
-@given(mask=masks(), size=SIZES)
-def test_lists_by_key_are_the_transposed_lists(mask, size):
-    lists = list_blocks(mask, block_size=size)
-    by_key = lists.transposed(num_columns=-(-mask.num_tokens // size))
-    expected = [[] for _ in range(0, mask.num_tokens, size)]
-    for query_block, row in enumerate(listed(lists)):
-        for key_block, is_full in row:
-            expected[key_block].append((query_block, is_full))
-    assert listed(by_key) == expected
-    assert by_key.blocks.dtype == np.int32
-
-
-def test_rows_are_selected_in_the_given_order():
-    lists = BlockLists(np.array([0, 2, 2, 5]), np.arange(5, dtype=np.int32), np.array([True, False, True, True, False]))
-    assert listed(lists.select(np.array([2, 1, 0, 2]))) == [listed(lists)[row] for row in (2, 1, 0, 2)]
-    assert listed(lists.select(np.array([], dtype=np.int64))) == []
 
 
 def test_a_million_causal_tokens_are_counted_by_their_formula():

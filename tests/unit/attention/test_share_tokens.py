@@ -79,14 +79,6 @@ def test_exchanges_never_load_the_most_loaded_rank_further(workloads, num_ranks)
     assert exchanged <= placed
 
 
-def test_shares_keep_the_order_of_the_sequence() -> None:
-    shares = BlockShares(np.array([1, 0, 1, 0], dtype=np.int32), num_ranks=3, num_tokens=14, block_size=4)
-    assert shares.blocks_of(0) == (1, 3) and shares.positions_of(0).tolist() == [4, 5, 6, 7, 12, 13]
-    assert shares.blocks_of(1) == (0, 2) and shares.positions_of(1).tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert shares.blocks_of(2) == () and shares.num_rows == 8
-    assert shares.gathered_rows.tolist() == [8, 9, 10, 11, 0, 1, 2, 3, 12, 13, 14, 15, 4, 5]
-
-
 @given(mask=random_masks(), num_ranks=st.integers(1, 5), method=st.sampled_from(TokenDistribution))
 def test_every_token_is_gathered_from_where_its_owner_put_it(
     mask: AttentionMask, num_ranks: int, method: TokenDistribution

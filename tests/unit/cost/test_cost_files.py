@@ -6,11 +6,10 @@ import pytest
 
 from multimodal.cost.cluster import Cluster, collective_seconds, message_cost
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
-from multimodal.cost.layers.registry import read_model
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import Role
 from tests.unit.cost.cost_cases import CLUSTER, LINKS, cluster_of
 
 FOLDER = Path(__file__).parents[3] / "examples" / "clusters"
@@ -113,27 +112,3 @@ def test_costs_are_the_tables():
     backward = Action(ActionKind.SEND_BACKWARD, "vision", 0, 1, 1, Place("vision", 0, 0, 1))
     assert costs.transfer(forward).latency_seconds == 0.1
     assert costs.transfer(backward).latency_seconds == 0.0  # nobody would send it
-
-
-TEXT = """\
-units:
-  vision: {role: encoder, num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32}
-  llm:
-    {role: backbone, num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32}
-"""
-
-
-def read(folder: Path, layers: str, *, unit: str = "llm") -> ModelGraph:
-    head, found, rest = TEXT.partition(f"  {unit}:")
-    (folder / "model.yaml").write_text(
-        head + found + rest.replace("ffn_hidden_size: 32", f"ffn_hidden_size: 32, layers: {layers}", 1)
-    )
-    return read_model(folder / "model.yaml")
-
-
-def test_listed_layers_are_those_of_the_unit(tmp_path: Path) -> None:
-    graph = read(tmp_path, "[token_embedding, transformer, transformer, head]")
-    assert graph.backbone.layers == ("token_embedding", "transformer", "transformer", "head")
-    assert graph.to_dict()["units"]["llm"]["layers"] == list(graph.backbone.layers)
-    assert "layers" not in graph.to_dict()["units"]["vision"]
-    assert ModelGraph.from_dict(graph.to_dict()) == graph

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.published_setups.calibrate_compute import calibrate_compute, scale_compute
+from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster, Network, NodeLink
@@ -120,25 +120,6 @@ def step_seconds(cluster: Cluster) -> float:
     size, half = 5e9, cluster.half_efficiency_gflop * 1e9
     products = 2e13 / (cluster.flops_per_second * size / (size + half))
     return 0.3 + max(products, 0.1 + 0.5 * products)
-
-
-@pytest.mark.parametrize("measured", [0.65, 0.8, 1.4, 30.0])
-def test_the_prediction_meets_the_measurement(measured: float) -> None:
-    found = calibrate_compute(CLUSTER, predict_seconds=step_seconds, measured_seconds=measured)
-    assert step_seconds(found) == pytest.approx(measured, rel=1e-4)
-    assert (found.intra_node, found.inter_node) == (CLUSTER.intra_node, CLUSTER.inter_node)
-
-
-def test_all_work_changes_by_the_same_factor() -> None:
-    cluster = Cluster(
-        **{name: getattr(CLUSTER, name) for name in ("gpus_per_node", "peak_tflops", "memory_gb", "intra_node", "inter_node")},
-        efficiency=0.6,
-        attention_efficiency=0.4,
-        memory_bandwidth_gbytes_per_second=2000.0,
-    )
-    slower = scale_compute(cluster, factor=0.5)
-    assert (slower.efficiency, slower.attention_efficiency) == pytest.approx((0.3, 0.2))
-    assert slower.memory_bandwidth_gbytes_per_second == pytest.approx(1000.0)
 
 
 @pytest.mark.parametrize(

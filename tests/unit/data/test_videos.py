@@ -13,7 +13,6 @@ from multimodal.data.index.sample_indexer import choose_frames
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.units.items import VideoInput
-from tests.unit.data import video_processors as theirs
 from tests.unit.data.conftest import DataFolder
 
 QWEN = ImageInput(patch_size=14, merge_size=2, num_frames=2, video=VideoInput(max_tokens=40_000))
@@ -30,6 +29,8 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_frames_and_sizes_are_those_of_the_video_processor(name: str) -> None:
     """Of 500 headers, and frames of 400 of them by their rate."""
+    from tests.unit.data import video_processors as theirs  # imports transformers
+
     image, draw = RULES[name], random.Random(0)
     assert image.video is not None
     processor = theirs.build_processor(image.video, patch_size=image.patch_size)

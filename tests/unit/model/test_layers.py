@@ -131,17 +131,6 @@ def test_no_targets_give_no_losses_but_a_graph(world_of_one: dist.ProcessGroup) 
     assert losses.shape == (0,) and losses.requires_grad
 
 
-def test_what_pads_the_vocabulary_has_no_part(world_of_one: dist.ProcessGroup) -> None:
-    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([0, 3, 2, 1])
-    losses = vocab_parallel_cross_entropy(logits, targets, group=world_of_one, num_tokens_known=4)
-    expected = torch.nn.functional.cross_entropy(logits[:, :4], targets, reduction="none")
-    assert torch.allclose(losses, expected, rtol=0, atol=1e-14)
-    (gradient,) = torch.autograd.grad(losses.sum(), logits)
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
-    assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-14) and not gradient[:, 4:].any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_more_than_four_bytes_a_logit_beside_the_logits(
     world_of_one: dist.ProcessGroup, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

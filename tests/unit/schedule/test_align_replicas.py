@@ -1,6 +1,5 @@
 """Replicas that share weights join each other's computations; those that share experts compute in one order, or are refused."""
 
-from collections import Counter
 from dataclasses import replace
 from itertools import chain
 
@@ -29,11 +28,10 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import StepWork
 from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.cost.cost_cases import cluster_of
 from tests.unit.schedule.built_schedules import UniformCosts
-from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, deal, placed_case
+from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, placed_case
 from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 LLM = build_graph()
@@ -84,23 +82,6 @@ def test_joined_passes_of_a_forward_are_as_many_as_its_sample_subsets(builder: s
     found = [join for position in sorted(joins[1]) for join in joins[1][position]]
     num_forward_passes = sum(join.num_passes for join in found if join.kind is ActionKind.FORWARD)
     assert num_forward_passes == sum(join.kind is ActionKind.BACKWARD for join in found)
-
-
-def test_a_lane_that_waits_is_woken_once(monkeypatch: pytest.MonkeyPatch):
-    """Not once for each rank of its tensor parallel group, and so more often at every wait."""
-    sizes = {"vision": (32, 1, 1), "llm": (2, 4, 4)}
-    case = build_case(build_graph("vision"), sizes, {"vision": deal(96, 32), "llm": deal(96, 2)}, colocated=True)
-    schedule = lowered(case)
-    looked = Counter[Action]()
-    needs_of = StepWork.needs_of
-
-    def counted(work: StepWork, action: Action, *, lowered: bool) -> tuple[Action, ...]:
-        looked[action] += 1
-        return needs_of(work, action, lowered=lowered)
-
-    monkeypatch.setattr(StepWork, "needs_of", counted)
-    align_replicas(schedule)
-    assert max(looked.values()) <= 20  # 340 if each rank wakes all others
 
 
 def expert_case(*groupings: list[list[int]], pp: int = 1) -> PlacedCase:

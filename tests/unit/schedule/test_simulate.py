@@ -1,6 +1,5 @@
 """The rules of the event kernel, in examples; its Python reference gives the same of any schedule (`test_every_schedule.py`)."""
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -20,15 +19,12 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import BUBBLE_KINDS, simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
-from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
-from tests.unit.cost.cost_cases import graph_of
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, broken_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, golden_cases
+from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal
 from tests.unit.schedule.schedule_text import schedule_from_text
 
 
@@ -211,60 +207,6 @@ def test_broken_schedules_stop_where_they_stop_in_the_reference(broken: tuple[St
     except ScheduleError:
         assume(False)
     assert_alike(schedule)
-
-
-def test_a_send_before_its_producer_holds_up_its_lane_and_a_receive_does_not() -> None:
-    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(1, 1), "llm": deal(1, 1)})
-    schedule = insert_communication(BUILDERS["1f1b"](case))
-    assert not execute_lanes(schedule).stuck
-    vision, llm = schedule.lanes
-    moved = schedule.with_lanes([lane_of(vision.ranks, (vision.actions[1], vision.actions[0], *vision.actions[2:])), llm])
-    assert vision.actions[1].kind is ActionKind.SEND_FORWARD
-    stopped = execute_lanes(moved)
-    assert stopped.stuck == {0: 0, 1: 1}
-    assert not done(stopped) & {vision.actions[0], vision.actions[1]}
-
-
-def test_work_that_is_missing_from_one_of_its_lanes_never_runs() -> None:
-    schedules = map(BUILDERS["1f1b"], golden_cases().values())
-    schedule = next(each for each in schedules if not each.work.is_in_one_lane)
-    whole = execute_lanes(schedule)
-    wide = next(action for action in schedule.work.computed if len(schedule.shape.lanes_of(*action[1:4])) > 1)
-    index = schedule.shape.lanes_of(*wide[1:4])[0]
-    lanes = list(schedule.lanes)
-    lanes[index] = lane_of(lanes[index].ranks, [action for action in lanes[index].actions if action != wide])
-    assert wide in done(whole)
-    assert wide not in done(execute_lanes(schedule.with_lanes(lanes)))
-
-
-GRAPH = graph_of()
-ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
-
-
-def plan_of(*, vision_cp: int, llm_cp: int) -> Plan:
-    """Both units on the same four ranks or one; what is not context parallel is tensor parallel."""
-    num_ranks = max(vision_cp, llm_cp)
-    units = {
-        name: {
-            "tensor_parallel_size": num_ranks // size,
-            "context_parallel_size": size,
-            "replicas": [{"stages": [{"ranks": list(range(num_ranks)), "layers": [[0, 4]]}]}],
-        }
-        for name, size in (("vision", vision_cp), ("llm", llm_cp))
-    }
-    return Plan.from_dict({"units": units})
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    return build_schedule(BUILDERS["1f1b"], ASSIGNMENT.shape(GRAPH, plan))
-
-
-@pytest.mark.parametrize(("vision_cp", "llm_cp", "num_messages"), [(1, 1, 0), (4, 4, 2), (1, 4, 2), (4, 2, 2), (2, 4, 2)])
-def test_units_on_the_same_ranks_send_what_other_shares_hold(vision_cp: int, llm_cp: int, num_messages: int) -> None:
-    (lane,) = schedule_of(plan_of(vision_cp=vision_cp, llm_cp=llm_cp)).lanes
-    kinds = Counter(action.kind for action in lane.actions)
-    messages = ("SEND_FORWARD", "RECEIVE_FORWARD", "SEND_BACKWARD", "RECEIVE_BACKWARD")
-    assert [kinds[ActionKind[kind]] for kind in messages] == [num_messages] * 4
 
 
 def starts(rows):

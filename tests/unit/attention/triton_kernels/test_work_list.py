@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.triton_kernels.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
-from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
+from tests.unit.attention.mask_cases import random_masks
 from tests.unit.without_kernels import without_kernels
 
 ROWS = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=8)
@@ -80,10 +80,3 @@ def test_kernels_and_references_agree(rows: list[list[bool]], limit: int | None,
         for name in names:
             assert getattr(value, name).dtype == np.int32
             assert np.array_equal(getattr(value, name), getattr(other, name))
-
-
-def test_a_mask_of_some_blocks_lists_their_queries() -> None:
-    mask = build_mask([[text(20), item(25, 0), text(3)]], mode="embedded", query_blocks=(1, 2))
-    assert mask.query_positions.tolist() == list(range(16, 48))
-    assert mask.by_query.row(0)[0].tolist() == [0, 1, 2]
-    assert [mask.by_key.row(column)[0].tolist() for column in range(3)] == [[0, 1], [0, 1], [0, 1]]

@@ -82,7 +82,7 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
 @pytest.mark.parametrize("graph", ["two", "text-only"])
 def test_braid_finds_the_same_plan_however_slow_the_machine_is(graph, monkeypatch):
     """An hour passes whenever the planner looks at a clock."""
-    asked = request(GRAPHS[graph], num_gpus=4, global_batch_size=8, time_budget_seconds=0.1)
+    asked = request(GRAPHS[graph], num_gpus=2, global_batch_size=4, time_budget_seconds=0.1)
     first = COMPARED["braid"](asked)
     seconds = count(step=3600.0)
     for clock in ("perf_counter", "process_time", "thread_time", "monotonic", "time"):

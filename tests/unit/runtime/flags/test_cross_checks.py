@@ -13,7 +13,7 @@ import yaml
 from megatron.runtime.feed.data_sets import with_vocabulary
 from megatron.runtime.flags import cross_checks
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
-from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.cross_checks import check_plan
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
@@ -35,14 +35,6 @@ from tests.unit.runtime.flags.test_answers import MODELS, machine_of
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
     names = {flag.name for flag in all_flags()}
     assert {name for row in IGNORED_FLAGS for name in (row.name, *row.because_of)} <= names
-
-
-def test_units_have_rates_of_their_own_under_a_planned_plan(parse_on_base: Parse) -> None:
-    settings = parse_on_base(
-        "--plan auto --vision-lr 1e-5 --projector-lr 1e-2 --llm-weight-decay 0 --vision-projector-lr-warmup-iters 2"
-    ).optimizer
-    rates = {unit: [settings.rate(unit, name) for name in UNIT_RATES] for unit in ("vision", "language")}
-    assert rates == {"vision": [1e-5, 0.01, 0, 1e-2, 0.01, 2], "language": [1e-3, 0.0, 0, 1e-2, 0.01, 0]}
 
 
 def test_costs_of_units_are_declared(parse_on_base: Parse) -> None:

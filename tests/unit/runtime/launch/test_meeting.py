@@ -136,33 +136,6 @@ def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
     answer.set()
 
 
-def agree(meetings: list[Meeting], learning_rates: list[str]) -> list[BaseException | None]:
-    """Let all ranks compare what they were told; returns what each raised."""
-    values = [{"flags": {"lr": f"with --lr {rate}", "seed": "with --seed 1"}} for rate in learning_rates]
-
-    def run(meeting: Meeting) -> BaseException | None:
-        try:
-            agree_on_start(meeting, values[meeting.place.rank], timeout_seconds=100.0)
-        except (ConfigError, RanksLostError) as problem:
-            if isinstance(problem, ConfigError):
-                meeting.announce_failure(2)
-            return problem
-        return None
-
-    with ThreadPoolExecutor(NUM_RANKS) as pool:
-        return list(pool.map(run, meetings[: len(values)]))
-
-
-def test_ranks_that_were_told_the_same_start(meetings: list[Meeting]) -> None:
-    assert agree(meetings, ["0.1", "0.1", "0.1"]) == [None, None, None]
-
-
-def test_the_rank_that_differs_says_how(meetings: list[Meeting]) -> None:
-    first, second, third = agree(meetings, ["0.1", "0.1", "0.2"])
-    assert str(first) == "rank 2 was started with --lr 0.2, rank 0 with --lr 0.1; start every rank with the same flags"
-    assert isinstance(second, RanksLostError) and isinstance(third, RanksLostError)
-
-
 def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
     values = {"flags": {"seed": "with --seed 1"}}
     meetings[1].store.set("start/1", "agreed")

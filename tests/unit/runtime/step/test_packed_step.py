@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -38,32 +37,6 @@ def plan_on(rank: int, *, knows_starts: bool = True, plan: Plan = CASE.plan) -> 
         assignment=CASE.assignment,
         options=StepOptions(ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)),
     )
-
-
-def test_ranks_hold_every_token_once_and_agree_who_holds_it() -> None:
-    steps = [plan_on(rank) for rank in range(3)]
-    held = [step.inputs[FIRST][0].share for step in steps]
-    assert all(share is not None and np.array_equal(share.shares.owners, held[0].shares.owners) for share in held if held[0])
-    positions = sorted(position for share in held if share for position in share.positions.tolist())
-    assert positions == list(range(steps[0].num_tokens_of(FIRST)))
-    targets = [sample for step in steps for sample in step.target_samples[FIRST]]
-    assert {sample: targets.count(sample) for sample in set(targets)} == {0: 4, 1: 5}
-
-
-def test_what_ranks_take_along_routes_fills_the_rows_they_hold() -> None:
-    steps = [plan_on(rank) for rank in range(3)]
-    for rank, step in enumerate(steps):
-        item_rows = step.inputs[FIRST][0].item_rows
-        shares = [step.placement.row_shares(route) for route in step.routes.to_target[FIRST]]
-        assert item_rows is not None
-        assert len(item_rows) == sum(len(share.taken[rank]) for share in shares if share is not None)
-
-
-def test_units_that_spread_nothing_have_no_shares() -> None:
-    plan = Plan({name: unit_plan(0) for name in CASE.plan.units})
-    step = plan_on(0, knows_starts=False, plan=plan)
-    assert step.inputs[FIRST][0].share is None
-    assert all(step.placement.row_shares(route) is None for route in step.routes.to_target[FIRST])
 
 
 def test_lengths_must_say_where_items_begin() -> None:
