@@ -1,14 +1,12 @@
 """Attention by one kernel for all sequences, with stand-ins for kernels that need CUDA."""
 
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +19,6 @@ from multimodal.attention.block_attention import attend_by_blocks, attend_densel
 from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention, choose_backend
 from multimodal.attention.flex_attention import attend_by_flex_attention
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
-from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 from multimodal.values.errors import ConfigError
 from tests.unit.attention.mask_cases import (
     MASKS,
@@ -119,41 +116,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_backend("triton")
 
 
-LENGTHS = (3, 1, 4)
-
-
-def token_by_token(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
-    """Attention by its definition, with one decision per pair of tokens."""
-    num_tokens, _, num_heads, channels = query.shape
-    sequence = [index for index, length in enumerate(LENGTHS) for _ in range(length)]
-    mixed = torch.zeros(num_tokens, 1, num_heads, channels, dtype=query.dtype)
-    for token, head in itertools.product(range(num_tokens), range(num_heads)):
-        group = head * key.shape[2] // num_heads
-        seen = [t for t in range(num_tokens) if sequence[t] == sequence[token] and (t <= token or not is_causal)]
-        scores = torch.stack([query[token, 0, head] @ key[other, 0, group] for other in seen]) / math.sqrt(channels)
-        mixed[token, 0, head] = scores.softmax(0) @ value[seen, 0, group]
-    return mixed.flatten(2)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("num_heads", "num_groups"), [(4, 4), (4, 2), (4, 1)])
-def test_equals_attention_by_definition(recompute: bool, is_causal: bool, num_heads: int, num_groups: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(sum(LENGTHS), 1, heads, 5) for heads in (num_heads, num_groups, num_groups)]
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    choice = choose_attention("sequences", rule=MaskRule(is_causal=is_causal), shape=AttentionShape(), is_shared=False)
-    attention = CoreAttention(choice=choice, recompute=recompute)
-    found = attention(*inputs, None, packed_seq_params=PackedLengths(lengths=LENGTHS))
-    expected = token_by_token(*inputs, is_causal=is_causal)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
-    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    gradients = torch.autograd.grad((found * weights).sum(), inputs)
-    expected_gradients = torch.autograd.grad((expected * weights).sum(), inputs)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-12)
-
-
 EMBEDDED_VISION = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED, modalities=("vision",))
 PACKED = PackedLengths(lengths=(6, 4), items=(ItemSpan(1, 4, "vision"), ItemSpan(6, 3, "vision")))
 
@@ -176,21 +138,6 @@ def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
     gradients = [torch.autograd.grad((each * weights.view_as(each)).sum(), inputs) for each in (found, expected)]
     for gradient, expected_gradient in zip(*gradients, strict=True):
         assert torch.allclose(gradient, expected_gradient, rtol=0, atol=1e-14)
-
-
-def test_ranks_with_whole_items_attend_without_each_other() -> None:
-    """No process group is there to be asked; the third rank has nothing but its row of padding."""
-    inputs = [torch.randn(sum(LENGTHS), 1, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    choice = choose_attention("blocks", rule=MaskRule(is_causal=False), shape=AttentionShape(), is_shared=True)
-    attention = CoreAttention(choice=choice, recompute=True)
-    expected = token_by_token(*inputs, is_causal=False)
-    nothing = BlockShares(np.empty(0, dtype=np.int32), 3, num_tokens=0, block_size=2)
-    shares = WholeItemShares(LENGTHS, np.array([1, 0, 1], dtype=np.int32), nothing, num_ranks=3)
-    for rank, positions in enumerate([[3], [0, 1, 2, 4, 5, 6, 7], []]):
-        own = [torch.cat((tensor[positions], torch.zeros(1, 1, 2, 5))) for tensor in inputs]
-        found = attention(*own, None, packed_seq_params=PackedLengths(lengths=LENGTHS, share=RankShare(shares, rank)))
-        assert torch.allclose(found[:-1], expected[positions], rtol=0, atol=1e-12) and not found[-1].any()
-        torch.autograd.grad(found.sum(), inputs[:1])
 
 
 CUT_LENGTHS = (3, 5, 1)

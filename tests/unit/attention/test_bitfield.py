@@ -12,7 +12,7 @@ from multimodal.attention.block_attention import attend_by_blocks
 from multimodal.attention.block_summary import count_block_workloads, list_blocks
 from multimodal.attention.core_attention import choose_attention
 from multimodal.attention.device_values import DerivedValues, Parcel, map_tensors, tensors_of
-from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, Windows, build_packed_mask
+from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
 from multimodal.values.errors import DataError, ModelError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs
 from tests.unit.without_kernels import without_kernels
@@ -109,11 +109,6 @@ def test_text_and_items_are_cut_at_their_borders() -> None:
     assert (found.to_dense() == expected.to_dense()).all()
 
 
-def test_every_sequence_of_an_encoder_is_one_item() -> None:
-    found = build_packed_mask((2, 0, 3), items=(), rule=MaskRule(is_causal=False)).to_dense()
-    assert found.tolist() == [[(i < 2) == (j < 2) for j in range(5)] for i in range(5)]
-
-
 DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float64, torch.bool)
 
 
@@ -171,14 +166,6 @@ def test_triton_and_flex_derive_nothing_later() -> None:
     _mask_arguments(mask, device), _row_work(mask, limit, device), _column_work(mask, limit, 2, device)
     build_flex_mask(mask, device)
     assert set(mask.derived._values) == before
-
-
-def test_windows_are_sequences_that_travel_with_the_tokens() -> None:
-    packed = PackedLengths(lengths=(6,), windows=Windows(torch.arange(6), torch.arange(6), (4, 2)))
-    packed.window_sequences.starts(torch.device("cpu"))
-    moved = packed.map_tensors(lambda tensor: tensor.to("meta"))
-    assert moved.window_sequences.lengths == (4, 2)
-    assert moved.window_sequences.starts(torch.device("meta")).is_meta and moved.windows.order.is_meta
 
 
 LIST_BLOCKS = pytest.mark.parametrize("list_blocks", [list_blocks, without_kernels(list_blocks)])

@@ -235,7 +235,6 @@ def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: A
 @pytest.mark.parametrize(
     ("shape", "changes", "of_encoder"),
     [
-        *((shape, {}, {}) for shape in SHAPES),
         ("llama", {"add_qkv_bias": True, "add_proj_bias": True}, {}),
         ("llama", {"add_mlp_bias": True}, {"projector_normalization": "LayerNorm"}),
         ("llama", {"num_query_groups": 4}, {"qk_layernorm": True, "qk_norm_spans_heads": True}),

@@ -160,14 +160,6 @@ def test_patches_are_convolved_over_frames_be_they_one(num_frames: int, tmp_path
     assert architecture_of(graph).shapes(graph) == {"visual.patch_embed.proj.weight": (1280, 3, num_frames, 14, 14)}
 
 
-def test_what_travels_beside_hidden_states_of_qwen3_vl_is_known(tmp_path: Path) -> None:
-    graph = read(tmp_path, "qwen3-vl")
-    assert [graph.num_carried("vision", layer) for layer in (0, 5, 6, 11, 12, 17, 18, 24)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert graph.width_behind("vision", 24) == 4 * 1024
-    assert graph.width_behind("vision", 25) == 4 * 2560
-    assert [graph.width_behind("llm", layer) for layer in (0, 1, 2, 3, 36)] == [4 * 2560, 3 * 2560, 2 * 2560, 2560, 2560]
-
-
 def test_a_whole_omni_model_is_its_thinker(tmp_path: Path) -> None:
     pixels = {"image_mean": [0.1], "image_std": [1.0], "min_pixels": 3136, "patch_size": 14}
     graph = read(tmp_path, "qwen2.5-omni", {}, {**SOUND, **pixels})

@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_breadth_first, served_microbatches
+from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
@@ -120,23 +120,6 @@ def placed(samples: Mapping[str, Sequence[Sequence[Sequence[tuple[int, int]]]]])
     ranks = iter(range(9))
     units = {name: UnitPlan(tuple(Replica((Stage((next(ranks),), ((0, 10),)),)) for _ in each)) for name, each in samples.items()}
     return Assignment.from_dict(samples).shape(graph_of(*samples), Plan(units))
-
-
-def test_microbatches_serve_all_of_the_llms_that_they_are_linked_to() -> None:
-    """The first and the last, in the LLM's order, of two replicas here; what is linked to none counts as its own number."""
-    samples = {
-        "vision": [[[(3, 0)], [(2, 0), (0, 0)], [(1, 0)]]],
-        "joint": [[[(1, 0), (0, 0), (3, 0)], [], [(2, 0)]]],
-        "llm": [[[(2, -1)], [(0, -1)], [(1, -1)]], [[(4, -1)], [(3, -1)]]],
-        "painter": [[[], [(1, -1), (2, -1)], [(4, -1)]], [[(3, -1), (0, -1)]]],
-    }
-    served = served_microbatches(placed(samples))
-    assert {unit: [*zip(*(end.tolist() for end in ends), strict=True)] for unit, ends in served.items()} == {
-        "vision": [(1, 2), (0, 2), (1, 2)],
-        "joint": [(1, 2), (1, 1), (0, 0)],
-        "llm": [(0, 0), (1, 1), (2, 2), (0, 0), (1, 1)],
-        "painter": [(0, 0), (0, 2), (0, 0), (1, 1)],
-    }
 
 
 def test_backwards_of_a_generator_go_as_the_llm_needs_them() -> None:

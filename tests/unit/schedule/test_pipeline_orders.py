@@ -289,19 +289,6 @@ def test_zb_h1_stores_no_more_than_the_first_stage_of_1f1b(num_stages: int, num_
     )
 
 
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 3), (2, 8), (3, 5), (3, 11), (4, 7), (4, 9)])
-def test_zb_v_is_never_idle(num_stages: int, num_microbatches: int) -> None:
-    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-    case = one_unit(num_stages, num_microbatches, v_shaped=True)
-    events = run(case, "zb-v", dict.fromkeys(kinds, 1.0))
-    work = 2 * num_microbatches * 3
-    for lane in range(num_stages):
-        of_lane = [event for event in events if event.lane == lane]
-        assert of_lane[-1].end_seconds - of_lane[0].start_seconds == pytest.approx(work, abs=1e-9)
-        assert of_lane[0].start_seconds == lane
-    assert max(most_kept(BUILDERS["zb-v"](case))) == 2 * num_stages
-
-
 @pytest.mark.parametrize(("num_microbatches", "num_rounds", "kept"), [(8, 1, 8), (8, 2, 4), (8, 4, 2), (8, 8, 1), (7, 2, 4)])
 def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches: int, num_rounds: int, kept: int) -> None:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}

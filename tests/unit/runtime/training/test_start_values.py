@@ -72,11 +72,6 @@ def test_every_field_is_compared_unless_the_tables_say_otherwise(first: StartVal
     assert names >= BY_CONTENT
 
 
-def test_switches_are_shown_as_they_are_typed(first: StartValues) -> None:
-    assert first["flags"]["sequence_parallel"] == "without --sequence-parallel"
-    assert first["flags"]["load_optim"] == "without --no-load-optim"
-
-
 def test_what_rank_0_alone_reports_may_differ(first: StartValues) -> None:
     assert digest_of(values_of("--log-json", "other.jsonl", "--peak-tflops", "3")) == digest_of(first)
 

@@ -11,7 +11,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.templates.chain import Chain, StageTables, map_stages
-from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
+from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Pipeline
 from multimodal.plan.planners.templates.template_plan import plan_instances, plan_nodes
 from multimodal.plan.planners.templates.template_set import (
@@ -147,16 +147,6 @@ def test_too_little_memory_is_refused_with_what_would_work():
         plan_templates(tight, fault_tolerance=2)
     with pytest.raises(PlanError, match="no number of nodes up to 4096 holds a whole replica"):
         plan_templates(with_memory(request(TEXT_ONLY, num_gpus=16), 0.01), fault_tolerance=1)
-
-
-def test_stages_fill_nodes_in_any_order():
-    for gpus in ((1, 4, 2, 1), (2, 2, 1, 1, 1, 1, 4, 4), (1,) * 8, (4, 1, 2, 1)):
-        nodes = place_stages(gpus, 4)
-        used = [sum(size for size, node in zip(gpus, nodes, strict=True) if node == each) for each in range(sum(gpus) // 4)]
-        assert used == [4] * len(used) and nodes[0] == 0
-    assert size_chains((1, 2, 4, 8)) == [(1, 2, 4, 8)]
-    assert size_chains((1, 2, 3, 6)) == [(1, 2, 6), (1, 3, 6)]
-    assert size_chains((2, 3)) == [(2,), (3,)]
 
 
 def test_any_number_of_microbatches_is_planned_for():
