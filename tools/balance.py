@@ -90,14 +90,13 @@ def _names(text: str) -> list[str]:
 
 
 def _costs(text: str) -> dict[str, LengthCost]:
-    return {name: _cost(value) for name, value in values_by_unit(text).items()}
-
-
-def _cost(text: str) -> LengthCost:
-    try:
-        return LengthCost.from_text(text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(f"'{text}' is no cost: {problem}; the forms are {', '.join(CostForm)}") from None
+    found = {}
+    for name, value in values_by_unit(text).items():
+        try:
+            found[name] = LengthCost.from_text(value)
+        except ValueError as problem:
+            raise argparse.ArgumentTypeError(f"'{value}' is no cost: {problem}; the forms are {', '.join(CostForm)}") from None
+    return found
 
 
 def build_graph(flags: argparse.Namespace) -> ModelGraph:

@@ -20,7 +20,6 @@ from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
 from multimodal.data.length_table import write_length_table
 from multimodal.values.errors import ConfigError
-from multimodal.values.sample_lengths import SampleLengths
 from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
 BAR_WIDTH = 50
@@ -44,20 +43,13 @@ def main(argv: Sequence[str]) -> None:
     lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train.source)} training samples")
-    tokens = _tokens_by_modality(lengths)
+    tokens = {"text": [sample.num_text_tokens for sample in lengths]}
+    for unit in dict.fromkeys(item.unit for sample in lengths for item in sample.items):
+        tokens[unit] = [sum(item.num_tokens for item in each.items if item.unit == unit) for each in lengths]
     print("\n".join(_histograms(tokens)))
     if given.png is not None:
         _draw(tokens, given.png)
         print(f"{given.png}: the same, drawn")
-
-
-def _tokens_by_modality(lengths: Sequence[SampleLengths]) -> dict[str, list[int]]:
-    """Return the tokens of every sample, of its text and in every unit."""
-    units = dict.fromkeys(item.unit for sample in lengths for item in sample.items)
-    tokens = {"text": [sample.num_text_tokens for sample in lengths]}
-    return tokens | {
-        unit: [sum(item.num_tokens for item in each.items if item.unit == unit) for each in lengths] for unit in units
-    }
 
 
 def _draw(tokens: Mapping[str, Sequence[int]], path: Path) -> None:

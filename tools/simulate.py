@@ -28,7 +28,7 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
-from multimodal.cost.step_memory import ZERO_STAGES, CheckpointSize, checkpoint_size, default_zero_stage
+from multimodal.cost.step_memory import ZERO_STAGES, checkpoint_size, default_zero_stage
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
@@ -210,11 +210,6 @@ def build_step_schedule(step: CostedStep, *, builder: str, passes: Sequence[Pass
     return build_schedule(row.with_costs(step.costs), step.shape, passes=passes, costs=step.costs)
 
 
-def size_of_checkpoint(costs: ModelCosts) -> CheckpointSize:
-    """Return the size of a checkpoint under the plan of a step."""
-    return checkpoint_size(costs.stages, bytes_per_element=costs.cluster.bytes_per_element, zero_stage=costs.options.zero_stage)
-
-
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     """Print a report as tables; memory_bytes: None if nothing is known about memory (--costs)."""
     console = Console(width=120, highlight=False)
@@ -253,8 +248,10 @@ def main(argv: Sequence[str]) -> None:
         simulate_schedule(build_step_schedule(step, builder=flags.schedule, passes=passes), step.costs) for step in steps
     ]
     costs = steps[0].costs
-    after = costs.update_seconds if isinstance(costs, ModelCosts) else 0.0
-    saved = size_of_checkpoint(costs) if isinstance(costs, ModelCosts) else None
+    after, saved = 0.0, None
+    if isinstance(costs, ModelCosts):
+        after, size = costs.update_seconds, costs.cluster.bytes_per_element
+        saved = checkpoint_size(costs.stages, bytes_per_element=size, zero_stage=costs.options.zero_stage)
     report = {"schedule": " + ".join([flags.schedule, *names]), **report_simulations(simulations, update_seconds=after)}
     if flags.trace is not None:
         write_chrome_trace(simulations[0].timeline, flags.trace)

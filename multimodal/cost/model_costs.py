@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -20,8 +21,6 @@ from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import COLLECTIVE, COMPUTE, SEND, StepWork
@@ -30,53 +29,7 @@ _INSIDE, _BETWEEN, _EXCHANGED = range(3)
 _SEVERAL_NODES = -1
 
 
-@dataclass(frozen=True)
-class StageLinks:
-    """Seconds per byte of a message between stages; stages are numbered as in `StepWork`."""
-
-    graph: ModelGraph
-    plan: Plan
-    cluster: Cluster
-
-    def of_messages(self, sources: Integers, targets: Integers, num_bytes: Integers) -> tuple[Floats, Floats, Integers]:
-        """Return latencies, occupied seconds and links; inside one group of ranks, a message is an exchange of rows."""
-        groups, nodes, costs = self._stages
-        is_inside = (nodes[sources] == nodes[targets]) & (nodes[sources] != _SEVERAL_NODES)
-        ways = np.where(groups[sources] == groups[targets], _EXCHANGED, np.where(is_inside, _INSIDE, _BETWEEN))
-        latencies, seconds_per_byte, links = costs[ways, sources].T
-        return latencies, num_bytes * seconds_per_byte, links.astype(np.int64)
-
-    @cached_property
-    def _stages(self) -> tuple[Integers, Integers, Floats]:
-        """Return for each stage the number of its rank group, its node, and the cost of one byte by kind of link."""
-        groups: dict[frozenset[int], int] = {}
-        of_stages: list[int] = []
-        nodes: list[int] = []
-        costs: list[list[TransferCost]] = []
-        for unit in self.graph.unit_names:
-            plan = self.plan.units[unit]
-            for stage in range(plan.num_virtual_stages):
-                for replica in plan.replicas:
-                    if stage >= len(replica.virtual_stages):
-                        of_stages.append(0)
-                        continue
-                    ranks = replica.virtual_stages[stage].ranks
-                    group = groups.setdefault(frozenset(ranks), len(groups))
-                    if group == len(costs):
-                        nodes.append(self.cluster.node(ranks[0]) if self.cluster.is_one_node(ranks) else _SEVERAL_NODES)
-                        costs.append(
-                            [
-                                cost_inside_node(1.0, source_ranks=ranks, cluster=self.cluster),
-                                cost_between_nodes(1.0, source_ranks=ranks, cluster=self.cluster),
-                                exchange_cost(1.0, ranks=ranks, cluster=self.cluster),
-                            ]
-                        )
-                    of_stages.append(group)
-        numbers = np.array(of_stages, np.int64)
-        return numbers, np.array(nodes, np.int64)[numbers], np.array(costs, np.float64)[numbers].swapaxes(0, 1)
-
-
-_OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
+_OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "_stage_links")
 """Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""
 
 
@@ -121,11 +74,6 @@ class ModelCosts:
         return StageCosts(self.layer_costs, self.stages, self.options, self.profile)
 
     @cached_property
-    def links(self) -> StageLinks:
-        """Costs of messages by size."""
-        return StageLinks(self.shape.graph, self.shape.plan, self.cluster)
-
-    @cached_property
     def memory(self) -> StepMemory:
         """Bytes of weights, activations and messages."""
         return StepMemory(self.stages, self.loads, self.options, self.cluster.bytes_per_element)
@@ -161,10 +109,36 @@ class ModelCosts:
         found.seconds[computed], found.tensor_parallel_seconds[computed] = self.computations.of_pieces(work, pieces[computed])
         producers, consumers = (ends[(pieces[sent] - work.num_computed) // 2] for ends in work.message_ends)
         num_bytes = self.cluster.bytes_per_element * self.loads.num_elements(work, producers, consumers)
-        sends = self.links.of_messages(work.computed_stages[producers], work.computed_stages[consumers], num_bytes)
-        found.latency_seconds[sent], found.seconds[sent], found.links[sent] = sends
+        groups, nodes, costs = self._stage_links
+        sources, targets = work.computed_stages[producers], work.computed_stages[consumers]
+        is_inside = (nodes[sources] == nodes[targets]) & (nodes[sources] != _SEVERAL_NODES)
+        # Inside one group of ranks, a message is an exchange of rows.
+        ways = np.where(groups[sources] == groups[targets], _EXCHANGED, np.where(is_inside, _INSIDE, _BETWEEN))
+        latencies, seconds_per_byte, links = costs[ways, sources].T
+        found.latency_seconds[sent], found.seconds[sent], found.links[sent] = latencies, num_bytes * seconds_per_byte, links
         found.seconds[joined] = [self.collective_seconds(work.action(piece)) for piece in pieces[joined].tolist()]
         return found
+
+    @cached_property
+    def _stage_links(self) -> tuple[Integers, Integers, Floats]:
+        """For each stage, numbered as in `StepWork`: its rank group, its node, and the cost of one byte by kind of link."""
+        groups: dict[frozenset[int], int] = {}
+        of_stages, nodes, costs = list[int](), list[int](), list[list[TransferCost]]()
+        for plan in (self.shape.plan.units[unit] for unit in self.shape.graph.unit_names):
+            for stage, replica in product(range(plan.num_virtual_stages), plan.replicas):
+                if stage >= len(replica.virtual_stages):
+                    of_stages.append(0)
+                    continue
+                ranks = replica.virtual_stages[stage].ranks
+                group = groups.setdefault(frozenset(ranks), len(groups))
+                if group == len(costs):
+                    nodes.append(self.cluster.node(ranks[0]) if self.cluster.is_one_node(ranks) else _SEVERAL_NODES)
+                    inside = cost_inside_node(1.0, source_ranks=ranks, cluster=self.cluster)
+                    between = cost_between_nodes(1.0, source_ranks=ranks, cluster=self.cluster)
+                    costs.append([inside, between, exchange_cost(1.0, ranks=ranks, cluster=self.cluster)])
+                of_stages.append(group)
+        numbers = np.array(of_stages, np.int64)
+        return numbers, np.array(nodes, np.int64)[numbers], np.array(costs, np.float64)[numbers].swapaxes(0, 1)
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
         """Seconds of the waits inside computations in which other work can run, as rows (starts, seconds)."""

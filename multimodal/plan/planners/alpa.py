@@ -8,7 +8,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_options import UnitOptions, infeasible, list_options
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.arrays.rows import Floats, Integers
+from multimodal.values.arrays.rows import Integers
 
 _NUM_LIMITS = 64
 """Limits of the slowest stage that are tried: Alpa skips those that are too close to the one before."""
@@ -49,10 +49,20 @@ def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> 
 
 def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tuple[int, ...] | None:
     """Return each unit's row with the least sum of latencies whose stages keep the limit; None if there are too few GPUs."""
-    least = np.zeros(num_gpus + 1)
+    least = np.zeros(num_gpus + 1)  # by the number of GPUs used
     chosen: list[Integers] = []
     for options in units:
-        least, rows = _add_unit(least, options, limit)
+        before, least, rows = least, np.full(num_gpus + 1, np.inf), np.full(num_gpus + 1, -1)
+        latency = options.chain_seconds / options.data
+        allowed = np.flatnonzero(options.stage_seconds / options.data <= limit)
+        order = allowed[np.lexsort((latency[allowed], options.gpus[allowed]))]
+        first_of_gpus = order[np.unique(options.gpus[order], return_index=True)[1]] if len(order) else order
+        for row in first_of_gpus.tolist():
+            count = int(options.gpus[row])
+            with_row = before[: len(before) - count] + latency[row]
+            is_less = with_row < least[count:]
+            least[count:][is_less] = with_row[is_less]
+            rows[count:][is_less] = row
         chosen.append(rows)
     used = int(np.argmin(least))
     if not np.isfinite(least[used]):
@@ -62,19 +72,3 @@ def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tupl
         found.insert(0, int(rows[used]))
         used -= int(options.gpus[found[0]])
     return tuple(found)
-
-
-def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Floats, Integers]:
-    """Return, by the number of GPUs used, the least sum with one more unit, and its row; before: the least sums without it."""
-    least, rows = np.full(len(before), np.inf), np.full(len(before), -1)
-    latency = options.chain_seconds / options.data
-    allowed = np.flatnonzero(options.stage_seconds / options.data <= limit)
-    order = allowed[np.lexsort((latency[allowed], options.gpus[allowed]))]
-    first_of_gpus = order[np.unique(options.gpus[order], return_index=True)[1]] if len(order) else order
-    for row in first_of_gpus.tolist():
-        count = int(options.gpus[row])
-        with_row = before[: len(before) - count] + latency[row]
-        is_less = with_row < least[count:]
-        least[count:][is_less] = with_row[is_less]
-        rows[count:][is_less] = row
-    return least, rows

@@ -11,7 +11,7 @@ from multimodal.balance import Placement
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.search.layout_search import Layout, best_layouts
+from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe
 from multimodal.plan.planners.search.run_variants import (
     Form,
@@ -135,7 +135,10 @@ class PlanSearch:
             self.trials.try_run(chosen.run, RANKING)
 
     def _look_at_layouts(self, request: PlanningRequest) -> None:
-        """Simulate layouts quickly; estimates are corrected by the mean ratio of their kind, or the least of their placement."""
+        """Simulate layouts quickly with their placement's best form, or else each, unless their bounds are above the best.
+
+        Estimates are corrected by the mean ratio of their kind, or the least of their placement.
+        """
         trials = self.trials
 
         def takes_more() -> bool:
@@ -166,13 +169,18 @@ class PlanSearch:
             index = min(position, key=lambda each: (expected[each], each))
             if expected[index] > FAR * best:
                 break
-            layout = kinds[index][position[index]]
-            found = self._try_layout(layout, forms, best)
+            layout, found = kinds[index][position[index]], None
+            run = layout.to_run()
+            if trials.least_step_seconds(run) <= best:
+                kind = trials.placed(run)
+                known = self._best_of_forms(run, (forms[kind],)) if kind in forms else None
+                found = known or self._best_of_forms(run, self._forms(run))
             if found:
-                placed, seconds = self.trials.placed(found.run), found.prediction.iteration_seconds
-                if seconds < best and placed not in self.trials.corrections():  # the first of its kind that seems to be the best
-                    self.trials.try_run(found.run, RANKING)
-                seconds *= self.trials.corrections().get(placed, 1.0)
+                forms.setdefault(kind, (found.run.schedule, found.run.balance))
+                placed, seconds = trials.placed(found.run), found.prediction.iteration_seconds
+                if seconds < best and placed not in trials.corrections():  # the first of its kind that seems to be the best
+                    trials.try_run(found.run, RANKING)
+                seconds *= trials.corrections().get(placed, 1.0)
                 best = min(best, seconds)
                 ratios.setdefault(index, []).append(seconds / layout.seconds)
             else:
@@ -180,18 +188,6 @@ class PlanSearch:
             position[index] += 1
             if position[index] == len(kinds[index]):
                 del position[index]
-
-    def _try_layout(self, layout: Layout, forms: dict[Placed, Form], best: float) -> PredictedRun | None:
-        """Simulate a layout quickly with its placement's best form, or else each, unless its bound is above the best."""
-        run = layout.to_run()
-        if self.trials.least_step_seconds(run) > best:
-            return None
-        kind = self.trials.placed(run)
-        known = self._best_of_forms(run, (forms[kind],)) if kind in forms else None
-        found = known or self._best_of_forms(run, self._forms(run))
-        if found:
-            forms.setdefault(kind, (found.run.schedule, found.run.balance))
-        return found
 
     def _best_of_forms(self, run: PlannedRun, forms: Iterable[Form]) -> PredictedRun | None:
         runs = map(partial(formed, run, request=self.request), forms)

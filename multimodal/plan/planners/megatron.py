@@ -93,18 +93,14 @@ def plan_fsdp(request: PlanningRequest) -> PlannedRun:
     """Plan all units on all ranks, with tp 1, pp 1 and shared weights; raises PlanError if that does not fit, or must not be."""
     if request.sharding not in (None, "optim_grads_params"):
         raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")
-    asked = request.changed(sharding="optim_grads_params")
-    return choose_run(asked, _fsdp_candidates(asked))
-
-
-def _fsdp_candidates(request: PlanningRequest) -> Iterator[Candidate]:
-    graph, names = request.graph, request.graph.unit_names
+    asked, names = request.changed(sharding="optim_grads_params"), request.graph.unit_names
     for name in names:
         fixed = request.fixed(name)
         sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_stages
         if any(size not in (None, 1) for size in sizes):
             raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
-    for size in shared_stage_sizes(request, names):
-        if size.tensor == 1:
-            layouts = {unit.name: even_layout(unit, 1, 1, 1, context=size.context) for unit in graph.units}
-            yield from with_replicas(request, layouts, shared_data_parallel_sizes(request, names), groups=(names,))
+    data_sizes, candidates = shared_data_parallel_sizes(asked, names), list[Candidate]()
+    for context in (size.context for size in shared_stage_sizes(asked, names) if size.tensor == 1):
+        layouts = {unit.name: even_layout(unit, 1, 1, 1, context=context) for unit in request.graph.units}
+        candidates += with_replicas(asked, layouts, data_sizes, groups=(names,))
+    return choose_run(asked, candidates)

@@ -1,7 +1,7 @@
 """Measures and reports the share of encoder work that a schedule puts into bubbles: for plan files, tables and `--json`."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -138,24 +138,18 @@ def with_filling(planned: PredictedRun, request: PlanningRequest) -> tuple[Predi
     report = report_filling(planned.run, request)
     if report is None:
         return planned, None
-    notes = (*planned.run.notes, report.note, *_unfilled(planned.run, request))
-    return planned._replace(run=replace(planned.run, notes=notes)), report
-
-
-def _unfilled(run: PlannedRun, request: PlanningRequest) -> Iterator[str]:
-    """Yield a note if the LLM's waits for tensor parallel collectives cannot be filled."""
-    if run.plan.units[request.graph.backbone.name].tensor_parallel_size == 1:
-        return
-    if run.tp_comm_overlap:
-        yield "waits for tensor parallel collectives are not filled: overlapped collectives do not tell of them"
-        return
-    if run.sharding == "optim_grads_params":
-        yield "waits for tensor parallel collectives are not filled: replicas that share weights must gather them in one order"
-        return
+    run, reason = planned.run, ""
     others = [unit.name for unit in request.graph.encoders if run.plan.units[unit.name].context_parallel_size > 1]
-    if others:
-        names = ", ".join(others)
-        yield f"waits for tensor parallel collectives are not filled by {names}: context parallel ranks exchange keys and values"
+    if run.tp_comm_overlap:
+        reason = ": overlapped collectives do not tell of them"
+    elif run.sharding == "optim_grads_params":
+        reason = ": replicas that share weights must gather them in one order"
+    elif others:
+        reason = f" by {', '.join(others)}: context parallel ranks exchange keys and values"
+    notes = [*run.notes, report.note]
+    if reason and run.plan.units[request.graph.backbone.name].tensor_parallel_size > 1:
+        notes.append(f"waits for tensor parallel collectives are not filled{reason}")
+    return planned._replace(run=replace(run, notes=tuple(notes))), report
 
 
 def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport | None:

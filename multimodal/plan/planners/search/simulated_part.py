@@ -77,9 +77,18 @@ def choose_part(run: PlannedRun, request: PlanningRequest, fidelity: Fidelity) -
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions, kept_replicas=fidelity.kept_replicas)
     plan = kept_plan(run.plan, request, share) or run.plan
-    whole = -(-request.global_batch_size // share)
-    count = _num_samples(run, _busy_units(plan, request), whole, max_actions, fidelity.filling)
-    return StepPart(plan, share, (whole,) if count == whole else (count, count // 2))
+    units, whole = _busy_units(plan, request), -(-request.global_batch_size // share)
+    if max_actions is None or _num_actions(run, units, whole) <= max_actions:
+        return StepPart(plan, share, (whole,))
+    # Both parts give every replica of every unit equally many microbatches: whole turns, after which all have their shares.
+    shares = [unit.microbatch_shares or (1,) for unit in units]
+    turns = (unit.data_parallel_size * sum(each) // len(each) for unit, each in zip(units, shares, strict=True))
+    even = 2 * run.micro_batch_size * math.lcm(*turns)
+    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
+    filling = math.ceil(fidelity.filling * run.micro_batch_size * in_flight)
+    wanted = max(filling, int(whole * max_actions / _num_actions(run, units, whole)))
+    count = -(-wanted // even) * even
+    return StepPart(plan, share, (count, count // 2) if count < 0.8 * whole else (whole,))
 
 
 def nominal_seconds(run: PlannedRun, request: PlanningRequest, fidelity: Fidelity) -> float:
@@ -101,23 +110,6 @@ def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
 def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
     num_stages = sum(unit.num_virtual_stages for unit in units)
     return 2 * num_stages * -(-num_samples // run.micro_batch_size)
-
-
-def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, max_actions: int | None, filling: float) -> int:
-    """Return the number of samples to simulate: all, or enough to fill the pipelines in both parts."""
-    if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
-        return num_samples
-    # Both parts give every replica of every unit equally many microbatches: whole turns, after which all have their shares.
-    shares = [unit.microbatch_shares or (1,) for unit in units]
-    turns = (unit.data_parallel_size * sum(each) // len(each) for unit, each in zip(units, shares, strict=True))
-    even = 2 * run.micro_batch_size * math.lcm(*turns)
-    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
-    wanted = max(
-        math.ceil(filling * run.micro_batch_size * in_flight),
-        int(num_samples * max_actions / _num_actions(run, units, num_samples)),
-    )
-    rounded = -(-wanted // even) * even
-    return rounded if rounded < 0.8 * num_samples else num_samples
 
 
 def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int) -> int:

@@ -77,11 +77,16 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
     problem: PlanError | None = None
     for recompute in (request.recompute,) if request.recompute else (None, "full"):
         chain = list_chain(request.changed(recompute=recompute), tolerance)
-        templates = _map_templates(chain, num_nodes)
+        # Of n_0 nodes and more; none if there are too few nodes for the required number of the smallest.
+        num_others = tolerance.fewest_replicas - 1
+        counts = list(range(1, num_nodes - num_others + 1))
+        mapped = _map_nodes(chain, counts, num_nodes)
+        least = next((nodes for nodes, template in zip(counts, mapped, strict=True) if template), num_nodes + 1)
+        templates = tuple(filter(None, takewhile(bool, mapped[least - 1 : max(0, num_nodes - num_others * least)])))
         if templates:
             _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
-            counts = num_nodes, request.num_microbatches, tolerance.fewest_replicas
-            start = instantiate({each.nodes: each.times for each in templates}, *counts)
+            times = {each.nodes: each.times for each in templates}
+            start = instantiate(times, num_nodes, request.num_microbatches, tolerance.fewest_replicas)
             found = TemplateSet(
                 num_nodes,
                 request.cluster.gpus_per_node,
@@ -110,18 +115,6 @@ def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fewes
                 f"{nodes} nodes cannot all be used: replicas need {least} nodes at least, and the model has layers for at most "
                 f"{most}; use fewer GPUs, or a higher fault tolerance"
             )
-
-
-def _map_templates(chain: Chain, num_nodes: int) -> tuple[PipelineTemplate, ...]:
-    """Return the templates of n_0 nodes and more; none if there are too few nodes for the required number of the smallest."""
-    num_others = chain.tolerance.fewest_replicas - 1
-    counts = list(range(1, num_nodes - num_others + 1))
-    found = _map_nodes(chain, counts, num_nodes)
-    least = next((nodes for nodes, template in zip(counts, found, strict=True) if template), None)
-    if least is None or (num_others + 1) * least > num_nodes:
-        return ()
-    largest = num_nodes - num_others * least
-    return tuple(filter(None, takewhile(bool, found[least - 1 : largest])))
 
 
 def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[PipelineTemplate | None]:

@@ -35,14 +35,23 @@ def instantiate(
     most: A(k, m) = max_n A(k - 1, m - n) + c_n(T). The shortest T for which they take the whole batch is found by bisection
     (Oobleck 2.4.2 enumerates). Raises PlanError if there is none. O(replicas x nodes x templates).
     """
-    most = min(num_nodes // min(times), num_microbatches)
-    if most < least_replicas:
-        raise PlanError(_problem(times, num_nodes, num_microbatches, least_replicas))
+    least, most = min(times), max(times)
+    if num_nodes < least_replicas * least:
+        raise PlanError(
+            f"{num_nodes} nodes cannot hold {least_replicas} replicas of at least {least} nodes each; use "
+            f"{least_replicas * least} nodes, or a lower fault tolerance"
+        )
+    if num_microbatches < least_replicas:
+        raise PlanError(_cannot_share(num_microbatches, least_replicas))
     low, high = 0.0, max(each.seconds(num_microbatches) for each in times.values())
-    choose = partial(_choose, times, num_nodes, num_microbatches, least_replicas, most)
+    most_replicas = min(num_nodes // least, num_microbatches)
+    choose = partial(_choose, times, num_nodes, num_microbatches, least_replicas, most_replicas)
     sizes = choose(high)
     if sizes is None:
-        raise PlanError(_problem(times, num_nodes, num_microbatches, least_replicas))
+        raise PlanError(
+            f"{num_nodes} nodes cannot all be used by at most {num_microbatches} replicas (one for each microbatch) "
+            f"of {least} to {most} nodes; make the global batch larger, or use fewer nodes"
+        )
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         found = choose(middle)
@@ -101,21 +110,6 @@ def _choose(
         sizes.append(int(of_nodes[left]))
         left -= sizes[-1]
     return tuple(sizes)
-
-
-def _problem(times: Mapping[int, PipelineTimes], num_nodes: int, num_microbatches: int, least_replicas: int) -> str:
-    least, most = min(times), max(times)
-    if num_nodes < least_replicas * least:
-        return (
-            f"{num_nodes} nodes cannot hold {least_replicas} replicas of at least {least} nodes each; use "
-            f"{least_replicas * least} nodes, or a lower fault tolerance"
-        )
-    if num_microbatches < least_replicas:
-        return _cannot_share(num_microbatches, least_replicas)
-    return (
-        f"{num_nodes} nodes cannot all be used by at most {num_microbatches} replicas (one for each microbatch) "
-        f"of {least} to {most} nodes; make the global batch larger, or use fewer nodes"
-    )
 
 
 def _cannot_share(num_microbatches: int, num_replicas: int) -> str:
