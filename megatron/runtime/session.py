@@ -95,8 +95,7 @@ class Session:
     def __init__(self, options: SessionOptions, *, plan: Plan) -> None:
         """Build this rank's part, newly initialised; raises PlanError if plan, model and ranks do not fit."""
         self.options = options
-        self._check_plan(plan)
-        self._build(plan)
+        self.enter(plan)
 
     @property
     def graph(self) -> ModelGraph:
@@ -254,7 +253,11 @@ class Session:
             num_state_copies=options.num_state_copies,
             shares_weights=options.shards_weights,
         )
-        self._open_user_buffers(plan)
+        if (rows := options.build.buffer_rows) is not None:
+            llm, size = self.graph.backbone, max(plan.units[self.graph.backbone.name].tensor_sizes)
+            rows = rows if llm.name in self.memberships else size  # others only take part
+            dtype = options.build.precision.params_dtype
+            open_user_buffers(rows, llm.transformer.hidden_size, tensor_parallel_size=size, dtype=dtype)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
@@ -276,13 +279,6 @@ class Session:
             device=device,
             gradients=self.gradients,
         )
-
-    def _open_user_buffers(self, plan: Plan) -> None:
-        if (rows := self.options.build.buffer_rows) is not None:
-            llm, size = self.graph.backbone, max(plan.units[self.graph.backbone.name].tensor_sizes)
-            rows = rows if llm.name in self.memberships else size  # others only take part
-            dtype = self.options.build.precision.params_dtype
-            open_user_buffers(rows, llm.transformer.hidden_size, tensor_parallel_size=size, dtype=dtype)
 
     def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
@@ -311,7 +307,6 @@ class Session:
 def _build_stages(
     options: SessionOptions, *, plan: Plan, memberships: Mapping[str, Membership]
 ) -> Iterator[tuple[tuple[str, int], UnitStage]]:
-    """Build this rank's virtual stages, newly initialised."""
     for name, member in memberships.items():
         for stage in plan.units[name].replicas[member.replica_index].virtual_stages:
             if stage.stage_index != member.stage_index:

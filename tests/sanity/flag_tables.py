@@ -85,10 +85,10 @@ def _row(flag: FieldFlag) -> tuple[str, str, str]:
 
 
 def _unit_rows() -> Iterator[tuple[str, str, str, str]]:
-    for name, spelling in SIZE_SPELLINGS.items():
-        shorter = ", ".join(f"`--UNIT-{ending}`" for ending in spelling.endings[1:])
+    for name, (long, *others) in SIZE_SPELLINGS.items():
+        shorter = ", ".join(f"`--UNIT-{ending}`" for ending in others)
         plain = ", ".join(f"`--{ending}`" for ending in plain_endings(name))
-        yield f"`--UNIT-{spelling.long} N`", shorter, plain, field_docstrings(UnitSizes)[name]
+        yield f"`--UNIT-{long} N`", shorter, plain, field_docstrings(UnitSizes)[name]
     yield "`--UNIT-micro-batch-size N`", "", "", MICRO_BATCH_HELP.replace("this encoder", "this unit, an encoder")
 
 

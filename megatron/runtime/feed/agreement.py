@@ -101,12 +101,12 @@ def _difference(first: _Positions, other: _Positions) -> str:
         if first.get(key) != other.get(key):
             unit, sample, item = key
             what = f"sample {sample}" if item < 0 else f"item {item} of sample {sample}"
-            return f"unit '{unit}', {what} is {_shown(other.get(key))} there and {_shown(first.get(key))} on rank 0"
+            there, here = (
+                "in replica {}, microbatch {}, at {}".format(*placed[key]) if key in placed else "nowhere"
+                for placed in (other, first)
+            )
+            return f"unit '{unit}', {what} is {there} there and {here} on rank 0"
     return ""
-
-
-def _shown(position: tuple[int, int, int] | None) -> str:
-    return "nowhere" if position is None else "in replica {}, microbatch {}, at {}".format(*position)
 
 
 _FEWEST_SEEN = 1000

@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron.runtime.feed.agreement import check_share
 from megatron.runtime.flags.configuration import HELD_OUT, RunConfig
+from megatron.runtime.flags.field_flags import value_of
 from megatron.runtime.launch.rank_place import read_token
 from multimodal.data.blend import NamedData
 from multimodal.data.chat.chat_format import ChatFormat
@@ -26,7 +27,7 @@ from multimodal.data.index.index_cache import IndexCache, watch_indexing
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.remote import RemoteOptions, data_path
+from multimodal.data.remote import data_path
 from multimodal.data.sample_source import SampleRequest, SampleSource, open_program, program_digest
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -138,6 +139,10 @@ def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource
     return found
 
 
+_OF_ITEMS = ("overlong", "max_image_pixels", "num_frames", "video_fps", "video_max_pixels", "video_sound")
+"""Flags that an index of the data follows."""
+
+
 def _open_named(named: NamedData, **how: Any) -> SampleSource:
     """Open one data set of a mixture, with its ranges of samples; arguments and errors as of `open_manifest`."""
     source: SampleSource = open_manifest(named.path, **how)
@@ -157,13 +162,8 @@ def open_manifest(
         needs_items_first=config.model.attention_mask == "prefix",
         allows_outside_paths=config.data.allow_outside_paths,
         media_dir=str(data_path(config.data.media_dir).absolute()) if config.data.media_dir else None,
-        max_image_pixels=config.data.max_image_pixels,
-        overlong=config.data.overlong,
         skips_bad=config.data.bad_sample == "skip",
-        num_frames=config.data.num_frames,
-        video_fps=config.data.video_fps,
-        video_max_pixels=config.data.video_max_pixels,
-        video_sound=config.data.video_sound,
+        **{name: getattr(config.data, name) for name in _OF_ITEMS},
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)
@@ -314,8 +314,6 @@ RunData = Mapping[str, Any]
 
 
 class _Compared(NamedTuple):
-    """One value that must be the same."""
-
     name: str
     flag: str
     shown: str = ""
@@ -340,6 +338,11 @@ _COMPARED = (
     _Compared("num_train_samples", "--data-path", unit="training samples", may_change=True),
 )
 """In the order in which differences are reported: the last follows from those before it, unless image files changed."""
+_DESCRIBED = (
+    *("seed", "global_batch_size", "seq_length", "packing_seq_length"),
+    *("tokenizer_type", "tokenizer_model", "chat_template", "attention_mask"),
+)
+"""Flags that are described by their values."""
 
 
 def describe_data(config: RunConfig, data: DataSets) -> RunData:
@@ -349,34 +352,26 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     """
     program = config.data.sample_program
     remote, mixture = config.data.remote, config.data.mixture
-    digests = [program_digest(program)] if program else [_digest_of(named, remote) for named in mixture]
+    digests = [program_digest(program)] if program else []
+    for named in () if program else mixture:
+        ranges = "".join(f" {first:g} to {last:g}" for first, last in named.ranges)
+        digests.append(open_sample_files(named.path, remote).digest + ranges)
     parts = data.train.parts
     split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
     joined = hashlib.blake2b(weighted.encode(), digest_size=16).hexdigest()
     return {
-        "seed": config.training.seed,
-        "global_batch_size": config.training.global_batch_size,
+        **{name: value_of(config, name) for name in _DESCRIBED},
         "data_path": " ".join(config.data.data_path),
         "data_digest": digests[0] if len(parts) == 1 else joined,
         "program_samples": config.data.program_samples if program else None,
         "split": split,
-        "seq_length": config.data.seq_length,
-        "packing_seq_length": config.training.packing_seq_length,
-        "tokenizer_type": config.data.tokenizer_type,
-        "tokenizer_model": config.data.tokenizer_model,
-        "chat_template": config.data.chat_template,
         **text_settings(config).digests,
-        "attention_mask": config.model.attention_mask,
         "num_train_samples": len(data.train.source),
         "data_sets": [
             [data_set_name(digest, split, part.num_samples), part.weight] for digest, part in zip(digests, parts, strict=True)
         ],
     }
-
-
-def _digest_of(named: NamedData, remote: RemoteOptions) -> str:
-    return "".join((open_sample_files(named.path, remote).digest, *(f" {first:g} to {last:g}" for first, last in named.ranges)))
 
 
 def data_set_name(digest: str, split: str | None, num_samples: int) -> str:

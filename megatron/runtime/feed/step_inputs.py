@@ -234,13 +234,11 @@ def _language_input(source: SampleSource, place: MicrobatchPlace, step: StepDeci
     lengths = _lengths(packed.cu_seqlens)
     routes = step.routes.to_target.get(place, ())
     items = tuple(ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)
-    ends = [
-        _row_ends(source.item_grid(*atom)[1], packed.item_spans[atom][1])
-        if (image := step.graph.unit(route.source.unit).image) is not None and image.has_row_ends
-        else torch.zeros(packed.item_spans[atom][1], dtype=torch.bool)
-        for route in routes
-        for atom in route.atoms
-    ]
+    ends = []  # for each item: the tokens that end the rows of an image
+    for unit_name, atom in ((route.source.unit, atom) for route in routes for atom in route.atoms):
+        image, num_tokens = step.graph.unit(unit_name).image, packed.item_spans[atom][1]
+        has_ends, width = image is not None and image.has_row_ends, source.item_grid(*atom)[1] + 1
+        ends.append(torch.arange(num_tokens) % width == width - 1 if has_ends else torch.zeros(num_tokens, dtype=torch.bool))
     target_rows = packed.is_target.nonzero()[:, 0]
     num_conditions = {unit.name: unit.num_conditions for unit in step.graph.generators}
     generator_rows = [
@@ -266,11 +264,6 @@ def _language_input(source: SampleSource, place: MicrobatchPlace, step: StepDeci
         generator_rows=torch.tensor(generator_rows) if generator_rows else None,
     )
     return packed_input, samples
-
-
-def _row_ends(num_columns: int, num_tokens: int) -> torch.Tensor:
-    """Return [num_tokens]: True for the tokens of an image that end its rows."""
-    return torch.arange(num_tokens) % (num_columns + 1) == num_columns
 
 
 def _lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_n
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.plan.plans_of_sizes import EVEN, LayerSeconds, UnitSizes, fold_stages, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
@@ -204,6 +203,8 @@ def _adapters_of(folder: Path, values: Mapping[str, Any], graph: ModelGraph) -> 
         raise ConfigError(
             f"{flag_of(given[0])} would be ignored: --load-adapter {folder} says which adapters there are; leave one of them out"
         )
+    from multimodal.hugging_face.adapter_files import read_peft_adapter  # few runs start from adapters
+
     base = values.get("load_hf") or values.get("model")
     adapter = read_peft_adapter(folder, graph=graph, base=base)
     if adapter.dropout:

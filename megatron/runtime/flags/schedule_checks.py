@@ -6,7 +6,6 @@ A schedule that would silently run as another one is refused.
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.runtime.flags.configuration import RunConfig
@@ -166,7 +165,23 @@ def read_templates(config: RunConfig, graph: ModelGraph) -> "TemplateSet":
         raise PlanError(
             f"--plan {path}: its templates are for layers {planned}, the model has {wanted}; plan templates for this model"
         )
-    _check_batch(path, templates, config)
+    training, planned_batch = config.training, templates.num_microbatches * templates.micro_batch_size
+    for flag, given, planned_size, what in (
+        ("--micro-batch-size", training.micro_batch_size, templates.micro_batch_size, "are planned for {}"),
+        ("--global-batch-size", training.global_batch_size, planned_batch, "share out {} samples"),
+    ):
+        if given != planned_size:
+            raise ConfigError(
+                f"{flag} {given}, but the templates of --plan {path} {what.format(planned_size)}; give {flag} {planned_size}, or "
+                "plan them anew"
+            )
+    if templates.recompute_granularity != training.recompute_granularity:
+        wanted_recompute = templates.recompute_granularity
+        fix = f"give --recompute-granularity {wanted_recompute}" if wanted_recompute else "leave --recompute-granularity out"
+        raise ConfigError(
+            f"the templates of --plan {path} count on recomputing {wanted_recompute or 'nothing'}, the run recomputes "
+            f"{training.recompute_granularity or 'nothing'}; {fix}, or plan them anew"
+        )
     tolerance = config.parallelism.fault_tolerance
     if tolerance is None:
         return templates
@@ -177,28 +192,6 @@ def read_templates(config: RunConfig, graph: ModelGraph) -> "TemplateSet":
             f"{templates.fault_tolerance}"
         )
     return replace(templates, fault_tolerance=tolerance)
-
-
-def _check_batch(path: Path, templates: "TemplateSet", config: RunConfig) -> None:
-    training = config.training
-    if training.micro_batch_size != templates.micro_batch_size:
-        raise ConfigError(
-            f"--micro-batch-size {training.micro_batch_size}, but the templates of --plan {path} are planned for "
-            f"{templates.micro_batch_size}; give --micro-batch-size {templates.micro_batch_size}, or plan them anew"
-        )
-    planned = templates.num_microbatches * templates.micro_batch_size
-    if training.global_batch_size != planned:
-        raise ConfigError(
-            f"--global-batch-size {training.global_batch_size}, but the templates of --plan {path} share out {planned} samples; "
-            f"give --global-batch-size {planned}, or plan them anew"
-        )
-    if templates.recompute_granularity != training.recompute_granularity:
-        wanted = templates.recompute_granularity
-        fix = f"give --recompute-granularity {wanted}" if wanted else "leave --recompute-granularity out"
-        raise ConfigError(
-            f"the templates of --plan {path} count on recomputing {wanted or 'nothing'}, the run recomputes "
-            f"{training.recompute_granularity or 'nothing'}; {fix}, or plan them anew"
-        )
 
 
 def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:

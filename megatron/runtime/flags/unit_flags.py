@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.runtime.flags.configuration import UNIT_RATES
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, finite_number, flag_of, whole_number
@@ -14,33 +14,20 @@ LLM = "llm"
 """Name of the backbone in flags, in addition to its name in the model."""
 
 
-class SizeSpelling(NamedTuple):
-    """The endings of the flags of one field of `UnitSizes`."""
-
-    long: str
-    """Megatron's ending."""
-    short: str = ""
-    also: str = ""
-    """Megatron's other name for it."""
-
-    @property
-    def endings(self) -> tuple[str, ...]:
-        """All endings, without the dash in front."""
-        return tuple(ending for ending in self if ending)
-
-
 EXPERT_PARALLEL_SIZE = "expert_parallel_size"
 """For the LLM only."""
-SIZE_SPELLINGS = {
-    "tensor_parallel_size": SizeSpelling("tensor-model-parallel-size", "tp"),
-    "pipeline_parallel_size": SizeSpelling("pipeline-model-parallel-size", "pp"),
-    "context_parallel_size": SizeSpelling("context-parallel-size", "cp"),
-    "data_parallel_size": SizeSpelling("data-parallel-size", "dp"),
-    "virtual_pipeline_size": SizeSpelling("virtual-pipeline-model-parallel-size", "vpp", "num-virtual-stages-per-pipeline-rank"),
-    "layers_per_virtual_stage": SizeSpelling("num-layers-per-virtual-pipeline-stage"),
-    EXPERT_PARALLEL_SIZE: SizeSpelling("expert-model-parallel-size", "ep"),
+SIZE_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "tensor_parallel_size": ("tensor-model-parallel-size", "tp"),
+    "pipeline_parallel_size": ("pipeline-model-parallel-size", "pp"),
+    "context_parallel_size": ("context-parallel-size", "cp"),
+    "data_parallel_size": ("data-parallel-size", "dp"),
+    "virtual_pipeline_size": ("virtual-pipeline-model-parallel-size", "vpp", "num-virtual-stages-per-pipeline-rank"),
+    "layers_per_virtual_stage": ("num-layers-per-virtual-pipeline-stage",),
+    EXPERT_PARALLEL_SIZE: ("expert-model-parallel-size", "ep"),
 }
-"""Field of `UnitSizes` -> the endings of its flags."""
+"""Field of `UnitSizes` -> the endings of its flags: Megatron's, a short one, and Megatron's other one."""
+_LONGEST_SHORT = 3
+"""Letters of the longest short ending, which Megatron does not have."""
 
 MICRO_BATCH_SIZE = "micro_batch_size"
 MICRO_BATCH_ENDING = "micro-batch-size"
@@ -71,24 +58,23 @@ def unit_flags(graph: ModelGraph | None) -> Mapping[str, tuple[FieldFlag, ...]]:
 
 def names_a_unit(flag: str) -> bool:
     """Return True if a flag has the form of a unit's flag, for any unit."""
-    endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings]
+    endings = [ending for of_field in SIZE_SPELLINGS.values() for ending in of_field]
     endings += [MICRO_BATCH_ENDING, *(flag_of(name)[2:] for name in UNIT_RATES)]
     return any(flag.endswith(f"-{ending}") for ending in endings)
 
 
 def plain_endings(name: str) -> tuple[str, ...]:
     """Return the endings that are also flags of the backbone, as in Megatron; its data parallel size has none."""
-    spelling = SIZE_SPELLINGS[name]
-    return () if name == "data_parallel_size" else tuple(ending for ending in (spelling.long, spelling.also) if ending)
+    return tuple(each for each in SIZE_SPELLINGS[name] if name != "data_parallel_size" and len(each) > _LONGEST_SHORT)
 
 
 def _size_flags(unit: str, *, is_backbone: bool) -> Iterator[FieldFlag]:
-    for name, spelling in SIZE_SPELLINGS.items():
+    for name, endings in SIZE_SPELLINGS.items():
         if name == EXPERT_PARALLEL_SIZE and not is_backbone:
             continue
         prefixes = dict.fromkeys([flag_of(unit), flag_of(LLM)] if is_backbone else [flag_of(unit)])
         plain = [f"--{ending}" for ending in plain_endings(name)] if is_backbone else []
-        yield _count_flag(unit, name, [*plain, *(f"{prefix}-{ending}" for prefix in prefixes for ending in spelling.endings)])
+        yield _count_flag(unit, name, [*plain, *(f"{prefix}-{ending}" for prefix in prefixes for ending in endings)])
 
 
 def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
@@ -133,4 +119,4 @@ def shown_flag(name: str) -> str:
     unit, _, size = name.rpartition(".")
     if not unit:
         return next(flag.flag for flag in all_flags() if flag.name == name)
-    return f"{flag_of(unit)}-{SIZE_SPELLINGS[size].long if size in SIZE_SPELLINGS else size.replace('_', '-')}"
+    return f"{flag_of(unit)}-{SIZE_SPELLINGS[size][0] if size in SIZE_SPELLINGS else size.replace('_', '-')}"

@@ -158,7 +158,6 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
 
 
 def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
-    """Yield two lines: the plan and its prediction."""
     run, prediction = planned
     yield f"plan: {_sizes(run)}; {run.flags}"
     yield (

@@ -130,7 +130,6 @@ class _FirstRank:
         return json.dumps(choice.to_dict())
 
     def tell(self, config: RunConfig) -> None:
-        """Report the choice and its reasons in five lines."""
         cluster = self.cluster
         links = f"--cluster {self._config.training.cluster}" if self._config.training.cluster else _LINKS[self._are_links_known]
         machine = (

@@ -24,8 +24,6 @@ _END_SECONDS = 30.0
 
 @dataclass
 class _Node:
-    """The keeper's view of a node."""
-
     incarnation: int
     num_ranks: int
     is_alive: bool = True
@@ -195,7 +193,6 @@ class Keeper:
         return not missing
 
     def _begin(self, nodes: list[int]) -> None:
-        """Publish the members of the next generation."""
         by_node = {node: list(self._nodes[node].arrived.values()) for node in nodes}
         holding = [node for node in nodes if any(report.done_steps is not None for report in by_node[node])]
         states = [report for node in holding for report in by_node[node] if report.done_steps is not None]

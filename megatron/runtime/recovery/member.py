@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
-from typing import NamedTuple, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -145,7 +145,6 @@ class Member:
         return wait_until(lambda: self.connections.is_cut, seconds=seconds, pause_seconds=0.01)
 
     def _listen(self, ledger: Ledger) -> None:
-        """Handle the keeper's signals."""
         generation, index = 0, 0
         while True:
             if generation != self.generation:
@@ -237,12 +236,8 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 """Indices in /proc/self/task/N/stat after the thread's name."""
 
 
-class Standstill(NamedTuple):
-    """A thread's position in a wait and its processor time; if both stay the same, it has done nothing in between."""
-
-    frame: int
-    instruction: int
-    num_ticks: int
+Standstill = tuple[int, int, int]
+"""A thread's position in a wait (frame, instruction) and its processor time: if all stay, it has done nothing in between."""
 
 
 def is_waiting(thread: threading.Thread) -> bool:
@@ -265,5 +260,5 @@ def find_standstill(thread: threading.Thread) -> Standstill | None:
         with open(f"/proc/self/task/{thread.native_id}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
         if fields[_STATE] == _ASLEEP:
-            return Standstill(id(frame), frame.f_lasti, int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]))
+            return id(frame), frame.f_lasti, int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
     return None

@@ -220,7 +220,6 @@ class _RepeatedCosts(TableCosts):
     """A table for a run of any number of microbatches: it repeats after its last one."""
 
     def compute(self, action: Action) -> ComputeCost:
-        """Seconds of one computation."""
         return super().compute(action._replace(microbatch=action.microbatch % self.table.num_microbatches))
 
 

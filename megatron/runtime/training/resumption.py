@@ -221,43 +221,34 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
 
 
 def save_due(run: Run, number: int) -> int:
-    """Write the checkpoints that the flags ask for after step `number`, and return it; collective. Raises CheckpointError."""
-    folder, size = run.config.checkpoint.save_megatron, run.config.training.global_batch_size
-    if run.config.checkpoint.save is not None:
-        save(run, number)
-    if folder is not None:
-        state, adapters = run.scheduler.state_dict(), gather_adapters(run.session)
-        save_megatron(folder, session=run.session, step=number, adapters=adapters, scheduler=state, global_batch_size=size)
-    return number
+    """Write the checkpoints that the flags ask for after step `number`, and return it; collective.
 
-
-def save(run: Run, number: int) -> int:
-    """Write a checkpoint after step `number` and return the number; collective.
-
-    With --async-save it has only been copied then; `run.background_save` reports when it is written.
-
-    Raises CheckpointError on every rank if it cannot be written, or another run has taken the folder.
+    With --async-save a checkpoint has only been copied then; `run.background_save` reports when it is written. Raises
+    CheckpointError on every rank if one cannot be written, or another run has taken the folder.
     """
-    checkpoint = run.config.checkpoint
-    assert checkpoint.save is not None
-    save_checkpoint(
-        checkpoint.save,
-        step=number,
-        session=run.session,
-        schedulers_state=run.scheduler.state_dict(),
-        run_state={**run.described_data, **({"measured": run.measured.to_dict()} if run.measured else {})},
-        keep_last=checkpoint.keep_last_checkpoints,
-        retain_interval=checkpoint.save_retain_interval,
-        check_right=run.claim.check if run.claim is not None else lambda: None,
-        background=run.background_save,
-    )
+    checkpoint, scheduler = run.config.checkpoint, run.scheduler.state_dict()
+    if checkpoint.save is not None:
+        save_checkpoint(
+            checkpoint.save,
+            step=number,
+            session=run.session,
+            schedulers_state=scheduler,
+            run_state={**run.described_data, **({"measured": run.measured.to_dict()} if run.measured else {})},
+            keep_last=checkpoint.keep_last_checkpoints,
+            retain_interval=checkpoint.save_retain_interval,
+            check_right=run.claim.check if run.claim is not None else lambda: None,
+            background=run.background_save,
+        )
+    if (folder := checkpoint.save_megatron) is not None:
+        adapters, size = gather_adapters(run.session), run.config.training.global_batch_size
+        save_megatron(folder, session=run.session, step=number, adapters=adapters, scheduler=scheduler, global_batch_size=size)
     return number
 
 
 def save_weights(run: Run, number: int, *, name: str, **state: Any) -> Path:
     """Write the weights after step `number` into a folder of --save, which holds no others then, and return it; collective.
 
-    state: kept beside the description of the run. Raises CheckpointError as `save` does.
+    state: kept beside the description of the run. Raises CheckpointError as `save_due` does.
     """
     checkpoint, claim = run.config.checkpoint, run.claim
     assert checkpoint.save is not None and claim is not None, "the rules of the flags ask for --save"

@@ -67,25 +67,22 @@ def collect_flag_values(config: RunConfig) -> StartValues:
     # The size of a node may only differ if no balancer uses it.
     uses_nodes = config.training.balance != UNBALANCED or config.training.rearrange_nodes
     variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if uses_nodes else ("WORLD_SIZE",)
+    flags = {"plan": f"{'with' if config.parallelism.plans_itself else 'without'} --plan auto"}
+    for flag in all_flags():
+        if flag.name not in MAY_DIFFER | BY_CONTENT:
+            flags[flag.name] = _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
+    sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
+    counts = {f"{unit}.{MICRO_BATCH_SIZE}": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
+    of_units = {**sizes, **counts, **config.optimizer.unit_rates}
+    flags |= {name: _shown(shown_flag(name), value) for name, value in of_units.items()}
     return {
         "program": {
             **{package: version_of(package) for package in _PACKAGES},
             "decisions by": "C++ kernels" if kernels is not None else "Python references",
         },
-        "flags": dict(_flag_values(config)),
+        "flags": flags,
         "environment": {name: os.environ.get(name, "unset") for name in variables},
     }
-
-
-def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
-    yield "plan", f"{'with' if config.parallelism.plans_itself else 'without'} --plan auto"
-    for flag in all_flags():
-        if flag.name not in MAY_DIFFER | BY_CONTENT:
-            yield flag.name, _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
-    sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
-    counts = {f"{unit}.{MICRO_BATCH_SIZE}": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
-    for name, value in {**sizes, **counts, **config.optimizer.unit_rates}.items():
-        yield name, _shown(shown_flag(name), value)
 
 
 def _shown(flag: str, value: Any, *, is_switch: bool = False) -> str:

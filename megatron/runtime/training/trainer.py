@@ -227,7 +227,6 @@ class _Scheduler(OptimizerParamScheduler):
     lr_warmup_steps: int
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of a group."""
         common = self.lr_warmup_steps
         self.lr_warmup_steps = param_group.get("lr_warmup_steps", common)
         try:

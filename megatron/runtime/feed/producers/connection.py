@@ -162,7 +162,6 @@ class Connection:
             self._sent[self._send(pack_message(pack_wanted(wanted)))] = wanted
 
     def _send(self, text: bytes) -> int:
-        """Send a request; returns its number."""
         try:
             self._socket.send_multipart([b"%d" % self._num_sent, text], zmq.NOBLOCK)
         except zmq.ZMQError as problem:

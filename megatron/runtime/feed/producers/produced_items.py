@@ -148,12 +148,13 @@ class ProducedItems:
         return next((address for address, connection in self._connections.items() if wanted in connection.owed), None)
 
     def _ask(self, wanted: Iterable[Wanted]) -> None:
-        """Send requests to the producers that are there."""
         addresses = [each for each in self._addresses if each in self._connections]
         self._unasked = () if addresses else (*wanted,)
         shares: dict[str, list[Wanted]] = {address: [] for address in addresses}
         for each in wanted if addresses else ():
-            shares[addresses[_number_of(each) % len(addresses)]].append(each)
+            # Ranks with the same item choose the same producer, which decodes it once.
+            number = zlib.crc32(f"{each.item.path} {each.item.tile}".encode()) if isinstance(each, WantedItem) else each.number
+            shares[addresses[number % len(addresses)]].append(each)
         for address, items in shares.items():
             try:
                 self._connections[address].ask(items)
@@ -184,19 +185,11 @@ class ProducedItems:
             self._arrived[wanted] = found
 
     def _lose(self, address: str, problem: Exception) -> None:
-        """Give a producer up for a while."""
         logger.warning("producer %s is done without: %s", address, str(problem) or type(problem).__name__)
         self._lost_at[address] = time.monotonic()
         if (connection := self._connections.pop(address, None)) is not None:
             self._unasked += (*connection.owed,)
             connection.close()
-
-
-def _number_of(wanted: Wanted) -> int:
-    """Return a number that chooses the producer: ranks with the same item choose the same one, which decodes it once."""
-    if isinstance(wanted, SampleBlock):
-        return wanted.number
-    return zlib.crc32(f"{wanted.item.path} {wanted.item.tile}".encode())
 
 
 def _weight(sample: SegmentedSample) -> int:

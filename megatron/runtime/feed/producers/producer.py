@@ -20,7 +20,8 @@ from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -117,16 +118,6 @@ IO_THREADS = 2
 logger = logging.getLogger(__name__)
 
 
-class _OnlyRanks(NamedTuple):
-    """Admits those who have the secret key of the run's ranks."""
-
-    public: bytes
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Return True for the ranks' key; pyzmq calls this."""
-        return hmac.compare_digest(key, self.public)
-
-
 class Producer:
     """Serves ranks until it is closed."""
 
@@ -168,7 +159,8 @@ class Producer:
         context = zmq.asyncio.Context(io_threads=IO_THREADS)
         admission = AsyncioAuthenticator(context)
         admission.start()
-        admission.configure_curve_callback("*", _OnlyRanks(self._keys.other))
+        only_ranks = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, self._keys.other))
+        admission.configure_curve_callback("*", only_ranks)
         router = context.socket(zmq.ROUTER)
         set_options(router, self._keys, most_bytes=MOST_REQUEST_BYTES)
         router.curve_server = True
