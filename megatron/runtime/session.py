@@ -53,9 +53,7 @@ class SessionOptions:
     vocab_size: int
     """Padded."""
     seed: int = 0
-    """Seed of the initial weights."""
     timeout: timedelta = timedelta(minutes=10)
-    """The longest time that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
     rates: Mapping[str, UnitRates] = field(default_factory=dict)

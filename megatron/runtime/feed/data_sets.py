@@ -216,14 +216,11 @@ def _with_latents(path: str, config: RunConfig, graph: ModelGraph, *, decoder: I
 
 def with_cached_latents(graph: ModelGraph) -> ModelGraph:
     """Return the model with latents that come from a cache, so that costs count no encoding."""
-
-    def cached(image: ImageInput) -> ImageInput:
+    units = {unit.name: unit for unit in graph.units}
+    for name, image in latent_images(graph).items():
         assert image.latents is not None
-        return replace(image, latents=replace(image.latents, is_cached=True))
-
-    images = {name: cached(image) for name, image in latent_images(graph).items()}
-    units = (replace(unit, image=images.get(unit.name, unit.image)) for unit in graph.units)
-    return replace(graph, units=tuple(units))
+        units[name] = replace(units[name], image=replace(image, latents=replace(image.latents, is_cached=True)))
+    return replace(graph, units=tuple(units.values()))
 
 
 def latent_images(graph: ModelGraph) -> dict[str, ImageInput]:

@@ -91,11 +91,8 @@ def with_epochs(config: RunConfig, *, graph: ModelGraph, num_samples: int) -> Ru
 
 def _with_steps(config: RunConfig) -> RunConfig:
     """Return the configuration with values that are relative to the length of training as steps."""
-    optimizer = config.optimizer
-    decay_iters = optimizer.lr_decay_iters or config.training.train_iters
-    fraction = optimizer.lr_warmup_fraction
-    warmup_iters = optimizer.lr_warmup_iters if fraction is None else int(fraction * decay_iters)
-    return replace(config, optimizer=replace(optimizer, lr_decay_iters=decay_iters, lr_warmup_iters=warmup_iters))
+    decay_iters = config.optimizer.lr_decay_iters or config.training.train_iters
+    return replace(config, optimizer=config.optimizer.in_steps(decay_iters))
 
 
 def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:

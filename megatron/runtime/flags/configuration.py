@@ -6,7 +6,7 @@ together, and `cross_checks.py` checks it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -343,6 +343,11 @@ class OptimizerSettings:
         of_all = self.projector_lr if name == "projector_lr" else None
         common = getattr(self, name.removeprefix("projector_")) if of_all is None else of_all
         return self.unit_rates.get(f"{unit}.{name}", common)
+
+    def in_steps(self, decay_iters: int) -> "OptimizerSettings":
+        """Return the settings of a decay that ends at this step, with the warm-up in steps."""
+        warmup = self.lr_warmup_iters if self.lr_warmup_fraction is None else int(self.lr_warmup_fraction * decay_iters)
+        return replace(self, lr_decay_iters=decay_iters, lr_warmup_iters=warmup)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,16 +227,29 @@ def _problems_of_buffers(config: RunConfig, graph: ModelGraph, plan: Plan) -> It
         )
 
 
+_NEEDED_SIZES = {
+    "sequence_parallel": ("tensor", "--tensor-model-parallel-size 2"),
+    "tp_comm_overlap": ("tensor", "--tensor-model-parallel-size 2"),
+    "context_parallel_distribution": ("context", "--context-parallel-size 2"),
+    "context_parallel_block_size": ("context", "--context-parallel-size 2"),
+}
+"""Field -> the parallel size that some unit must have above 1, and such a size."""
+
+
 def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
-    for name in ("sequence_parallel", "tp_comm_overlap"):
-        if value_of(config, name) and all(max(unit.tensor_sizes) == 1 for unit in plan.units.values()):
+    units = plan.units.values()
+    largest = {
+        "tensor": max(max(unit.tensor_sizes) for unit in units),
+        "context": max(unit.context_parallel_size for unit in units),
+    }
+    for name, (kind, example) in _NEEDED_SIZES.items():
+        if name in config.given and value_of(config, name) and largest[kind] == 1:
             yield (
-                f"{shown_flag(name)} would be ignored: every unit's tensor parallel size is 1; raise one (such as "
-                "--tensor-model-parallel-size 2) or leave it out"
+                f"{shown_flag(name)} would be ignored: every unit's {kind} parallel size is 1; raise one (such as {example}) or "
+                "leave it out"
             )
-    if config.parallelism.shards_weights and all(
-        unit.data_parallel_size == unit.context_parallel_size == 1 for unit in plan.units.values()
-    ):
+    shared = {name: unit for name, unit in plan.units.items() if unit.data_parallel_size * unit.context_parallel_size > 1}
+    if config.parallelism.shards_weights and not shared:
         yield (
             "--data-parallel-sharding-strategy optim_grads_params would be ignored: no two ranks hold the same weights; raise a "
             f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
@@ -244,7 +257,6 @@ def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
     if (count := config.parallelism.num_state_copies) is None:
         return
     flag = f"--num-distributed-optimizer-instances {count}"
-    shared = {name: unit for name, unit in plan.units.items() if unit.data_parallel_size * unit.context_parallel_size > 1}
     if not shared:
         yield f"{flag} would be ignored: no two ranks hold the same weights; raise a data parallel size or leave it out"
     for name, unit in shared.items():
@@ -262,12 +274,6 @@ def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
 
 def _problems_of_context(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
     spread = [graph.unit(name) for name, unit in plan.units.items() if unit.context_parallel_size > 1]
-    for name in ("context_parallel_distribution", "context_parallel_block_size"):
-        if name in config.given and not spread:
-            yield (
-                f"{shown_flag(name)} would be ignored: every unit's context parallel size is 1; raise one (such as "
-                "--context-parallel-size 2) or leave it out"
-            )
     if spread and config.model.attention_backend == "sequences":
         yield (
             f"--attention-backend sequences needs whole sequences, which unit '{spread[0].name}' spreads over "

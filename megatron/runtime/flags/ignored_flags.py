@@ -13,7 +13,6 @@ class IgnoredFlag(NamedTuple):
     """A flag that has no effect under some condition."""
 
     name: str
-    """The field's name."""
     because_of: tuple[str, ...]
     """Fields that determine this. If one of them is on the command line, the flag in a configuration file is dropped."""
     is_ignored: Callable[[RunConfig], bool]

@@ -210,10 +210,7 @@ class World:
             self.meeting.store.set(f"{name}/0", "done")
 
     def connect(self, *, backend: str | None, store: Store | None = None) -> None:
-        """Initialise torch.distributed if necessary; collective, so every rank must have agreed.
-
-        store: by default that of the meeting.
-        """
+        """Initialise torch.distributed if necessary; collective, so every rank must have agreed. store: else the meeting's."""
         if dist.is_initialized():
             return
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")

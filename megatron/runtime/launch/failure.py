@@ -287,7 +287,8 @@ class StopRequests:
     def __init__(self, ending: Ending) -> None:
         self._ending = ending
         self._start_seconds = time.monotonic()
-        self._is_training = False
+        self.is_training = False
+        """True once there is a state to save: then stop after a step."""
         self._asked_seconds: float | None = None
         self._asked_by = StopReason.NONE
 
@@ -299,10 +300,6 @@ class StopRequests:
         for number in _TAKEN:
             signal.signal(number, lambda number, frame: None)  # for the signal to be written to the thread's pipe
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
-
-    def begin_training(self) -> None:
-        """Stop after a step from now on, since there is a state to save."""
-        self._is_training = True
 
     def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
         """Return this rank's reason to stop after the current step."""
@@ -320,13 +317,13 @@ class StopRequests:
     def take(self, number: signal.Signals) -> None:
         """Handle a signal."""
         now = time.monotonic()
-        if number in _ASKING and self._is_training:
+        if number in _ASKING and self.is_training:
             if self._asked_seconds is None:
                 self._asked_by, self._asked_seconds = _ASKING[number], now
                 return
             if now - self._asked_seconds < _SAME_SIGNAL_SECONDS:
                 return
-        when = "while training" if self._is_training else "before training"
+        when = "while training" if self.is_training else "before training"
         self._ending.fail(InterruptedRunError(f"ended by {number.name} {when}", exit_code=128 + number))
 
 

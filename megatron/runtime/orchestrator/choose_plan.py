@@ -41,7 +41,6 @@ class Choice:
     cluster: Cluster
     """The cluster whose durations the run uses."""
     seconds: float
-    """Predicted seconds of a step."""
     lines: tuple[str, ...]
     """The choice and the reasons for it, for the log."""
     text: str

@@ -166,7 +166,6 @@ class Report:
     is_spare: bool = False
     """True if the plan had no place for it."""
     timeout_seconds: float = 30.0
-    """--elastic-timeout."""
 
 
 @dataclass(frozen=True)

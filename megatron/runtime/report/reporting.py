@@ -63,11 +63,10 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The model's results on held-out samples."""
+    """The model's results on held-out samples; losses as in `StepReport`."""
 
     loss: float
     generator_loss: float
-    """The generators' part of the loss; 0 without generators."""
     token_accuracy: float
     """Share of target tokens that greedy decoding gets right, given all tokens before."""
     answer_accuracy: float
@@ -76,7 +75,6 @@ class EvaluationReport:
     For samples with answers in words only, as tokens cannot show if an image is right; NaN without such samples.
     """
     data_set_losses: Mapping[int, float] = field(default_factory=dict)
-    """As in `StepReport`."""
 
 
 LINES_PER_BALANCE_LINE = 10

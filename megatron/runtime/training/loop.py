@@ -64,7 +64,7 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
     last_step = done_steps if training.skip_train else max(done_steps, training.train_iters)
     if training.exit_interval:
         last_step = min(last_step, (done_steps // training.exit_interval + 1) * training.exit_interval)
-    run.stop_requests.begin_training()
+    run.stop_requests.is_training = True
     try:
         if last_step > run.done_steps:
             _run_steps(run, reporter, progress, last_step=last_step)

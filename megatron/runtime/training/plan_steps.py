@@ -75,13 +75,17 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         num_decoding_ranks = run.world.size if run.exchanges is not None else 0
         size = getattr(torch, training.dtype).itemsize
         arrangement = NodeArrangement(ranks_on_node(), bytes_per_element=size, num_decoding_ranks=num_decoding_ranks)
+    balancer, schedules, decisions = BALANCERS[training.balance], run.session.schedules(forward_only=forward_only), None
+    if run.decisions_name is not None and (balancer.judges or balancer.needs_costs):  # others take no longer than to share them
+        subject = (forward_only, schedules.graph, schedules.plan, run.measured and run.measured.to_dict())
+        decisions = NodeDecisions(run.decisions_name, subject=subject)
     return StepPlanner(
         source,
         batches=batches,
-        balancer=BALANCERS[training.balance],
+        balancer=balancer,
         balance_options=balance_options(run, predictor),
         options=StepOptions(
-            schedules=run.session.schedules(forward_only=forward_only),
+            schedules=schedules,
             rank=run.world.rank,
             seed=training.seed,
             is_emulated=run.emulation is not None,
@@ -97,7 +101,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         ),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         arrangement=arrangement,
-        decisions=_node_decisions(run, forward_only=forward_only),
+        decisions=decisions,
         in_order=range(0) if forward_only else steps_in_order(run),
     )
 
@@ -120,15 +124,6 @@ def steps_in_order(run: Run) -> range:
         return range(0)
     due = measured_after(run.done_steps + 1, first=run.done_steps, interval=interval)
     return range(max(0, due - min(interval, MOST_MEASURED)), due, 2)
-
-
-def _node_decisions(run: Run, *, forward_only: bool) -> NodeDecisions | None:
-    """Return what shares assignments on this node; None where choosing them takes no longer than that."""
-    row, schedules = BALANCERS[run.config.training.balance], run.session.schedules(forward_only=forward_only)
-    if run.decisions_name is None or not (row.judges or row.needs_costs):
-        return None
-    subject = (forward_only, schedules.graph, schedules.plan, run.measured and run.measured.to_dict())
-    return NodeDecisions(run.decisions_name, subject=subject)
 
 
 def step_predictor(run: Run) -> StepPredictor:

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,6 @@ class Start(NamedTuple):
     is_resumption: bool
     """False: from weights only, at step 0."""
     is_of_megatron: bool = False
-    """True for a checkpoint of Megatron's."""
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -208,16 +207,15 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
     Values that are not given follow from the remaining steps. Raises ConfigError if these are too few.
     """
     settings, left = config.optimizer, config.training.train_iters - first_step
-    decay = settings.lr_decay_iters if "lr_decay_iters" in config.given else left
-    fraction = settings.lr_warmup_fraction
-    warmup = settings.lr_warmup_iters if fraction is None else int(fraction * max(0, decay or 0))
-    if left < 1 or warmup >= (decay or 0):
+    decay = (settings.lr_decay_iters or 0) if "lr_decay_iters" in config.given else max(0, left)
+    found = settings.in_steps(decay)
+    if left < 1 or found.lr_warmup_iters >= decay:
         raise ConfigError(
             f"--new-phase: of --train-iters {config.training.train_iters}, {first_step} steps are done, which leaves "
-            f"{max(left, 0)} for a schedule of the learning rate with {warmup} steps of warm-up; raise --train-iters or shorten "
-            "the warm-up"
+            f"{max(left, 0)} for a schedule of the learning rate with {found.lr_warmup_iters} steps of warm-up; raise "
+            "--train-iters or shorten the warm-up"
         )
-    return replace(settings, lr_decay_iters=decay, lr_warmup_iters=warmup)
+    return found
 
 
 def save_due(run: Run, number: int) -> int:

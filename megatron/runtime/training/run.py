@@ -72,7 +72,6 @@ class Run:
     scheduler: OptimizerParamScheduler
     trainer: Trainer
     done_steps: int = 0
-    """Number of steps done before, if resumed."""
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
     """Exchange raw samples if lengths come from decoding: one for training, one for evaluation, which runs beside it."""
     emulation: EmulationTable | None = None
@@ -83,7 +82,6 @@ class Run:
     """Writes checkpoints while training continues (--async-save)."""
     phase: Phase = field(default_factory=Phase)
     described_data: RunData = field(default_factory=dict)
-    """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
     nodes_have_joined: Callable[[], bool] = lambda: False
     """Returns True if nodes wait to be taken into an elastic run."""
@@ -116,7 +114,6 @@ class Prepared:
     data: DataSets
     options: SessionOptions
     plan: Plan
-    """The plan at the start."""
     peak_tflops: float
     emulation: EmulationTable | None = None
 

@@ -33,7 +33,6 @@ class Outcome:
     number: int
     loss: float
     generator_loss: float
-    """The generators' part of the loss."""
     grad_norm: float
 
 

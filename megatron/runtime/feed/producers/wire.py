@@ -31,7 +31,6 @@ class SampleBlock(NamedTuple):
     """Samples to index."""
 
     number: int
-    """Index of the block among those of a data set."""
     samples: tuple[SegmentedSample, ...]
 
 

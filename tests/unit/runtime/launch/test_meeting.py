@@ -213,7 +213,7 @@ def test_what_signals_end_and_what_they_ask_for(
     ending, now = RecordedEnding(), time.monotonic()
     requests = StopRequests(ending)
     if is_training:
-        requests.begin_training()
+        requests.is_training = True
     for second, number in signals.items():
         monkeypatch.setattr(time, "monotonic", lambda second=second: now + second)
         requests.take(number)
