@@ -41,26 +41,25 @@ class BalanceMeasure:
         """Return means over batches, and the median of the milliseconds of a whole batch."""
         milliseconds = 1e3 * statistics.median(self.seconds)
         return {
-            "units": {unit: {**_summary(measures), "milliseconds": milliseconds} for unit, measures in self.units.items()},
+            "units": {unit: {**self._means(unit), "milliseconds": milliseconds} for unit in self.units},
             "milliseconds": milliseconds,
             "num_batches": len(self.seconds),
         }
 
+    def _means(self, unit: str) -> dict[str, Any]:
+        def mean(name: str) -> float:
+            return statistics.fmean(map(attrgetter(name), self.units[unit]))
 
-def _summary(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
-    def mean(name: str) -> float:
-        return statistics.fmean(map(attrgetter(name), measures))
-
-    return {
-        "replica_imbalance": mean("after.replica"),
-        "microbatch_imbalance": mean("after.microbatch"),
-        "replica_imbalance_of_longest": mean("after.replica_of_longest"),
-        "microbatch_imbalance_of_longest": mean("after.microbatch_of_longest"),
-        "replica_imbalance_before": mean("before.replica"),
-        "microbatch_imbalance_before": mean("before.microbatch"),
-        "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
-        "inter_node_bytes": {when: mean(f"traffic.{when}") for when in ("before", "after")},
-    }
+        return {
+            "replica_imbalance": mean("after.replica"),
+            "microbatch_imbalance": mean("after.microbatch"),
+            "replica_imbalance_of_longest": mean("after.replica_of_longest"),
+            "microbatch_imbalance_of_longest": mean("after.microbatch_of_longest"),
+            "replica_imbalance_before": mean("before.replica"),
+            "microbatch_imbalance_before": mean("before.microbatch"),
+            "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
+            "inter_node_bytes": {when: mean(f"traffic.{when}") for when in ("before", "after")},
+        }
 
 
 def measure_balance(

@@ -105,7 +105,15 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
             )
         if is_computed:
             ends[event.lane] = max(event.end_seconds, ends.get(event.lane, 0.0))
-    _dress(axes, timeline, title)
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_yticks(range(len(timeline.lanes)), [row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
+    axes.set_ylim(len(timeline.lanes) - 0.5, -0.5)
+    axes.set_xlabel("seconds", fontsize=8)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
 
 
 def action_look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
@@ -120,18 +128,6 @@ def action_look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
     backward, forward, weight_gradient = _UNIT_COLORS[unit_index % len(_UNIT_COLORS)]
     colors = {ActionKind.FORWARD: forward, ActionKind.WEIGHT_GRADIENT: weight_gradient}
     return {"facecolor": colors.get(kind, backward), "edgecolor": "white"}
-
-
-def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
-    axes.set_title(title, fontsize=11, loc="left")
-    axes.set_yticks(range(len(timeline.lanes)), [row_label(timeline, lane) for lane in range(len(timeline.lanes))], fontsize=8)
-    axes.set_ylim(len(timeline.lanes) - 0.5, -0.5)
-    axes.set_xlabel("seconds", fontsize=8)
-    axes.tick_params(axis="x", labelsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#e4e4e4", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def row_label(timeline: Timeline, lane: int) -> str:

@@ -14,7 +14,7 @@ from multimodal.references.list_schedule import list_schedule as reference
 from multimodal.schedule.execute_lanes import can_finish, unit_costs
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.values.action import Action
-from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers
+from multimodal.values.arrays.rows import Bytes, Integers, group_rows, integers, order_by, row_numbers
 from multimodal.values.parts.cuts import StageKey, StageSplit
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -140,13 +140,19 @@ def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, 
     link = link_actions if kernels is None else kernels.link_actions
     links = link(listed, work.need_starts, work.needs, flags, microbatches, before, after)
     follower_starts, followers, release_starts, releases = links
-    groups, forward_limits, storage_limits, forward_floors = _groups(work, listed, policy)
+    # Each action's group of stages; per group the limit in flight, the limit stored (-1: none), the floor.
+    numbers: dict[StageKey, int] = {}
+    of_stage = integers(numbers.setdefault(policy.group_of.get(stage, stage), len(numbers)) for stage in work.stages)
+    limits = policy.forward_limits, policy.storage_limits
+    forward_limits, storage_limits = (
+        integers(max(0, each[group]) if group in each else -1 for group in numbers) for each in limits
+    )
     return listed, {
         "lane_starts": lane_starts,
         "lanes": lanes,
         "costs": unit_costs(shape)[listed],
         "microbatches": microbatches,
-        "groups": groups,
+        "groups": of_stage[work.computed_stages[listed]],
         "flags": flags,
         "follower_starts": follower_starts,
         "followers": followers,
@@ -155,7 +161,7 @@ def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, 
         "phases": policy.phase(work)[listed] if policy.phase else np.zeros(0, np.int64),
         "forward_limits": forward_limits,
         "storage_limits": storage_limits,
-        "forward_floors": forward_floors,
+        "forward_floors": integers(policy.forward_floors.get(group, 0) for group in numbers),
     }
 
 
@@ -226,15 +232,3 @@ def _flags(work: StepWork, listed: Integers) -> Bytes:
         (is_forward & has_weight, HAS_WEIGHT_GRADIENT),
     )
     return sum((np.where(has, bit, 0) for has, bit in bits), np.zeros(len(listed), np.int64)).astype(np.uint8)
-
-
-def _groups(work: StepWork, listed: Integers, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return each action's group of stages; per group the limit in flight, the limit stored (-1: none), the floor."""
-    numbers: dict[StageKey, int] = {}
-    of_stage = [numbers.setdefault(policy.group_of.get(stage, stage), len(numbers)) for stage in work.stages]
-    forward, storage = (
-        np.array([max(0, limits[group]) if group in limits else -1 for group in numbers], np.int64)
-        for limits in (policy.forward_limits, policy.storage_limits)
-    )
-    floors = np.array([policy.forward_floors.get(group, 0) for group in numbers], np.int64)
-    return np.array(of_stage, np.int64)[work.computed_stages[listed]], forward, storage, floors

@@ -302,7 +302,16 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         "peak_memory_bytes": max(each.peak_memory_bytes for each in simulations),
         "num_lanes": first.num_lanes,
         "num_microbatches": max(each.num_microbatches for each in simulations),
-        "iterations": [_step(each, update_seconds) for each in simulations],
+        "iterations": [
+            {
+                "iteration_seconds": each.iteration_seconds + update_seconds,
+                "ideal_seconds": each.ideal_seconds,
+                "mfu": each.mfu * each.iteration_seconds / (each.iteration_seconds + update_seconds or 1.0),
+                "peak_memory_bytes": each.peak_memory_bytes,
+                "num_microbatches": each.num_microbatches,
+            }
+            for each in simulations
+        ],
         "lanes": [
             {
                 "ranks": list(lane.ranks),
@@ -317,15 +326,4 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
             {"unit": unit, "replica": replica, "stage": stage, "microbatch_seconds": [seconds for _, seconds in sorted(found)]}
             for (unit, replica, stage), found in sorted(rows.items())
         ],
-    }
-
-
-def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:
-    whole = simulation.iteration_seconds + update_seconds
-    return {
-        "iteration_seconds": whole,
-        "ideal_seconds": simulation.ideal_seconds,
-        "mfu": simulation.mfu * simulation.iteration_seconds / whole if whole else 0.0,
-        "peak_memory_bytes": simulation.peak_memory_bytes,
-        "num_microbatches": simulation.num_microbatches,
     }

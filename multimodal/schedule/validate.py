@@ -120,13 +120,17 @@ class _SlotOrder:
 
     def check_fillers(self) -> None:
         """Check that every filler is a computation before a carrier that does not need it."""
-        schedule = self.schedule
+        schedule, resources, modes = self.schedule, self.work.resources, self.schedule.modes
         need_starts, needs = self.work.needs_in(lowered=schedule.lowered)
         for slot in np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT).tolist():
             lane, piece = int(schedule.lane_of_slot[slot]), int(schedule.pieces[slot])
-            if self.work.resources[piece] != COMPUTE:
+            if resources[piece] != COMPUTE:
                 raise self._error(piece, "not a filler: only computations fill; run it by itself", {lane: slot})
-            later = self._up_to_carrier(slot, int(schedule.lane_starts[lane + 1]))
+            # The pieces after a filler that may run before it, the carrier last.
+            behind = [each for each in range(slot + 1, int(schedule.lane_starts[lane + 1])) if modes[each] != SlotMode.FILLS_WAIT]
+            found = (each for each in behind if not modes[each] and resources[schedule.pieces[each]] == COMPUTE)
+            last = next(found, -1)
+            later = [int(schedule.pieces[each]) for each in behind if each <= last]
             if not later:
                 raise self._error(piece, "no carrier: a computation must follow it in its lane", {lane: slot})
             for other in later:
@@ -134,13 +138,6 @@ class _SlotOrder:
                     carrier, owner = (action_to_text(self.work.actions[each]) for each in (later[-1], other))
                     problem = f"it fills {carrier} but {owner} needs it; run it by itself"
                     raise self._error(piece, problem, {lane: slot})
-
-    def _up_to_carrier(self, slot: int, end: int) -> list[int]:
-        """Return the pieces after a filler that may run before it, the carrier last; empty if there is no carrier."""
-        pieces, resources, modes = self.schedule.pieces, self.work.resources, self.schedule.modes
-        later = [each for each in range(slot + 1, end) if modes[each] != SlotMode.FILLS_WAIT]
-        carrier = next((each for each in later if not modes[each] and resources[pieces[each]] == COMPUTE), -1)
-        return [int(pieces[each]) for each in later if each <= carrier]
 
     def check_messages(self) -> None:
         """Check that every lane posts its receives from every other lane in the order of that lane's sends."""
@@ -180,6 +177,7 @@ class _SlotOrder:
 
 def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
     """Return the execution of a schedule in which messages block no lane."""
+    work = schedule.work
     if schedule.lowered and _messages_wait_for_nothing(schedule):
         # Then it runs as it does without messages.
         is_computed = schedule.pieces < schedule.work.num_computed
@@ -194,7 +192,6 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
     execution = execute_lanes(schedule)
     if not (stuck := execution.stuck):
         return execution
-    work = schedule.work
     need_starts, needs = work.needs_in(lowered=schedule.lowered)
     lane = min(stuck)
     piece = int(schedule.lane_pieces(lane)[stuck[lane]])

@@ -183,7 +183,12 @@ class Document(yaml.SafeLoader):
         """Compose a node; refuses deep nesting, aliases inside the node that they refer to, and aliases that repeat too much."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
-            self._count_alias(event)
+            size = self._size_of_anchor.get(str(event.anchor), 0)
+            if event.anchor in self.anchors and event.anchor not in self._size_of_anchor:
+                raise _refusal(f"*{event.anchor} stands inside what it names", event)
+            self._num_nodes, self._num_aliased_nodes = self._num_nodes + size, self._num_aliased_nodes + size
+            if self._num_aliased_nodes > LARGEST_ALIASED_NODES:
+                raise _refusal(f"aliases repeat more than {LARGEST_ALIASED_NODES:,} values; write out what is meant", event)
             return super().compose_node(parent, index)
         if self._depth == LARGEST_DEPTH:
             raise _refusal(f"nested deeper than {LARGEST_DEPTH} levels", event)
@@ -219,15 +224,6 @@ class Document(yaml.SafeLoader):
         if node.tag in _NUMBERS and isinstance(node, yaml.ScalarNode) and _RIDDLE.fullmatch(node.value):
             raise _refusal(f"{_written(node)} would be read as {value}; write the number plainly, or a text in quotes", node)
         return value
-
-    def _count_alias(self, event: Any) -> None:
-        size = self._size_of_anchor.get(event.anchor)
-        if size is None and event.anchor in self.anchors:
-            raise _refusal(f"*{event.anchor} stands inside what it names", event)
-        self._num_nodes += size or 0
-        self._num_aliased_nodes += size or 0
-        if self._num_aliased_nodes > LARGEST_ALIASED_NODES:
-            raise _refusal(f"aliases repeat more than {LARGEST_ALIASED_NODES:,} values; write out what is meant", event)
 
 
 Document.add_implicit_resolver(

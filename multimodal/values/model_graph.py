@@ -168,8 +168,9 @@ def _check_graph(graph: ModelGraph) -> None:
     backbones = [unit.name for unit in graph.units if unit.role is Role.BACKBONE]
     if len(backbones) != 1:
         raise ModelError(f"a model needs exactly one unit with role backbone, found {len(backbones)}", place=("units",))
-    for index in range(len(graph.edges)):
-        _check_edge(graph, index)
+    for index, edge in enumerate(graph.edges):
+        if problem := _problem_of_edge(graph, *edge, earlier=graph.edges[:index]):
+            raise ModelError(f"edge {edge[0]} -> {edge[1]}: {problem}", place=("edges", index))
     for unit in graph.units:
         if unit.role is Role.ENCODER and not graph.downstream(unit.name):
             raise ModelError(f"unit '{unit.name}' feeds nobody; add an edge [{unit.name}, {backbones[0]}]", place=("edges",))
@@ -187,24 +188,19 @@ def _check_graph(graph: ModelGraph) -> None:
             )
 
 
-def _check_edge(graph: ModelGraph, index: int) -> None:
+def _problem_of_edge(graph: ModelGraph, source: str, target: str, *, earlier: tuple[tuple[str, str], ...]) -> str:
     names = graph.unit_names
-    source, target = graph.edges[index]
-    problem = ""
     if source not in names or target not in names:
-        problem = f"names a unit that does not exist; units are {', '.join(names)}"
-    elif (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
+        return f"names a unit that does not exist; units are {', '.join(names)}"
+    if (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
         roles = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
-        problem = (
+        return (
             "edges lead from an encoder to the backbone, a generator or another encoder, or from the backbone to a generator; "
             f"change it; units are {roles}"
         )
-    elif names.index(source) >= names.index(target):
-        problem = f"list '{source}' before '{target}'"
-    elif (source, target) in graph.edges[:index]:
-        problem = "is there twice, and would count its gradients twice; keep one"
-    if problem:
-        raise ModelError(f"edge {source} -> {target}: {problem}", place=("edges", index))
+    if names.index(source) >= names.index(target):
+        return f"list '{source}' before '{target}'"
+    return "is there twice, and would count its gradients twice; keep one" if (source, target) in earlier else ""
 
 
 def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:

@@ -71,12 +71,8 @@ class Schedule:
         numbers = step_work(shape).numbers(lowered=lowered)
         starts, slots = row_starts([len(lane.slots) for lane in rows]), [slot for lane in rows for slot in lane.slots]
         numbered = [numbers.get(slot.action, -1) for slot in slots]
-        pieces, modes, waits = (
-            integers(numbered),
-            np.array([slot.mode for slot in slots], np.uint8),
-            [slot.wait for slot in slots],
-        )
-        schedule = cls(shape, starts, pieces, modes, integers(waits), lowered)
+        modes, waits = np.array([slot.mode for slot in slots], np.uint8), integers(slot.wait for slot in slots)
+        schedule = cls(shape, starts, integers(numbered), modes, waits, lowered)
         if -1 in numbered or not schedule._is_in_place():
             raise _misplaced(rows, shape, numbers, lowered=lowered)
         return schedule

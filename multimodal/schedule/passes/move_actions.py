@@ -16,8 +16,6 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource,
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of, show_slots
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
@@ -240,8 +238,15 @@ def delay_forward(schedule: Schedule) -> Schedule:
 
     O(stages x log(warm-up) executions).
     """
-    length = duration_of(schedule)
-    for lanes in _lanes_by_stage(schedule.shape.graph, schedule.shape.plan):
+    length, graph, plan = duration_of(schedule), schedule.shape.graph, schedule.shape.plan
+    # The lanes that belong to the LLM alone, by pipeline stage.
+    shared = {rank for name, unit in plan.units.items() if name != graph.backbone.name for rank in unit.ranks}
+    lanes_of_stage: dict[int, list[int]] = defaultdict(list)
+    for replica in plan.units[graph.backbone.name].replicas:
+        for index, stage in enumerate(replica.stages):
+            if not shared & set(stage.ranks):
+                lanes_of_stage[index].append(plan.lane_of_rank[stage.ranks[0]])
+    for _, lanes in sorted(lanes_of_stage.items(), reverse=True):
         fewest, most = 0, min((_num_warm_up(schedule.lanes[lane].actions) for lane in lanes), default=1) - 1
         while fewest < most:
             middle = (fewest + most + 1) // 2
@@ -255,18 +260,6 @@ def delay_forward(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
-    """Return the lanes that belong to the LLM alone, by pipeline stage, the last stage first."""
-    backbone = plan.units[graph.backbone.name]
-    shared = {rank for name, unit in plan.units.items() if name != graph.backbone.name for rank in unit.ranks}
-    lanes: dict[int, list[int]] = defaultdict(list)
-    for replica in backbone.replicas:
-        for index, stage in enumerate(replica.stages):
-            if not shared & set(stage.ranks):
-                lanes[index].append(plan.lane_of_rank[stage.ranks[0]])
-    return [tuple(lanes[index]) for index in sorted(lanes, reverse=True)]
-
-
 def _num_warm_up(actions: tuple[Action, ...]) -> int:
     """Return the number of forwards before the first backward."""
     kinds = [action.kind for action in actions]
@@ -274,7 +267,7 @@ def _num_warm_up(actions: tuple[Action, ...]) -> int:
     return kinds[:first].count(ActionKind.FORWARD)
 
 
-def _delay(schedule: Schedule, lanes: tuple[int, ...], num_forwards: int) -> Schedule:
+def _delay(schedule: Schedule, lanes: list[int], num_forwards: int) -> Schedule:
     """Take `num_forwards` forwards out of the warm-up of these lanes."""
     if num_forwards == 0:
         return schedule
