@@ -180,7 +180,12 @@ def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imb
     mean = fmean(microbatches) if microbatches else 0.0
     if not mean:
         return Imbalance(_largest_over_mean(replicas), 1.0, 0.0)
-    longest = float(cost.row_costs(*_kept_together(placed, amounts)).max())
+    # What is kept together: each sample's atoms if every sample is in one microbatch, else each atom.
+    _, samples = np.unique(placed.sample_ids, return_inverse=True)
+    places, num_samples = np.unique(samples * placed.num_microbatches + placed.microbatch_of_atom), int(samples.max()) + 1
+    is_kept = len(places) == num_samples
+    rows = group_rows(samples, amounts, num_samples) if is_kept else (np.arange(len(amounts) + 1), amounts)
+    longest = float(cost.row_costs(*rows).max())
     return Imbalance(
         _largest_over_mean(replicas),
         _largest_over_mean(microbatches),
@@ -188,16 +193,6 @@ def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imb
         max(1.0, longest / fmean(replicas)),
         max(1.0, longest / mean),
     )
-
-
-def _kept_together(placed: PlacedAtoms, amounts: Integers) -> tuple[Integers, Integers]:
-    """Return the amounts of each sample's atoms if every sample is in one microbatch, else those of each atom, as rows."""
-    _, samples = np.unique(placed.sample_ids, return_inverse=True)
-    num_samples = int(samples.max()) + 1
-    places = np.unique(samples * placed.num_microbatches + placed.microbatch_of_atom)
-    if len(places) > num_samples:
-        return np.arange(len(amounts) + 1), amounts
-    return group_rows(samples, amounts, num_samples)
 
 
 def _largest_over_mean(costs: Sequence[float]) -> float:

@@ -46,7 +46,7 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
     fill and drain quickly; and descending.
     """
     seconds = _stage_seconds(llm, work, plan=plan)
-    yield reorder_llm(llm, work, plan=plan)
+    yield _reordered(llm, partial(_fill_waits, seconds, num_stages=seconds.shape[1]))
     backbone = plan.units[work.graph.backbone.name]
     if (num_chunks := backbone.num_stages_of(0) // len(backbone.replicas[0].stages)) > 1:
         is_llm = np.concatenate([np.full(count, role is Role.BACKBONE) for role, _, count in _roles(work, plan)])

@@ -60,17 +60,15 @@ class StepPredictor:
         if self._latest and self._latest[0].costs.lengths is not batch:
             self._latest.clear()
         known = [each.assignment for each in self._latest]
-        self._latest.extend(self._predict_new([each for each in assignments if each not in known], batch))
-        return [next(each for each in self._latest if each.assignment == assignment) for assignment in assignments]
-
-    def _predict_new(self, assignments: Sequence[Assignment], batch: LengthBatch) -> "list[StepPrediction]":
-        evened = [even_out_replicas(each, plan=self.schedules.plan) for each in assignments]
+        new = [each for each in assignments if each not in known]
+        evened = [even_out_replicas(each, plan=self.schedules.plan) for each in new]
         steps = [(self.schedules.shape(each), each, batch) for each in evened]
         if steps and not self._first:
             self._first.append(ModelCosts(*steps[0], self.cluster, self.vocab_size, self.options, self.profile))
         costs = [self._first[0].of_batch(*step) for step in steps]
         ComputationSeconds.compute_ahead([each.computations for each in costs])
-        return [StepPrediction(self.schedules, *each) for each in zip(costs, assignments, strict=True)]
+        self._latest.extend(StepPrediction(self.schedules, *each) for each in zip(costs, new, strict=True))
+        return [next(each for each in self._latest if each.assignment == assignment) for assignment in assignments]
 
 
 @dataclass(frozen=True)

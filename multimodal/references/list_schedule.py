@@ -54,7 +54,15 @@ class _Run(EventRun[int]):
             self.num_holds[forward] += 1
         for index, group in enumerate(self.groups):
             self.to_begin[group] += self._gives_back(index)
-        self._hold_phases()
+        # Every action waits, once per lane, for that lane's earlier phases.
+        for phase, lanes in zip(self.phases, self.lanes, strict=False):
+            for lane in lanes:
+                self.num_left[lane][phase] += 1
+        for index, (phase, lanes) in enumerate(zip(self.phases, self.lanes, strict=False)):
+            for lane in lanes:
+                if phase > min(self.num_left[lane]):
+                    self.held[lane][phase].append(index)
+                    self.num_unmet[index] += 1
         for index in [index for index, num_unmet in enumerate(self.num_unmet) if num_unmet == 0]:
             self._make_ready(index)
 
@@ -85,22 +93,16 @@ class _Run(EventRun[int]):
         self._end_flights(number)
         for follower in self.followers[number]:
             self._meet(follower)
-        if self.phases:
-            self._end_phases(number)
+        for lane in self.lanes[number] if self.phases else ():
+            phase, num_left = self.phases[number], self.num_left[lane]
+            num_left[phase] -= 1
+            if num_left[phase] == 0:
+                del num_left[phase]
+                for held in self.held[lane].pop(min(num_left), ()) if num_left else ():
+                    self._meet(held)
 
     def _first(self, waiting: list[set[int]]) -> int:
         return min((index for group in waiting for index in group), key=lambda index: (self.microbatches[index], index))
-
-    def _hold_phases(self) -> None:
-        """Make every action wait, once per lane, for that lane's earlier phases."""
-        for phase, lanes in zip(self.phases, self.lanes, strict=False):
-            for lane in lanes:
-                self.num_left[lane][phase] += 1
-        for index, (phase, lanes) in enumerate(zip(self.phases, self.lanes, strict=False)):
-            for lane in lanes:
-                if phase > min(self.num_left[lane]):
-                    self.held[lane][phase].append(index)
-                    self.num_unmet[index] += 1
 
     def _make_ready(self, index: int) -> None:
         group = self.groups[index]
@@ -174,16 +176,6 @@ class _Run(EventRun[int]):
         for group in dict.fromkeys([*(self.groups[forward] for forward in landed), self.groups[index]]):
             while self.parked[group] and not self._is_full(group):
                 self._admit(min(self.parked[group]))
-
-    def _end_phases(self, index: int) -> None:
-        phase = self.phases[index]
-        for lane in self.lanes[index]:
-            num_left = self.num_left[lane]
-            num_left[phase] -= 1
-            if num_left[phase] == 0:
-                del num_left[phase]
-                for held in self.held[lane].pop(min(num_left), ()) if num_left else ():
-                    self._meet(held)
 
     def _meet(self, index: int) -> None:
         self.num_unmet[index] -= 1

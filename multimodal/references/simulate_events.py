@@ -164,11 +164,7 @@ class _Run(EventRun[float]):
 
     def _send(self, node: int, now: float) -> None:
         lanes, receivers, link = self.lanes[node], self.receivers[node], self.links[node]
-        start = now
-        for lane in lanes:
-            start = max(start, self.send_free[lane])
-        for lane in receivers:
-            start = max(start, self.receive_free[lane])
+        start = max([now, *(self.send_free[lane] for lane in lanes), *(self.receive_free[lane] for lane in receivers)])
         if link >= 0:
             start = max(start, self.link_free[link])
         end = start + self.seconds[node]
@@ -181,9 +177,7 @@ class _Run(EventRun[float]):
         self._occupy(node, start)
 
     def _collect(self, node: int, now: float) -> None:
-        start = now
-        for lane in self.lanes[node]:
-            start = max(start, self.collective_free[lane])
+        start = max([now, *(self.collective_free[lane] for lane in self.lanes[node])])
         for lane in self.lanes[node]:
             self.collective_free[lane] = start + self.seconds[node]
         self._occupy(node, start)

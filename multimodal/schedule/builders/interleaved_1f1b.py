@@ -1,7 +1,4 @@
-"""Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2).
-
-A unit's order in each of its stages has a closed form over chunks and microbatches. Interleaved ZB splits its backwards.
-"""
+"""Interleaved 1F1B (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2); interleaved ZB splits backwards."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial

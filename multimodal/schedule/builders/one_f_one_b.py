@@ -1,8 +1,4 @@
-"""1F1B over the unit graph, and ZB-H1: 1F1B whose weight gradients move into idle slots.
-
-Forwards and backwards alternate, with just enough activations in flight to fill the pipeline. ZB-H1: Qi et al., Zero Bubble
-Pipeline Parallelism. Where there is memory, forwards may run ahead.
-"""
+"""1F1B over the unit graph, and ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism); forwards may run ahead in free memory."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Passes that move actions: weight gradients fill bubbles, receives and forwards are deferred.
-
-They share the clock and the order of lanes, and a decorator that keeps what earlier passes made: fillers and reductions by layer.
-"""
+"""Passes that move actions: weight gradients fill bubbles, receives and forwards are deferred."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set

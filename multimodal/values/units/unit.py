@@ -454,19 +454,14 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
     is_encoder = unit.role is Role.ENCODER
     if is_encoder and unit.audio is not None and unit.image is not None:
         entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
-    if unit.role is not Role.BACKBONE:
-        _refuse_values(entry, unit, _OF_BACKBONES, owner="the backbone")
-    if unit.role is not Role.GENERATOR:
-        _refuse_values(entry, unit, ("flow",), owner="generators")
-    if not is_encoder:
-        also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
-        _refuse_values(entry, unit, (*_OF_PROJECTORS, "audio", *also), owner="encoders")
+    plain = Unit(name, unit.role, unit.transformer)
+    also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
+    for role, owner, keys in (
+        (Role.BACKBONE, "the backbone", _OF_BACKBONES),
+        (Role.GENERATOR, "generators", ("flow",)),
+        (Role.ENCODER, "encoders", (*_OF_PROJECTORS, "audio", *also)),
+    ):
+        for key in keys if unit.role is not role else ():
+            if getattr(unit, key) != getattr(plain, key):
+                entry.inner(key, None, where=entry.where).fail(f"{key} belongs to {owner}; remove it here")
     return replace(unit, image=ImageInput()) if is_encoder and not unit.is_described else unit
-
-
-def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
-    """Raise if a unit sets a field of another role to anything but its default."""
-    plain = Unit(unit.name, unit.role, unit.transformer)
-    for name in names:
-        if getattr(unit, name) != getattr(plain, name):
-            entry.inner(name, None, where=entry.where).fail(f"{name} belongs to {owner}; remove it here")

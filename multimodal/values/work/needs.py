@@ -57,7 +57,12 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
         yield unit.forward[0][taken[in_order]], pieces.units[source].outputs[given[in_order]]
     found = unit.gradients
     if unit.is_cut:
-        yield from _of_later_ranges(unit)
+        # Ranges of segments that do not run first at their place need the range that runs before them.
+        first = np.repeat(unit.forward.ravel(), unit.num_forwards.ravel() - 1)
+        before: Integers = first + np.arange(len(first)) - np.searchsorted(first, first)
+        yield before + 1, before
+        later = found.pieces[~found.is_first]
+        yield later, later - 1
         found = found.where(found.is_first)
     yield found.pieces, unit.last_forward[found.stages, found.microbatches]
     is_inner = found.stages < unit.last_stages[found.microbatches]
@@ -67,15 +72,6 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
     yield _of_consumers(unit, pieces, graph, routes)
     weights = found.last_pieces[found.last_pieces != found.pieces]
     yield weights, weights - 1
-
-
-def _of_later_ranges(unit: UnitPieces) -> Iterator[_Needs]:
-    """Yield the needs of ranges of segments that do not run first at their place: each needs the range that runs before it."""
-    first = np.repeat(unit.forward.ravel(), unit.num_forwards.ravel() - 1)
-    before: Integers = first + np.arange(len(first)) - np.searchsorted(first, first)
-    yield before + 1, before
-    later = unit.gradients.pieces[~unit.gradients.is_first]
-    yield later, later - 1
 
 
 def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> _Needs:
