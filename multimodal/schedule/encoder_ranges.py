@@ -17,7 +17,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.inside_slots import NO_CARRIER
 from multimodal.schedule.list_schedule import split_units
 from multimodal.values.action import Place
-from multimodal.values.arrays.rows import Bools, Integers, row_starts
+from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.parts.cuts import SegmentCut
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
@@ -186,38 +186,19 @@ def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_
             groups.append((is_own & is_split, lanes))
     found = [np.zeros((2, 0), np.int64)]
     for is_wanted, lanes in groups:
-        orders = [_LaneOrder.of(schedule, lane, is_wanted) for lane in lanes]
-        most = num_more + max(order.most_in_flight for order in orders)
-        found += [order.with_limit(most) for order in orders]
+        orders = []
+        for lane in lanes:
+            pieces = schedule.lane_pieces(lane)
+            pieces = pieces[is_wanted[work.computed_stages[pieces]]]
+            is_forward, is_gradient = work.kinds[pieces] == FORWARD, work.kinds[pieces] == INPUT_GRADIENT
+            num_over = np.cumsum(is_gradient)[is_forward]  # before each forward
+            in_flight = int((np.arange(1, len(num_over) + 1) - num_over).max(initial=0))
+            orders.append((pieces[is_forward], pieces[is_gradient], in_flight))
+        most = num_more + max(in_flight for _, _, in_flight in orders)
+        for forwards, gradients, _ in orders:
+            num_pairs = max(0, len(forwards) - most)
+            found.append(np.stack((forwards[most:], gradients[:num_pairs] + 1)))
     return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
-
-
-class _LaneOrder(NamedTuple):
-    """The forwards and input gradients of some stages in a lane, in the lane's order."""
-
-    forwards: Integers
-    input_gradients: Integers
-    num_over: Integers
-    """Number of input gradients before each forward."""
-
-    @classmethod
-    def of(cls, schedule: Schedule, lane: int, is_wanted: Bools) -> "_LaneOrder":
-        """Read the order of a lane; is_wanted: [num_stages], True for the stages that count, whose backwards are in two."""
-        pieces = schedule.lane_pieces(lane)
-        pieces = pieces[is_wanted[schedule.work.computed_stages[pieces]]]
-        kinds = schedule.work.kinds[pieces]
-        num_over = np.cumsum(kinds == INPUT_GRADIENT)[kinds == FORWARD]
-        return cls(pieces[kinds == FORWARD], pieces[kinds == INPUT_GRADIENT], num_over)
-
-    @property
-    def most_in_flight(self) -> int:
-        """Return the largest number of microbatches whose forward has begun and whose input gradient has not ended."""
-        return int((np.arange(1, len(self.forwards) + 1) - self.num_over).max(initial=0))
-
-    def with_limit(self, most: int) -> Integers:
-        """Return [2, num_pairs]: pairs that keep at most `most` microbatches in flight; most: at least `most_in_flight`."""
-        num_pairs = max(0, len(self.forwards) - most)
-        return np.stack((self.forwards[most:], self.input_gradients[:num_pairs] + 1))
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:

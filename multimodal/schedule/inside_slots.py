@@ -42,32 +42,22 @@ class InsideSlots:
     """Ascending."""
     carrier_slots: Integers
     """The slot of each one's carrier, the next computation in line; -1: none."""
+    pieces: Integers
+    """The work inside."""
+    carriers: Integers
+    """The piece of work that carries each; the piece itself if there is no carrier, so that it never runs."""
+    waits: Integers
+    """The index of the carrier's wait in which each runs."""
+    lanes: Integers
+    """The lane of each slot."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "InsideSlots":
         """Find the slots. O(slots)."""
         slots = np.flatnonzero(schedule.modes == SlotMode.INSIDE)
-        return cls(schedule, slots, carrier_slots(schedule, slots))
-
-    @cached_property
-    def pieces(self) -> Integers:
-        """The work inside."""
-        return self.schedule.pieces[self.slots]
-
-    @cached_property
-    def carriers(self) -> Integers:
-        """The piece of work that carries each; the piece itself if there is no carrier, so that it never runs."""
-        return np.where(self.carrier_slots < 0, self.pieces, self.schedule.pieces[self.carrier_slots])
-
-    @cached_property
-    def waits(self) -> Integers:
-        """The index of the carrier's wait in which each runs."""
-        return self.schedule.waits[self.slots]
-
-    @cached_property
-    def lanes(self) -> Integers:
-        """The lane of each slot."""
-        return self.schedule.lane_of_slot[self.slots]
+        of_carriers, pieces = carrier_slots(schedule, slots), schedule.pieces[slots]
+        carriers = np.where(of_carriers < 0, pieces, schedule.pieces[of_carriers])
+        return cls(schedule, slots, of_carriers, pieces, carriers, schedule.waits[slots], schedule.lane_of_slot[slots])
 
     @cached_property
     def hosts(self) -> Integers:
