@@ -1,9 +1,9 @@
 """Fills the waiting time of a pipeline's lanes, by durations, with work that may leave its order (Optimus, Algorithm 2)."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import starmap
 from typing import NamedTuple
 
@@ -79,30 +79,33 @@ class Movable(NamedTuple):
         return cls(fills, Waits(*map(np.concatenate, pairs)), limits, goes_inside)
 
 
+Filled = tuple[int, Callable[[], list[PlacedParts]]]
+"""When a filled pipeline ends, and a function that returns the work of its lanes."""
+
+
 @dataclass(frozen=True)
 class FilledPipelines:
     """All pipelines of a step, filled. The schedule is made when it is asked for."""
 
-    shape: StepShape
-    way: "_Filling"
-    groups: Sequence[tuple[Sequence[Integers], "_FilledPipeline | None"]]
+    whole: "_Filling"
+    groups: Sequence[tuple[Sequence[Integers], "Filled | None"]]
     """The lanes of pipelines that are alike, and how the first of them is filled; None: it runs in the order of 1F1B."""
 
     @property
     def end(self) -> float:
         """The end of the last pipeline; infinite if any pipeline runs in the order of 1F1B."""
-        return max((math.inf if filled is None else filled.lanes.end for _, filled in self.groups), default=0.0)
+        return max((math.inf if filled is None else filled[0] for _, filled in self.groups), default=0.0)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with reductions."""
-        lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(self.shape.plan.lanes)
+        lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * self.whole.in_line.num_lanes
         for group, filled in self.groups:
-            placed = self.way.in_order(group[0]) if filled is None else filled.way.place(filled)
+            placed = self.whole.in_order(group[0]) if filled is None else filled[1]()
             for pipeline in group:
-                for lane, parts in zip(pipeline.tolist(), self.way.moved(placed, group[0], pipeline), strict=True):
+                for lane, parts in zip(pipeline.tolist(), self.whole.moved(placed, group[0], pipeline), strict=True):
                     lanes[lane] = parts
-        return place_reductions(join_parts(self.shape, lanes))
+        return place_reductions(join_parts(self.whole.cut, lanes))
 
 
 def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> FilledPipelines:
@@ -110,8 +113,7 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
 
     in_line: of a step in the compute dialect without collectives, cut only into input and weight gradients.
     """
-    shape = in_line.shape
-    whole = _Filling(in_line, shape, costs, movable)
+    whole = _Filling(in_line, in_line.shape, costs, movable)
     alike = whole.alike_pipelines()
     longest_first = [group[0] for group in sorted(alike, key=len, reverse=True)]
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
@@ -120,8 +122,8 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
         is_cut = fine is not None and bool((fine.parts.counts[fine.piece_of_part[fine.pieces[int(group[0][0])]]] > 1).any())
         ways = [whole, fine] if fine is not None and is_cut else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
-        groups.append((group, min(found, key=lambda filled: filled.lanes.end, default=None)))
-    return FilledPipelines(shape, whole, groups)
+        groups.append((group, min(found, key=lambda filled: filled[0], default=None)))
+    return FilledPipelines(whole, groups)
 
 
 def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, movable: Movable) -> "_Filling | None":
@@ -231,7 +233,7 @@ class _Filling:
         kept = (row[self.parts.first[row] >= 0] for row in rows)
         return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
 
-    def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
+    def fill(self, pipeline: Integers) -> "Filled | None":
         """Fill a pipeline; None if it is too large."""
         pieces = self.pieces[int(pipeline[0])]
         to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
@@ -239,11 +241,10 @@ class _Filling:
         if size > MOST_WORK:
             return None
         tolerances = self.tolerances[: max(1, MOST_WORK // size) if size else 1]
-        return _FilledPipeline(self, len(pipeline), pieces, to_fill, to_fill.fill(tolerances=tolerances))
+        lanes = to_fill.fill(tolerances=tolerances)
+        return lanes.end, partial(self._place, len(pipeline), pieces, to_fill, lanes)
 
-    def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
-        """Return the work of a pipeline's lanes."""
-        pieces, to_fill, lanes = filled.pieces, filled.to_fill, filled.lanes
+    def _place(self, num_lanes: int, pieces: Integers, to_fill: LanesToFill, lanes: FilledLanes) -> list[PlacedParts]:
         starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, lanes.order)
         ordered = np.repeat(lanes.order, np.diff(starts))
         whole = self.piece_of_part[pieces]
@@ -251,7 +252,7 @@ class _Filling:
         first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
         boundaries = np.where(self.work.kinds[pieces] == FORWARD, first, end)
         columns = PlacedParts(whole, pieces - self.parts.first[whole], boundaries, carriers, lanes.waits)
-        lane_starts, slots = group_rows(of_piece, ordered, filled.num_lanes)
+        lane_starts, slots = group_rows(of_piece, ordered, num_lanes)
         rows = zip(*(np.split(column[slots], lane_starts[1:-1]) for column in columns), strict=True)
         return list(starmap(PlacedParts, rows))
 
@@ -329,14 +330,3 @@ class _Filling:
         begins = is_limited & (kinds == FORWARD) & (parts == 0)
         ends = is_limited & ((kinds == WEIGHT_GRADIENT) | ((kinds == BACKWARD) & (parts == self.parts.counts[whole] - 1)))
         return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
-
-
-class _FilledPipeline(NamedTuple):
-    """A pipeline, filled in one way."""
-
-    way: _Filling
-    num_lanes: int
-    pieces: Integers
-    """Ascending."""
-    to_fill: LanesToFill
-    lanes: FilledLanes
