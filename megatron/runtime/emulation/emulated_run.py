@@ -99,7 +99,7 @@ def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """Run this rank's part in an initialised world; collective. Returns the timelines on rank 0, nothing elsewhere."""
     run = replace(run, schedule=settle_fillers(run.schedule, run.costs))
     graph, plan = run.schedule.shape.graph, run.schedule.shape.plan
-    session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
+    session = emulated_session(graph, plan, cost=_cost_of(run))
     step = emulated_step(run.schedule, run.assignment, num_tokens=run.num_tokens, rank=rank)
     timelines = []
     for _ in range(run.num_iterations + 1):
@@ -110,33 +110,31 @@ def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
 
-class _Costs:
-    """The costs of a lane's computations in the simulator's form: inside a wait, or with filled waits."""
+def _cost_of(run: EmulatedRun) -> Cost:
+    """Return the costs of a lane's computations in the simulator's form: inside a wait, or with filled waits."""
+    are_inside = frozenset[Action]()
+    num_waits: dict[Action, int] = {}  # carrier -> number of its waits up to the last one that is filled
+    outlasted: dict[Action, float] = {}  # carrier -> seconds by which collectives of the work inside outlast their intervals
+    if run.schedule.has_inside:
+        compiled = compile_schedule(run.schedule).with_costs(run.costs)
+        inside, times, action_of = compiled.inside, compiled.carrier_times, run.schedule.work.action
+        assert inside is not None and times is not None
+        are_inside = frozenset(map(action_of, np.unique(inside.pieces).tolist()))
+        outlasted = {action_of(piece): late for piece, late in zip(times.carriers.tolist(), times.late.tolist(), strict=True)}
+        for piece, wait in zip(inside.carriers.tolist(), inside.waits.tolist(), strict=True):
+            num_waits[action_of(piece)] = max(num_waits.get(action_of(piece), 0), wait + 1)
 
-    def __init__(self, run: EmulatedRun) -> None:
-        self._costs = run.costs
-        self._inside: frozenset[Action] = frozenset()
-        self._num_waits: dict[Action, int] = {}
-        """Carrier -> number of its waits up to the last one that is filled."""
-        self._late: dict[Action, float] = {}
-        """Carrier -> seconds by which collectives of the work inside outlast the intervals in which they run."""
-        if run.schedule.has_inside:
-            compiled = compile_schedule(run.schedule).with_costs(run.costs)
-            inside, times, action = compiled.inside, compiled.carrier_times, run.schedule.work.action
-            assert inside is not None and times is not None
-            self._inside = frozenset(map(action, np.unique(inside.pieces).tolist()))
-            self._late = {action(piece): late for piece, late in zip(times.carriers.tolist(), times.late.tolist(), strict=True)}
-            for piece, wait in zip(inside.carriers.tolist(), inside.waits.tolist(), strict=True):
-                self._num_waits[action(piece)] = max(self._num_waits.get(action(piece), 0), wait + 1)
-
-    def compute(self, action: Action) -> ComputeCost:
+    @cache
+    def compute(action: Action) -> ComputeCost:
         """Return the cost of a computation; a collective at the end of one that runs inside another runs beside that."""
-        cost = self._costs.compute(action)
-        if action in self._inside:
+        cost = run.costs.compute(action)
+        if action in are_inside:
             return ComputeCost(cost.seconds - cost.tensor_parallel_seconds)
-        missing = self._num_waits.get(action, 0) - len(cost.waits)
+        missing = num_waits.get(action, 0) - len(cost.waits)
         waits = (*cost.waits, *(0.0,) * max(0, missing))
-        return cost._replace(seconds=cost.seconds + self._late.get(action, 0.0), waits=waits)
+        return cost._replace(seconds=cost.seconds + outlasted.get(action, 0.0), waits=waits)
+
+    return compute
 
 
 def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:

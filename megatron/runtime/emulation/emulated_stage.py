@@ -245,7 +245,7 @@ def _input(step: Step, place: MicrobatchPlace, part: int, *, rank: int) -> Emula
     if part != WHOLE:
         num_tokens = step.num_tokens_of_subsets(place)[part]
         routes = tuple(route for route in routes if step.part_of(route) == part)
-    num_rows = sum(step.placement.num_rows_given(route, rank=rank) for route in routes)
+    num_rows = sum(len(step.placement.output_rows(route, rank=rank)) for route in routes)
     return EmulatedInput(
         (num_tokens,),
         torch.zeros(0),

@@ -24,18 +24,14 @@ class ActivationStore:
         """Keep `value` until it is taken."""
         assert key not in self._entries, f"{key} is stored already"
         self._entries[key] = (value, size_bytes)
-        self.grow(size_bytes)
+        self._size_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._size_bytes)
 
     def take(self, key: Hashable) -> Any:
         """Return `value` and forget it."""
         value, size_bytes = self._entries.pop(key)
-        self.grow(-size_bytes)
+        self._size_bytes -= size_bytes
         return value
-
-    def grow(self, size_bytes: int) -> None:
-        """Count memory that is kept elsewhere (receive buffers)."""
-        self._size_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self._size_bytes)
 
     def check_empty(self) -> None:
         """Check that nothing is stored, as at the end of a step."""

@@ -103,7 +103,7 @@ class LaneRun(ABC):
         with self.clock.span(Action(kind, *key.target, peer=key.source, covers=key.covers)):
             self.broker.wait(key)
             received = self.complete(key)
-        self.store.grow(-self.store.take(("posted", key)))
+        self.store.take(("posted", key))
         return received
 
     def complete(self, key: MessageKey) -> Tensor:
@@ -113,9 +113,7 @@ class LaneRun(ABC):
     def post_receive(self, action: Action) -> None:
         """Start a receive action; the consumer of the message waits for it."""
         key = _message_of(action)
-        size_bytes = self.broker.post_receive(key, self.link(key))
-        self.store.put(("posted", key), size_bytes, size_bytes=0)
-        self.store.grow(size_bytes)
+        self.store.put(("posted", key), None, size_bytes=self.broker.post_receive(key, self.link(key)))  # memory of the broker
 
     def send(self, action: Action) -> None:
         """Run a send action."""

@@ -44,21 +44,16 @@ class FileLayout:
     num_parameters: int
 
     @property
-    def index(self) -> dict[str, object] | None:
-        """Return the content of the index file; None if there is one file, whose name needs none."""
+    def index(self) -> dict[str, dict[str, object]]:
+        """Return the name of the index file, by which transformers or diffusers find it, and its content; empty for one file."""
         if list(self.headers) in ([SINGLE_NAME], [DIFFUSERS_NAME], [ADAPTER_WEIGHTS]):
-            return None
-        size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
-        # diffusers counts bytes only
-        counted = {"total_parameters": self.num_parameters} if self.index_name == INDEX_NAME else {}
-        metadata = {**counted, "total_size": size}
-        return {"metadata": metadata, "weight_map": {key: place.file for key, place in sorted(self.weights.items())}}
-
-    @property
-    def index_name(self) -> str:
-        """The name of the index file, which follows from those of the files: transformers or diffusers reads them."""
-        is_of_diffusers = all(name.startswith(DIFFUSERS_NAME.removesuffix(".safetensors")) for name in self.headers)
-        return DIFFUSERS_NAME + INDEX_ENDING if is_of_diffusers else INDEX_NAME
+            return {}
+        metadata: dict[str, object] = {"total_size": sum(self.sizes.values()) - sum(map(len, self.headers.values()))}
+        weight_map = {key: place.file for key, place in sorted(self.weights.items())}
+        if all(name.startswith(DIFFUSERS_NAME.removesuffix(".safetensors")) for name in self.headers):
+            return {DIFFUSERS_NAME + INDEX_ENDING: {"metadata": metadata, "weight_map": weight_map}}  # it counts bytes only
+        metadata = {"total_parameters": self.num_parameters, **metadata}
+        return {INDEX_NAME: {"metadata": metadata, "weight_map": weight_map}}
 
 
 def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]]) -> FileLayout:

@@ -20,7 +20,7 @@ from megatron.runtime.hugging_face.write_folder import PIPELINE_INDEX, Export, c
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
 from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, TOKENS_ENDING, UP_ENDING
-from multimodal.hugging_face.processors import write_video_processor
+from multimodal.hugging_face.processors import PROCESSOR_NAME, VIDEO_NAME, write_video_processor
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
 from multimodal.hugging_face.weight_names import spelled
 from multimodal.model.adapter import is_adapter, is_new_rows
@@ -92,7 +92,7 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
         with WeightFiles(folder) as files:
             layout = like_files(names, files.weights, files.metadata)
         config = read_mapping(folder / CONFIG_NAME, error=CheckpointError)
-        yield unit.name, Export(names, layout, config, like=folder), names.rows
+        yield unit.name, Export(names, layout, {CONFIG_NAME: config}, like=folder), names.rows
     own = [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)]
     projectors = projectors_export(session, own, what=what)
     yield "projectors", projectors, projectors.names.rows
@@ -102,7 +102,7 @@ def projectors_export(session: Session, projectors: Sequence[HeldTensor], *, wha
     """Return the folder of a composed model's projectors, under their names here; collective."""
     names = name_as_here(projectors, prefix="model.", what=what)
     layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype)
-    return Export(names, layout, session.graph.to_dict(), "model.json")
+    return Export(names, layout, {"model.json": session.graph.to_dict()})
 
 
 def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str, int], what: str) -> Export:
@@ -124,15 +124,16 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         tokens = {key: known[name] for name, key in architecture.placeholders.items() if name in known}
         written = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
         beside = Path(graph.backbone.weights) if graph.backbone.weights is not None else None
-        images, videos = architecture.to_processor(graph), write_video_processor(graph)
-        return Export(names, layout, written, beside=beside, processor=images, video_processor=videos)
+        processors = {PROCESSOR_NAME: architecture.to_processor(graph), VIDEO_NAME: write_video_processor(graph)}
+        described = {CONFIG_NAME: written, **{name: content for name, content in processors.items() if content}}
+        return Export(names, layout, described, beside=beside)
     before = check_same_model(like, graph).backbone.vocab_size or 0
     with failing_together(what=what), WeightFiles(like) as files:
         names = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=before)
         layout = like_files(names, files.weights, files.metadata)
     if (vocab_size := graph.backbone.vocab_size or 0) != before:
         config = with_vocab_size(config, vocab_size)
-    return Export(names, layout, config, like=like)
+    return Export(names, layout, {CONFIG_NAME: config}, like=like)
 
 
 def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
@@ -202,7 +203,7 @@ def _describe_adapter(
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     names = as_spelled(names, architecture.module_spelling, prefix=PREFIX)
     layout = in_one_file(ADAPTER_WEIGHTS, names, session.options.build.precision.params_dtype)
-    return Export(names, layout, adapter_config(names, graph=graph, base=base), ADAPTER_CONFIG)
+    return Export(names, layout, {ADAPTER_CONFIG: adapter_config(names, graph=graph, base=base)})
 
 
 def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
 from megatron.runtime.hugging_face.weight_files import INDEX_ENDING, WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
-from multimodal.hugging_face.processors import PROCESSOR_NAME, VIDEO_NAME
 from multimodal.hugging_face.registry import CONFIG_NAME
 from multimodal.model.expert_mlp import is_of_expert
 from multimodal.values.errors import CheckpointError
@@ -43,16 +41,12 @@ class Export(NamedTuple):
 
     names: NamedWeights
     layout: FileLayout
-    config: dict[str, Any]
-    config_name: str = CONFIG_NAME
+    written: Mapping[str, Mapping[str, Any]]
+    """Further files, of JSON, by their names: the config, and processors if there is no folder to copy them from."""
     like: Path | None = None
     """The folder whose other files and tensors are copied."""
     beside: Path | None = None
     """The folder whose other files are copied, if `like` is None."""
-    processor: Mapping[str, Any] = MappingProxyType({})
-    """The content of preprocessor_config.json, if there is no folder to copy it from."""
-    video_processor: Mapping[str, Any] = MappingProxyType({})
-    """The same for video_preprocessor_config.json."""
 
 
 def write_folder(folder: Path, export: Export, *, session: Session, tensors: Iterable[HeldTensor]) -> None:
@@ -199,21 +193,13 @@ def _complete(partial: Path, folder: Path, export: Export) -> None:
         for path in _accompanying(source):
             if _stays_inside(path):
                 shutil.copyfile(path, partial / path.name)
-    _write_json(partial / export.config_name, export.config)
-    for name, content in ((PROCESSOR_NAME, export.processor), (VIDEO_NAME, export.video_processor)):
-        if content:
-            _write_json(partial / name, content)
-    if export.layout.index is not None:
-        _write_json(partial / export.layout.index_name, export.layout.index)
+    for name, content in {**export.written, **export.layout.index}.items():
+        with open(partial / name, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            sync_file(file)
     sync_folder(partial)
     if folder.is_dir():
         folder.rmdir()  # it is empty
     partial.rename(folder)
     sync_folder(folder.parent)
-
-
-def _write_json(path: Path, value: object) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        sync_file(file)

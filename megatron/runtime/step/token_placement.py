@@ -93,13 +93,6 @@ class TokenPlacement:
             self._row_shares[key] = RowShares(given=self._given(route), taken=self._taken(route))
         return self._row_shares[key]
 
-    def num_rows_given(self, route: Route, *, rank: int) -> int:
-        """Return the number of rows of a route that a context parallel rank of its source sends."""
-        shares = self.row_shares(route)
-        if shares is None:
-            return self._step.num_rows_of_route(route)
-        return len(shares.given[rank if self._sizes[route.source.unit] > 1 else 0])
-
     def output_rows(self, route: Route, *, rank: int) -> Tensor:
         """[num_rows]: positions of the rows sent by context parallel rank `rank` in its output of the route's sample subset."""
         rows, shares = self._step.source_rows(route), self.row_shares(route)

@@ -62,9 +62,9 @@ def test_the_peak_is_the_most_that_was_stored_at_once() -> None:
     store.put("b", 2, size_bytes=50)
     assert store.take("a") == 1
     store.put("c", 3, size_bytes=80)
-    store.grow(10)
+    store.put("d", 4, size_bytes=10)
     assert store.peak_bytes == 150
-    store.grow(20)
+    store.put("e", 5, size_bytes=20)
     assert store.peak_bytes == 160
 
 

@@ -39,8 +39,7 @@ def test_files_are_cut_at_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
         "a.weight": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
         "b.bias": {"dtype": "F32", "shape": [5], "data_offsets": [48, 68]},
     }
-    assert layout.index is not None
-    assert layout.index["metadata"] == {"total_parameters": 29, "total_size": 116}
+    assert layout.index["model.safetensors.index.json"]["metadata"] == {"total_parameters": 29, "total_size": 116}
     place = layout.weights["a.weight"]
     assert place.position(2, 1) - place.start == 9 * 4
     assert layout.sizes[place.file] == len(layout.headers[place.file]) + 68
@@ -69,7 +68,7 @@ def test_a_layout_follows_other_files_with_more_rows() -> None:
 def test_one_file_needs_no_index() -> None:
     layout = cut_into_files(NAMES, torch.float16)
     assert list(layout.headers) == ["model.safetensors"]
-    assert layout.index is None
+    assert layout.index == {}
 
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
