@@ -77,7 +77,7 @@ def test_ranks_with_less_of_the_llm_encode_more(build_sample, largest_first):
     assert busiest(after) < busiest(before)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_is_near_the_best_partition(build_sample, seed):
     plan, lengths = plan_of(stage_layers=(3, 3, 2)), draw(build_sample, 7, seed=seed)
     costs = costs_of(plan, lengths)
@@ -133,7 +133,7 @@ def test_encoders_without_a_choice_stay_where_they_are(build_sample):
         assert deal_by_idle_time(costs_of(plan, lengths), fills_waits=False, largest_first=False) is None
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_auto_takes_it_where_the_step_is_predicted_to_be_shorter(build_sample, seed):
     plan, lengths = plan_of(stage_layers=(3, 3, 2)), draw(build_sample, 12, seed=seed, tokens=(256, 512, 1024, 2048))
     predictor = StepPredictor(ScheduleCache(GRAPH, plan, BUILDERS["optimus"]), CLUSTER, 128)

@@ -90,7 +90,7 @@ def test_the_bytes_are_those_of_the_permutation(rearrange, volume, ranks_per_nod
     assert found.bytes_after.max() <= found.bytes_before.max()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_search_comes_within_two_percent_of_the_optimum_on_long_tailed_samples(seed):
     volume = balanced_volumes(num_ranks=32, seed=seed)
     exact = rearrange_exactly(volume, ranks_per_node=8).bytes_after.max()

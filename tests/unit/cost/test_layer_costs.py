@@ -269,6 +269,7 @@ def adapted(graph: ModelGraph, unit: str, kind: str, modules: tuple[str, ...]) -
     return replace(graph, units=tuple(units))
 
 
+@pytest.mark.deep(when=lambda dtype, shape: (dtype == torch.bfloat16) != (shape == "gpt"))
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["llama", "gpt"])

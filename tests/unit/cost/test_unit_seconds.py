@@ -119,7 +119,8 @@ def of_resource(work: StepWork, resource: Resource) -> np.ndarray:
     return np.flatnonzero(work.resources == RESOURCE_NUMBERS[resource])
 
 
-@pytest.mark.parametrize("graph", [TWO, THREE, frozen(TWO, "vision")])
+@pytest.mark.deep(when=lambda graph, num_parts: num_parts == 4 and graph != THREE)
+@pytest.mark.parametrize("graph", [TWO, THREE, frozen(TWO, "vision")], ids=["two", "three", "frozen"])
 @pytest.mark.parametrize("num_parts", [1, 4])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {}])
