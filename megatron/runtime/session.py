@@ -27,11 +27,11 @@ from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
 from megatron.runtime.step.step import Step, StepResult
+from multimodal.model.collectives import open_user_buffers
 from multimodal.model.expert_mlp import ExpertMLP
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.user_buffers import open_user_buffers
 from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow

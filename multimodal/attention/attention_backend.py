@@ -145,7 +145,7 @@ AUTO = "auto"
 SEQUENCES = "sequences"
 """Torch's scaled dot product attention, one packed sequence at a time; without items: `causal` masks and encoders only."""
 FLASH = "flash"
-"""The same by one FlashAttention kernel for all sequences (`flash_attention.py`)."""
+"""The same by one FlashAttention kernel for all sequences (`core_attention.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
 """Core attention over packed sequences, as megatron-core's layers call it: sequence by sequence, or under a bitfield mask."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,7 +19,6 @@ from multimodal.attention.attention_backend import AUTO, FLASH, SEQUENCES, Atten
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.device_values import CPU
-from multimodal.attention.flash_attention import attend_by_flash, can_flash
 from multimodal.attention.packed_lengths import ItemParts, MaskRule, PackedLengths
 from multimodal.attention.triton_kernels.options import MAX_CHANNELS
 from multimodal.cost.token_shares import BlockShares
@@ -103,9 +106,10 @@ class CoreAttention(torch.nn.Module):
             masked = self.masked[backend](query[:, 0], key[:, 0], value[:, 0], mask=packed.mask(rule), softmax_scale=scale)
             return masked.flatten(1)[:, None]
         if backend == FLASH:
-            rows = query[:, 0], key[:, 0], value[:, 0]
-            flat = attend_by_flash(*rows, packed=packed, is_causal=rule.is_causal, softmax_scale=scale)
-            return flat.flatten(1)[:, None]
+            kernel = find_kernel()
+            assert kernel is not None, "`can_flash` says whether there is one"
+            rows, longest = (query[:, 0], key[:, 0], value[:, 0]), max(packed.lengths, default=0)
+            return kernel(*rows, packed.starts(query.device), longest, rule.is_causal, scale).flatten(1)[:, None]
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
@@ -174,6 +178,68 @@ class WindowedAttention(torch.nn.Module):
 def _select(tensors: _Tensors, rows: Tensor) -> _Tensors:
     query, key, value = tensors
     return query.index_select(0, rows), key.index_select(0, rows), value.index_select(0, rows)
+
+
+FLASH_CHANNELS = 256
+
+VariableLengths = Callable[..., Tensor]
+"""A kernel for all sequences, in half precision: of query, key, value, starts, longest, is_causal and scale."""
+
+
+def can_flash(shape: AttentionShape) -> bool:
+    """Return True if a kernel for such heads is installed."""
+    fits = shape.dtype.itemsize == 2 and shape.channels % 8 == 0 and shape.channels <= FLASH_CHANNELS
+    return shape.is_cuda and fits and find_kernel() is not None
+
+
+@cache
+def find_kernel() -> VariableLengths | None:
+    """Return the first of FlashAttention 3, FlashAttention 2 and torch's own kernel that is installed; None without any."""
+    for module, name, adapt in (
+        ("flash_attn_interface", "flash_attn_varlen_func", _of_package),
+        ("flash_attn", "flash_attn_varlen_func", _of_package),
+        ("torch.nn.attention.varlen", "varlen_attn", _of_torch),
+    ):
+        try:
+            return adapt(getattr(import_module(module), name))
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+def _of_package(function: Callable[..., Any]) -> VariableLengths:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        return function(
+            query, key, value, starts, starts, longest, longest, softmax_scale=scale, causal=is_causal
+        )  # fmt: skip
+
+    return attend
+
+
+def _of_torch(function: Callable[..., Any]) -> VariableLengths:
+    """Adapt torch's kernel, whose arguments (windows for `is_causal`, scale, grouped heads) differ between releases."""
+    known = inspect.signature(function).parameters
+    if "scale" not in known or not {"window_size", "is_causal"} & set(known):
+        raise AttributeError("varlen_attn")
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        options: dict[str, Any] = {"scale": scale}
+        if "is_causal" in known:
+            options["is_causal"] = is_causal
+        else:
+            options["window_size"] = (-1, 0 if is_causal else -1)
+        if "enable_gqa" in known:
+            options["enable_gqa"] = groups > 1
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        return function(query, key, value, starts, starts, longest, longest, **options)
+
+    return attend
 
 
 ON_CPU = AttentionShape()

@@ -24,12 +24,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
 
 COLLECTIVES = ("allreduce", "gather_along_first_dim", "reduce_scatter_along_first_dim")
 MODULES = ("base", "linear", "layernorm_linear")
 """Modules of `transformer_engine.pytorch.module`; each imports some of the collectives."""
+LEAST_FILLED = 0.9
+"""The least share of a buffer's rows for which a microbatch is padded to all of them."""
+_OVERLAPS = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_dgrad")
+_SCATTERED = {"method": "ring_exchange"}
 
 
 class TensorParallelWaits:
@@ -245,3 +250,28 @@ def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
     count = max(1, min(num_parts, num_rows))
     bounds = [num_rows * index // count for index in range(count + 1)]
     return tuple(slice(first, last) for first, last in itertools.pairwise(bounds))
+
+
+def open_user_buffers(num_rows: int, hidden_size: int, *, tensor_parallel_size: int, dtype: torch.dtype) -> None:
+    """Make the buffers in which Transformer Engine's kernels gather and scatter the LLM's rows beside their own products.
+
+    They take tensors of exactly their size, so a microbatch that nearly fills them is padded to their rows, with a sequence of
+    its own, and others make their collectives without them. Collective over all ranks, of which each block of
+    `tensor_parallel_size` shares some.
+    """
+    from transformer_engine.pytorch.module.base import destroy_ub, initialize_ub  # type: ignore[import-not-found,unused-ignore]
+
+    destroy_ub()  # those of a plan before
+    initialize_ub(
+        [num_rows, hidden_size],
+        tensor_parallel_size,
+        dtype=dtype,
+        # Gradients of inputs are scattered beside their own product: beside that of a weight, frozen ones would have none.
+        ub_cfgs={"qkv_dgrad": _SCATTERED, "fc1_dgrad": _SCATTERED},
+        bootstrap_backend=dist.get_backend(),
+    )
+
+
+def overlaps_of(layer: Module) -> list[tuple[Module, str]]:
+    """Return the settings of a layer's products by which they use buffers."""
+    return [(module, name) for module in layer.modules() for name in _OVERLAPS if getattr(module, name, False)]

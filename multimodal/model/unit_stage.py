@@ -13,15 +13,8 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
-from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
-from multimodal.model.adapter import (
-    adapter_of,
-    attach_adapters,
-    attach_new_rows,
-    is_engine_linear,
-    share_adapter,
-)
+from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
 from multimodal.model.deferrable_linear import adapt_engine_linears
 from multimodal.model.latents import encode_images
@@ -239,7 +232,8 @@ class UnitStage(MegatronModule):
             assert batch.patches is not None and self.unit.image is not None
             dtype = self.options.precision.rotary_dtype
             batch = replace(batch, patches=encode_images(batch.patches, made, self.unit.image, dtype=dtype))
-        frequencies, lengths = self._position_inputs(batch)
+        frequencies = self.frequencies(batch)
+        lengths = batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
         local = self.frequencies(batch, base) if (base := self.unit.transformer.rotary_local_base) is not None else None
         weight = self.shared_embedding_weight
         return StagePass(batch, item_embeddings, frequencies, lengths, weight, self.num_step_tokens, local)
@@ -340,9 +334,6 @@ class UnitStage(MegatronModule):
         packed = batch.packed or pack_lengths(batch, batch.num_tokens)
         numbers = packed.sequence_numbers(device)[: batch.num_tokens]
         return torch.tensor((*batch.lengths, 0), device=device).index_select(0, numbers)
-
-    def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
-        return self.frequencies(batch), batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
 
     def _adapt_layer(self, index: int) -> None:
         if modules := self.unit.adapted_modules(index):

@@ -23,7 +23,7 @@ class PendingGradient(Protocol):
         """Compute the gradient and hand it to autograd; makes no collective calls."""
 
 
-Accumulate = Callable[[Tensor, Tensor, Tensor], None]
+Accumulate = Callable[[Tensor, Tensor, Tensor], object]
 """Adds a product's weight gradient to a float32 buffer; called with inputs and output gradient, both [rows, size], and buffer."""
 
 

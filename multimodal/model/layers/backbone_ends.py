@@ -197,7 +197,6 @@ class TokenEmbeddingKind(LayerKind):
 
     column_parallel = ("word_embeddings",)
     takes_hidden = False
-    module = TokenEmbedding
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return token ids."""
@@ -264,7 +263,6 @@ class HeadKind(LayerKind):
     column_parallel = ("output_layer",)
     gives_loss = True
     picks_tokens = True
-    module = LanguageHead
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return a target for every token."""

@@ -7,7 +7,7 @@ condition is carried, too.
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,18 +16,11 @@ from torch.nn import Module
 from torch.nn.functional import silu
 
 from multimodal.cost.layers.transformer import NUM_MODULATIONS
-from multimodal.model.collectives import RankLink, gather_rows
-from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.adapter import adapter_of
+from multimodal.model.collectives import RankLink, gather_for_products, gather_rows, sum_rows
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.latents import NUM_TIMES
-from multimodal.model.layers.generator_ends import (
-    GeneratorHead,
-    GeneratorHeadKind,
-    GeneratorProjector,
-    GeneratorProjectorKind,
-    mixed_patches,
-    position_features,
-)
-from multimodal.model.layers.joint_linear import JointRows
+from multimodal.model.layers.generator_ends import GeneratorHead, GeneratorProjector, mixed_patches, position_features
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
 from multimodal.model.stage_input import pad_channels
 from multimodal.values.errors import ModelError, require_package
@@ -168,12 +161,6 @@ class DiffusionEmbedding(GeneratorProjector):
         return torch.cat([self.embedding.pos_embed.pos_embed[0, :0], *tables]).index_select(0, at)
 
 
-class DiffusionEmbeddingKind(GeneratorProjectorKind):
-    """Reads `batch.patches`, `batch.path` and `batch.items_made` as well."""
-
-    module = DiffusionEmbedding
-
-
 class Modulation(Module):
     """Maps an item's time to shift, scale and gate of both branches; the same on every tensor parallel rank.
 
@@ -228,6 +215,62 @@ class FirstNorm(PlainNorm):
         super().__init__(config, hidden_size)
 
 
+class JointRows(NamedTuple):
+    """Which rows are conditions."""
+
+    order: Tensor
+    """[num_rows of the tensor parallel group]: patches, with padding, before conditions."""
+    num_patches: int
+    are_conditions: Tensor
+    """[num_rows], of this rank under sequence parallelism."""
+
+
+class JointColumnParallelLinear(DeferrableColumnParallelLinear):
+    """Its own weights are for patches, those of `conditions` for the others, which attend together (MMDiT; SD3, section 4).
+
+    Rows are sorted into both kinds, each is multiplied by its own weights, and the collective beside the product is one for both;
+    `rows` is set before each forward.
+    """
+
+    rows: JointRows
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conditions = DeferrableColumnParallelLinear(*args, **options)
+
+    def forward(self, input_: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+        """input_: [num_rows, 1, input_size]. Returns the products with their biases."""
+        gathered = gather_for_products(input_, RankLink(self.tp_group, self.sequence_parallel, self.waits))
+        return _multiply(gathered, self, has_bias=True), None
+
+
+class JointRowParallelLinear(DeferrableRowParallelLinear):
+    """The same with a sum behind the products."""
+
+    rows: JointRows
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conditions = DeferrableRowParallelLinear(*args, **options)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """input_: [num_rows, 1, input_size / num_ranks]. Returns the products with their biases."""
+        made = sum_rows(_multiply(input_, self), RankLink(self.tp_group, self.sequence_parallel, self.waits))
+        if self.bias is not None:
+            made = made + torch.where(self.rows.are_conditions[:, None, None], self.conditions.bias, self.bias)
+        return made, None
+
+
+def _multiply(inputs: Tensor, linear: Any, *, has_bias: bool = False) -> Tensor:
+    order, num_patches, _ = linear.rows
+    parts = inputs.index_select(0, order).tensor_split((num_patches,))
+    products = [
+        deferrable_linear(part, each.weight, each.bias if has_bias else None, adapter_of(each))
+        for part, each in zip(parts, (linear, linear.conditions), strict=True)
+    ]
+    return torch.cat(products).index_select(0, order.argsort())
+
+
 class JointHeadNorm(Module):
     """An RMSNorm of the channels of each head with other weights for conditions; the mean of squares is in float32."""
 
@@ -278,9 +321,3 @@ class DiffusionHead(GeneratorHead):
         modulated = normal * (1 + scale.index_select(0, items)) + shift.index_select(0, items)
         made = deferrable_linear(modulated, self.out.weight, self.out.bias).unflatten(1, (self.side, self.side, self.num_made))
         return made[..., : self.image.num_made_channels].permute(0, 3, 1, 2).flatten(1)
-
-
-class DiffusionHeadKind(GeneratorHeadKind):
-    """Compares what is predicted of patches in the same way."""
-
-    module = DiffusionHead

@@ -120,7 +120,8 @@ class PatchEmbeddingKind(LayerKind):
 
     def __init__(self, module: type[PatchEmbedding], *, first_place: tuple[int, ...] = ()) -> None:
         """first_place: of an image, where random patches stand; empty: positions are not read."""
-        self.module, self.first_place = module, first_place
+        super().__init__(module)
+        self.first_place = first_place
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Patches, all at the first place of their image."""
@@ -157,7 +158,6 @@ class JoinedTokensKind(LayerKind):
     """Reads the outputs of other encoders, `batch.item_rows` and `batch.item_sources`."""
 
     takes_hidden = False
-    module = JoinedTokens
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return random rows: as many of each encoder as there are tokens, or (joined as a sequence) as many of all together."""
@@ -233,7 +233,6 @@ class AudioEmbeddingKind(LayerKind):
 
     takes_hidden = False
     fixed = ("positions",)
-    module = AudioEmbedding
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the positions: sines and cosines."""

@@ -134,10 +134,9 @@ def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype
 
 
 class GeneratorProjectorKind(LayerKind):
-    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`."""
+    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`; of diffusers' also patches."""
 
     takes_hidden = False
-    module: type[Module] = GeneratorProjector
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
@@ -200,7 +199,6 @@ class GeneratorHeadKind(LayerKind):
     """Compares with `batch.patches`, at `batch.target_rows`."""
 
     gives_loss = True
-    module: type[Module] = GeneratorHead
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""

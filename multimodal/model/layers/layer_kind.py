@@ -19,11 +19,10 @@ from torch.nn import Module, Parameter
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import DOWN, UP
-from multimodal.model.collectives import Arriving, RankLink
+from multimodal.model.collectives import LEAST_FILLED, Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
-from multimodal.model.user_buffers import LEAST_FILLED
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 
@@ -181,8 +180,10 @@ class LayerKind:
     picks_tokens: ClassVar[bool] = False
     """True if the HeadOutput says, outside of training, which targets decoding picks."""
 
-    module: type[Module]
-    """Class of the module, which is built from a LayerContext and called as `run` is; unless `build` and `run` are overridden."""
+    def __init__(self, module: type[Module] | None = None) -> None:
+        """module: its class, built from a LayerContext and called as `run` is, unless `build` and `run` are overridden."""
+        if module is not None:
+            self.module = module
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer at `index` of its unit, uninitialised."""

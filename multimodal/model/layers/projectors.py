@@ -6,10 +6,11 @@ Queries attend to each item's tokens (resamplers, Q-Former).
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
@@ -85,16 +86,7 @@ class Projector(MergedTokens):
         super().__init__(context)
         unit = context.unit
         inner_size = unit.projector_inner_size
-        plain = dataclasses.replace(
-            context.config,
-            hidden_size=output_size(context),
-            ffn_hidden_size=inner_size,
-            sequence_parallel=False,
-            gated_linear_unit=False,
-            activation_func=torch.nn.functional.gelu,
-            bias_activation_fusion=False,
-            add_bias_linear=True,
-        )
+        plain = _with_gelu(context.config, hidden_size=output_size(context), ffn_hidden_size=inner_size)
         self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=self.group)
         self.deepstack = torch.nn.ModuleList()
         if unit.deepstack_layers:  # projectors of earlier layers, with the norm behind the merging
@@ -133,6 +125,12 @@ class LinearProjector(MergedTokens):
         return self.callback(deferrable_linear(merged, self.weight, self.bias)[:, 0])
 
 
+def _with_gelu(config: TransformerConfig, **sizes: Any) -> TransformerConfig:
+    """Return the configuration of layers with a GELU and biases, all of whose rows are on every rank."""
+    kind = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False}
+    return dataclasses.replace(config, sequence_parallel=False, add_bias_linear=True, **kind, **sizes)
+
+
 def output_size(context: LayerContext) -> int:
     """Return the hidden size of the units downstream; raises ModelError if they differ."""
     unit, graph = context.unit, context.graph
@@ -153,9 +151,6 @@ class ProjectorKind(LayerKind):
 
     column_parallel: ClassVar[tuple[str, ...]] = ("linear_fc1",)
     row_parallel: ClassVar[tuple[str, ...]] = ("linear_fc2",)
-
-    def __init__(self, module: type[MergedTokens]) -> None:
-        self.module = module
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and project; returns [num_merged_tokens, output_size], with rows of zeros in the places of row ends."""
@@ -182,18 +177,13 @@ class QueryProjector(MergedTokens):
         unit, size = context.unit, output_size(context)
         assert unit.queries is not None
         self.unit, shape = unit, unit.queries.shape(unit.transformer)
-        plain = dataclasses.replace(
+        plain = _with_gelu(
             context.config,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
             num_query_groups=shape.num_attention_heads,
             kv_channels=shape.head_channels,
             ffn_hidden_size=shape.ffn_hidden_size,
-            sequence_parallel=False,
-            gated_linear_unit=False,
-            activation_func=torch.nn.functional.gelu,
-            bias_activation_fusion=False,
-            add_bias_linear=True,
             qk_layernorm=False,
         )
         self.queries = context.empty(unit.queries.num_queries, shape.hidden_size)

@@ -1,16 +1,24 @@
 """All kinds of layers that can be built and trained, by name."""
 
-from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.diffusion_transformer import DiffusionEmbeddingKind, DiffusionHeadKind
+from multimodal.model.layers.backbone_ends import HeadKind, LanguageHead, TokenEmbedding, TokenEmbeddingKind
+from multimodal.model.layers.diffusion_transformer import DiffusionEmbedding, DiffusionHead
 from multimodal.model.layers.encoder_embeddings import (
+    AudioEmbedding,
     AudioEmbeddingKind,
+    JoinedTokens,
     JoinedTokensKind,
     LearnedPatchEmbedding,
     PatchEmbedding,
     PatchEmbeddingKind,
     StretchedPatchEmbedding,
 )
-from multimodal.model.layers.generator_ends import DenoiserKind, GeneratorHeadKind, GeneratorProjectorKind
+from multimodal.model.layers.generator_ends import (
+    DenoiserKind,
+    GeneratorHead,
+    GeneratorHeadKind,
+    GeneratorProjector,
+    GeneratorProjectorKind,
+)
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.projectors import (
@@ -37,8 +45,8 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "patch_embedding": PatchEmbeddingKind(PatchEmbedding),
     "learned_patch_embedding": PatchEmbeddingKind(LearnedPatchEmbedding, first_place=(0, 0)),
     "stretched_patch_embedding": PatchEmbeddingKind(StretchedPatchEmbedding, first_place=(0, 0, 16, 16)),
-    "audio_embedding": AudioEmbeddingKind(),
-    "token_embedding": TokenEmbeddingKind(),
+    "audio_embedding": AudioEmbeddingKind(AudioEmbedding),
+    "token_embedding": TokenEmbeddingKind(TokenEmbedding),
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),
     "sliding_transformer": SlidingTransformerKind(),
@@ -49,14 +57,14 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "denoiser": DenoiserKind(),
     "projector": ProjectorKind(Projector),
     "linear_projector": ProjectorKind(LinearProjector),
-    "joined_tokens": JoinedTokensKind(),
+    "joined_tokens": JoinedTokensKind(JoinedTokens),
     "merged_tokens": ProjectorKind(UnprojectedTokens),
     "query_projector": QueryProjectorKind(QueryProjector),
-    "head": HeadKind(),
-    "generator_projector": GeneratorProjectorKind(),
-    "generator_head": GeneratorHeadKind(),
-    "diffusion_embedding": DiffusionEmbeddingKind(),
-    "diffusion_head": DiffusionHeadKind(),
+    "head": HeadKind(LanguageHead),
+    "generator_projector": GeneratorProjectorKind(GeneratorProjector),
+    "generator_head": GeneratorHeadKind(GeneratorHead),
+    "diffusion_embedding": GeneratorProjectorKind(DiffusionEmbedding),
+    "diffusion_head": GeneratorHeadKind(DiffusionHead),
 }
 """The costs of each kind are under the same name in multimodal/cost/layers."""
 

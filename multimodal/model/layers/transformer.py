@@ -21,13 +21,12 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
-from multimodal.model.collectives import report_engine_waits
+from multimodal.model.collectives import overlaps_of, report_engine_waits
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
 from multimodal.model.transformer_config import BuildOptions
-from multimodal.model.user_buffers import overlaps_of
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
@@ -71,11 +70,8 @@ class TransformerKind(LayerKind):
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = AllHeadsNorm if spans_heads else Norm
         params = {"choice": choice, "recompute": options.recompute == "selective", "repeats": options.recompute == "full"}
         attention.submodules.core_attention = ModuleSpec(module=CoreAttention, params=params)
-        if context.unit.transformer.has_layer_scale:
-            add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
-            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
-        if context.unit.transformer.has_post_norms:
-            add = ModuleSpec(module=NormedAdd, params={"config": context.config})
+        if (is_scaled := context.unit.transformer.has_layer_scale) or context.unit.transformer.has_post_norms:
+            add = ModuleSpec(module=ChangedAdd, params={"config": context.config, "is_scaled": is_scaled})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         _add_biases(spec, context.unit)
         self.adapt(spec)
@@ -226,14 +222,20 @@ def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)
 
 
-class ScaledAdd(torch.nn.Module):
-    """Adds a branch scaled by channel (layer scale: CaiT, InternViT), in the form of megatron-core's function without dropout."""
+class ChangedAdd(torch.nn.Module):
+    """Adds a branch that is scaled by channel (layer scale: CaiT, InternViT) or normalised (Gemma 2).
 
-    def __init__(self, config: TransformerConfig) -> None:
+    It has the form of megatron-core's function without dropout.
+    """
+
+    def __init__(self, config: TransformerConfig, *, is_scaled: bool) -> None:
         super().__init__()
-        device = torch.cuda.current_device()
-        self.scale = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype, device=device))
-        self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        if is_scaled:
+            device = torch.cuda.current_device()
+            self.scale = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype, device=device))
+            self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        else:
+            self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, is_training: bool, is_fused: bool) -> Callable[[_Branch, Tensor, float], Tensor]:
         """Return the function that adds."""
@@ -241,21 +243,5 @@ class ScaledAdd(torch.nn.Module):
 
     def _add(self, branch: _Branch, residual: Tensor, dropout: float) -> Tensor:
         output, bias = branch
-        return residual + self.scale * (output if bias is None else output + bias)
-
-
-class NormedAdd(torch.nn.Module):
-    """Adds a normalised branch (Gemma 2), in the same form."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-
-    def forward(self, is_training: bool, is_fused: bool) -> Callable[[_Branch, Tensor, float], Tensor]:
-        """Return the function that adds."""
-        return self._add
-
-    def _add(self, branch: _Branch, residual: Tensor, dropout: float) -> Tensor:
-        output, bias = branch
-        normal: Tensor = self.norm(output if bias is None else output + bias)
-        return residual + normal
+        output = output if bias is None else output + bias
+        return residual + (self.scale * output if hasattr(self, "scale") else self.norm(output))

@@ -13,9 +13,17 @@ from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.layers.transformer import NUM_MODULATIONS
 from multimodal.model.expert_mlp import ExpertMLP, RowSequences
 from multimodal.model.latents import NoisePath
-from multimodal.model.layers.diffusion_transformer import FirstNorm, JointHeadNorm, Modulation, PlainNorm, of_items
+from multimodal.model.layers.diffusion_transformer import (
+    FirstNorm,
+    JointColumnParallelLinear,
+    JointHeadNorm,
+    JointRowParallelLinear,
+    JointRows,
+    Modulation,
+    PlainNorm,
+    of_items,
+)
 from multimodal.model.layers.generator_ends import random_path
-from multimodal.model.layers.joint_linear import JointColumnParallelLinear, JointRowParallelLinear, JointRows
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
 from multimodal.model.norm import Norm

@@ -77,7 +77,8 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
     """Return the parts of each segment of megatron-core's TransformerLayer; frequencies: its rotary angles."""
     for linear in layer.modules():
         if is_engine_linear(linear) and linear.fuse_wgrad_accumulation and not hasattr(linear.weight, "accumulate_gradient"):
-            accumulate_into_buffers([linear.weight], _add_gradient)  # as whole passes do, after which hooks add nothing
+            # as whole passes do, after which hooks add nothing
+            accumulate_into_buffers([linear.weight], lambda rows, gradient, buffer: buffer.add_(gradient.t().matmul(rows)))
     parts = _Parts(layer, frequencies)
     return (
         (LayerPart(parts.norm, Exchange.GATHERED),),
@@ -88,10 +89,6 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
         (LayerPart(parts.up),),
         (LayerPart(parts.down, Exchange.SUMMED), LayerPart(parts.sum)),
     )
-
-
-def _add_gradient(rows: Tensor, output_gradient: Tensor, buffer: Tensor) -> None:
-    buffer.add_(output_gradient.t().matmul(rows))
 
 
 def _norm_before(layer: Any, norm: Module, linear: Any) -> Callable[[Tensor], Tensor]:

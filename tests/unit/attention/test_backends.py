@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from multimodal.attention import flash_attention
+from multimodal.attention import core_attention
 from multimodal.attention.attention_backend import BACKEND_NAMES, AttentionMask, AttentionShape, load_backend
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks, attend_densely
@@ -176,15 +176,15 @@ def torch_before(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k
 @pytest.mark.parametrize(
     ("adapt", "kernel"),
     [
-        (flash_attention._of_package, package),
-        (flash_attention._of_torch, torch_with_window),
-        (flash_attention._of_torch, torch_before),
+        (core_attention._of_package, package),
+        (core_attention._of_torch, torch_with_window),
+        (core_attention._of_torch, torch_before),
     ],
 )
 def test_every_kernel_gives_what_one_sequence_at_a_time_gives(
     monkeypatch: pytest.MonkeyPatch, adapt: Callable[..., Any], kernel: Callable[..., Any], is_causal: bool
 ) -> None:
-    monkeypatch.setattr(flash_attention, "find_kernel", lambda: adapt(kernel))
+    monkeypatch.setattr(core_attention, "find_kernel", lambda: adapt(kernel))
     rule = MaskRule(is_causal=is_causal)
     choices = (AttentionChoice(rule, AttentionShape(), backend=name, alone=name) for name in ("flash", "sequences"))
     flash, plain = (CoreAttention(choice=choice) for choice in choices)
@@ -204,7 +204,7 @@ def test_torchs_kernel_is_the_one_that_is_adapted_to() -> None:
 
 
 def test_auto_takes_the_fastest_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attention, "find_kernel", lambda: attend)
+    monkeypatch.setattr(core_attention, "find_kernel", lambda: attend)
     causal = MaskRule(is_causal=True)
     single = AttentionShape(dtype=torch.float32, num_multiprocessors=132)
     exact = AttentionShape(dtype=torch.float64, num_multiprocessors=132)
