@@ -122,7 +122,17 @@ def build_bitfield_mask(
     Raises ModelError when there are too many modalities, DataError where items overlap.
     O(number of tokens).
     """
-    mode, bit_of_modality = MaskMode(mode), _assign_bits(modalities)
+    mode = MaskMode(mode)
+    if len(modalities) > MAX_ENCODERS:
+        raise ModelError(
+            f"{len(modalities)} modalities besides text do not fit an attention mask of 64 bits; expected at most "
+            f"{MAX_ENCODERS}; let encoders whose tokens attend alike share a modality"
+        )
+    if len({TEXT, *modalities}) != len(modalities) + 1:
+        raise ModelError(
+            f"the modalities {', '.join(modalities)} are not distinct or contain '{TEXT}'; give each encoder its name"
+        )
+    bit_of_modality = {TEXT: TEXT_BIT} | {name: 1 << index for index, name in enumerate(modalities, start=1)}
     text_bits = CAUSAL_BIT | sum(bit_of_modality.values())
     item_control = ACROSS_ITEMS_BIT if mode is MaskMode.MODALITY else 0
     bits, sample_ids, item_ids, num_tokens = [], [], [], []
@@ -150,16 +160,3 @@ def _join_prefix(segments: Sequence[MaskSegment], modality: str) -> Sequence[Mas
         return segments
     num_tokens = sum(segment.num_tokens for segment in segments[: ends[-1]])
     return [MaskSegment(num_tokens, modality, 0), *segments[ends[-1] :]]
-
-
-def _assign_bits(modalities: Sequence[str]) -> dict[str, int]:
-    if len(modalities) > MAX_ENCODERS:
-        raise ModelError(
-            f"{len(modalities)} modalities besides text do not fit an attention mask of 64 bits; expected at most "
-            f"{MAX_ENCODERS}; let encoders whose tokens attend alike share a modality"
-        )
-    if len({TEXT, *modalities}) != len(modalities) + 1:
-        raise ModelError(
-            f"the modalities {', '.join(modalities)} are not distinct or contain '{TEXT}'; give each encoder its name"
-        )
-    return {TEXT: TEXT_BIT} | {name: 1 << index for index, name in enumerate(modalities, start=1)}

@@ -231,11 +231,6 @@ def samples_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -
     return ItemPixels(np.ascontiguousarray(windows, dtype=np.float32), grid)
 
 
-def silence_of(audio: AudioInput) -> float:
-    """Return the value that all numbers of a silent clip have."""
-    return SILENCE if audio.waveform is None else 0.0
-
-
 def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInput) -> ItemPixels:
     """Return the input values of every token; frames: [at least grid[0], num_mel_bins], including those behind the clip."""
     num_frames = grid[0]

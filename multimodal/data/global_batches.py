@@ -27,7 +27,6 @@ class SplitPart(Sequence[int]):
         self._starts = cuts[:, part + 1] - cuts[:, part]
 
     def __len__(self) -> int:
-        """Count the samples."""
         return int(self._starts[-1])
 
     def __getitem__(self, index: Any) -> Any:

@@ -43,6 +43,7 @@ class ManifestPaths:
         self._folder, self._allows_outside = folder, allows_outside
         self._root = os.path.realpath(str(folder))
         snapshots = [parent for parent in Path(self._root).parents if parent.name == "snapshots"][:1]
+        # The cache of Hugging Face's hub has only links in `snapshots`, to the files in `blobs` beside that.
         self._roots = (self._root, *[str(parent.with_name("blobs")) for parent in snapshots])
         self._real_folders: dict[str, str] = {}
 
@@ -68,16 +69,13 @@ class ManifestPaths:
         full = os.path.join(self._folder, path)
         if not os.path.isfile(full):
             raise DataError(f"{where}: {full} does not exist; restore the file or remove that line")
-        if not self._allows_outside and not self._is_inside(real := self._real_path(full)):
+        real = full if self._allows_outside else self._real_path(full)
+        if not self._allows_outside and not any(os.path.commonpath((real, root)) == root for root in self._roots):
             raise DataError(
                 f"{where}: {path} leads to {real}, which is not in the manifest's folder {self._root}; move the file there, "
                 "or add --allow-outside-paths if you trust the manifest"
             )
         return full
-
-    def _is_inside(self, real: str) -> bool:
-        """The cache of Hugging Face's hub has only links in `snapshots`, to the files in `blobs` beside that."""
-        return any(os.path.commonpath((real, root)) == root for root in self._roots)
 
     def _real_path(self, path: str) -> str:
         """Resolve links; cached for folders, since a manifest names many files in few folders."""

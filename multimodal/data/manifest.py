@@ -94,7 +94,6 @@ class ManifestSource:
             )
 
     def __len__(self) -> int:
-        """Count the usable samples."""
         return len(self._samples)
 
     @property

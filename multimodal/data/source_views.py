@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.audio import silence_of
+from multimodal.data.audio import SILENCE
 from multimodal.data.global_batches import SplitPart
 from multimodal.data.index.item_reader import expect_items, item_inputs
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
@@ -67,7 +67,6 @@ class SourceSubset(SourceView):
         self._indices = indices if isinstance(indices, SplitPart | range | Mapping) else np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
-        """Count the samples shown."""
         return len(self._indices)
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
@@ -82,7 +81,6 @@ class JoinedSources(SourceView):
         self._sources, self._starts = tuple(sources), np.cumsum([0, *map(len, sources)])
 
     def __len__(self) -> int:
-        """Count the samples."""
         return int(self._starts[-1])
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
@@ -116,7 +114,6 @@ class _SameSamples(SourceView):
         self._source = source
 
     def __len__(self) -> int:
-        """Count the samples."""
         return len(self._source)
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
@@ -191,7 +188,8 @@ class ReadableItems(_SameSamples):
 def _blank_item(found: ItemInput, grid: Grid, *, is_bytes: bool = False) -> ItemPixels:
     """Return an item of nothing: silence, or an image without a value; is_bytes: of bytes, as those beside it are."""
     if isinstance(found, AudioInput):
-        return ItemPixels(np.full((found.num_tokens(grid), found.num_patch_values), silence_of(found), np.float32), grid)
+        silence = SILENCE if found.waveform is None else 0.0
+        return ItemPixels(np.full((found.num_tokens(grid), found.num_patch_values), silence, np.float32), grid)
     num_patches = grid[0] * grid[1]
     if is_bytes:
         return ItemPixels(np.zeros((num_patches, found.num_pixel_values), np.uint8), grid)

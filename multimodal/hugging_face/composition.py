@@ -253,10 +253,10 @@ def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: s
     }
 
 
-def _item(config: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
+def _item(config: Any, merge_size: int) -> dict[str, Any]:
     """Return the description of an encoder's items: samples if convolutions make tokens of them, a spectrogram, or images."""
-    widths, steps, channels = (_whole_numbers(config, key) for key in ("conv_kernel", "conv_stride", "conv_dim"))
-    if widths and steps and channels:
+    widths, steps, channels = given = [config.get(key) for key in ("conv_kernel", "conv_stride", "conv_dim")]
+    if all(isinstance(each, list) and each and all(isinstance(number, int) for number in each) for each in given):
         waveform = {"widths": widths, "steps": steps, "channels": max(channels), "is_normalised": True}
         rate = max(1, SAMPLING_RATE // max(1, math.prod(steps)))
         audio = {"waveform": waveform, "tokens_per_second": rate, "max_tokens": _MOST_TOKENS}
@@ -266,9 +266,3 @@ def _item(config: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
         image = {key: config.get(key) for key in ("image_size", "patch_size")}
         return {"image": {**image, "in_channels": config.get("num_channels", 3), "merge_size": merge_size}}
     return {"audio": {**audio, "merge": "joined", "merge_factor": merge_size}}
-
-
-def _whole_numbers(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return a list of integers; an empty one if config.json has another value."""
-    value = config.get(key)
-    return value if isinstance(value, list) and all(isinstance(each, int) for each in value) else []

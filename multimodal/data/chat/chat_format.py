@@ -4,7 +4,6 @@ Text that contains the spelling of a special token stays text. Every placeholder
 is repeated to its number of output tokens; templates write them in the order of a message's items.
 """
 
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from multimodal.data.chat.chat_template import ChatTemplate, Span
 from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment, tile_starts
 from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.file_form import read_mapping
 
 _KINDS = "image", "audio", "video"
 _WRAPPED = {"internvl": ("<img>", "</img>")}
@@ -52,12 +52,8 @@ class Placeholder:
 
 def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str, Placeholder]:
     """Return the placeholders by kind, image, audio and video; raises ConfigError if the tokenizer lacks those of config.json."""
-    config: Any = {}
-    if (folder / "config.json").is_file():
-        try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except ValueError as problem:
-            raise ConfigError(f"{folder / 'config.json'}: is no JSON ({problem}); copy the model's folder again") from problem
+    path = folder / "config.json"
+    config: Any = read_mapping(path, error=ConfigError) if path.is_file() else {}
     config = {**config, **config.get("thinker_config", {})}
     ends = tuple(map(tokenizer.id_of, _ROW_ENDS)) if (config.get("vision_config") or {}).get("model_type") == "pixtral" else ()
     if MISSING in ends:
@@ -65,34 +61,26 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
     wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
     if MISSING in wrap:
         raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
-    special = tokenizer.special
+    special, spellings = tokenizer.special, {number: spelling for spelling, number in tokenizer.special_spellings.items()}
     found: dict[str, Placeholder] = {}
     for kind, (start, own, end) in ((kind, special.around(kind)) for kind in _KINDS):
         keys = f"{kind}_token_id", f"{kind}_token_index"
         token_id = next((config[key] for key in keys if isinstance(config.get(key), int)), own)
         if token_id == MISSING or any(token_id == other.token_id for other in found.values()):
             continue
-        if kind == "video" and token_id not in tokenizer.special_spellings.values():  # of those that name it by default
+        if kind == "video" and token_id not in spellings:  # of those that name it by default
             continue
         around = (MISSING, MISSING) if wrap or token_id != own else (start, end)
-        spelling = _spelled_placeholder(kind, token_id, around=around, folder=folder, tokenizer=tokenizer)
+        if token_id not in spellings:
+            raise ConfigError(
+                f"{path}: the placeholder ({kind}) is token {token_id}, which is none of the tokenizer's special tokens; give "
+                "the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+            )
+        before, behind = (spellings.get(number, "") for number in around)
+        spelling = f"{before}{spellings[token_id]}{behind}" if before and behind else spellings[token_id]
         row_ends = (ends[0], ends[1]) if ends and kind == "image" else None
         found[kind] = Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]), row_ends)
     return found
-
-
-def _spelled_placeholder(
-    kind: str, token_id: int, *, around: tuple[int, int], folder: Path, tokenizer: HuggingFaceTokenizer
-) -> str:
-    """Return a placeholder as text, with the tokens around it in documents, if there are any."""
-    spellings = {number: spelling for spelling, number in tokenizer.special_spellings.items()}
-    if token_id not in spellings:
-        raise ConfigError(
-            f"{folder / 'config.json'}: the placeholder ({kind}) is token {token_id}, which is none of the tokenizer's special "
-            "tokens; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
-        )
-    start, end = (spellings.get(number, "") for number in around)
-    return f"{start}{spellings[token_id]}{end}" if start and end else spellings[token_id]
 
 
 _HIDDEN = "\U0010fffd"

@@ -6,7 +6,6 @@ prefixes of the whole. If the latter is not, because the template writes an answ
 leaves out its thoughts), the span is the part of the whole that corresponds to the answer.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.file_form import read_mapping, read_text
 
 NO_TEMPLATE = "none"
 Message = Mapping[str, Any]
@@ -87,7 +87,11 @@ class ChatTemplate:
             before, _ = self._render(messages[:index], with_prompt=True)
             upto = text if index + 1 == len(messages) else self._render(messages[: index + 1])[0]
             if text.startswith(before) and text.startswith(upto) and len(before) < len(upto):
-                spans.append((len(before), len(upto) - self._space_behind_token(upto[len(before) :])))
+                answer = upto[len(before) :]
+                stripped = answer.rstrip()
+                # Models are not trained to predict spaces behind the token that ends a turn.
+                ends_turn = _TOKEN_AT_END.search(stripped) or stripped.endswith(self.tokens.get("eos_token") or "\0")
+                spans.append((len(before), len(before) + len(stripped if ends_turn else answer)))
             elif (span := self._span_in_whole(text, messages, index)) is not None and text.startswith(before):
                 spans.append(span)
             else:
@@ -114,12 +118,6 @@ class ChatTemplate:
         if eos_token and behind.startswith(eos_token):
             return len(before), end + len(eos_token)
         return len(before), end + found.end() if found else end
-
-    def _space_behind_token(self, answer: str) -> int:
-        """Return the number of spaces behind the token that ends a turn, which models are not trained to predict."""
-        stripped = answer.rstrip()
-        ends_turn = _TOKEN_AT_END.search(stripped) or stripped.endswith(self.tokens.get("eos_token") or "\0")
-        return len(answer) - len(stripped) if ends_turn else 0
 
     def _no_spans(self, reason: str) -> str:
         has = "a {% generation %} that does not hold it" if self.marks_spans else "no {% generation %}"
@@ -161,7 +159,12 @@ def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemp
     if chosen == NO_TEMPLATE:
         return None
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    tokens = _special_tokens(folder)
+    tokens = {}
+    for path in (folder / name for name in _CONFIG_NAMES):
+        for key, value in read_mapping(path, error=ConfigError).items() if path.is_file() else ():
+            spelling = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(spelling, str):
+                tokens[key] = spelling
     if chosen is not None:
         if (text := _read_template(Path(chosen))) is None:
             raise ConfigError(f"--chat-template {chosen}: holds no chat template; give a .jinja file, or {NO_TEMPLATE}")
@@ -177,37 +180,9 @@ def _read_template(path: Path) -> str | None:
     if not path.is_file():
         raise ConfigError(f"--chat-template {path}: no such file; give a .jinja file, or {NO_TEMPLATE}")
     if path.suffix != ".json":
-        return _read_text(path)
-    found = _read_object(path).get("chat_template")
+        return read_text(path, error=ConfigError)
+    found = read_mapping(path, error=ConfigError).get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")
     return found if isinstance(found, str) else None
-
-
-def _special_tokens(folder: Path) -> dict[str, str]:
-    tokens = {}
-    for name in _CONFIG_NAMES:
-        if (folder / name).is_file():
-            for key, value in _read_object(folder / name).items():
-                spelling = value.get("content") if isinstance(value, dict) else value
-                if key.endswith("_token") and isinstance(spelling, str):
-                    tokens[key] = spelling
-    return tokens
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read_text(path))
-    except ValueError as problem:
-        raise ConfigError(f"{path}: is no JSON ({problem}); copy the model's folder again") from problem
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(found).__name__}; copy the model's folder again")
-    return found
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"{path}: cannot be read ({problem}); copy the model's folder again") from problem

@@ -197,21 +197,15 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
         raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
     path = check_path(required(segment, "path", (str,), where=where), where=where)
     unit = None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
-    size = _parse_size(segment, where=where) if kind == "image" else None
-    return FileSegment(kind, path, unit, role == "assistant", size)
-
-
-def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | None:
-    size = segment.get("width"), segment.get("height")
+    size: Any = (segment.get("width"), segment.get("height")) if kind == "image" else (None, None)
     if size == (None, None):
-        return None
-    width, height = size
+        return FileSegment(kind, path, unit, role == "assistant")
     if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
         raise DataError(
-            f"{where}: width and height must be positive whole numbers, found {shown(width)} and {shown(height)}; "
+            f"{where}: width and height must be positive whole numbers, found {shown(size[0])} and {shown(size[1])}; "
             "correct or remove both"
         )
-    return width, height  # type: ignore[return-value]
+    return FileSegment(kind, path, unit, role == "assistant", size)
 
 
 MANIFEST_NAME = "manifest.jsonl"
@@ -220,8 +214,6 @@ _FORMS = (
     "Face's datasets wrote, its .parquet files, or WebDataset's .tar files"
 )
 _ARCHIVES = ((b"PK\x03\x04", "a zip archive"), (b"\x89HDF", "an HDF5 file"))
-
-
 _TURN = ("user", "assistant")
 
 

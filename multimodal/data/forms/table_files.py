@@ -103,11 +103,7 @@ def _arrow_pieces(path: DataPath) -> list[_Piece]:
     pyarrow = importlib.import_module("pyarrow")
     ipc = importlib.import_module("pyarrow.ipc")
     with ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
-        return [_Piece(path, batch.num_rows, partial(_whole, batch)) for batch in reader]
-
-
-def _whole(batch: Any, columns: list[str] | None) -> Any:
-    return batch
+        return [_Piece(path, batch.num_rows, lambda _, batch=batch: batch) for batch in reader]  # type: ignore[misc]
 
 
 def _parquet_pieces(path: DataPath) -> list[_Piece]:

@@ -88,7 +88,6 @@ class SampleIndex:
             yield IndexedSample(self.where(index), self.conversation(index), items)
 
     def __len__(self) -> int:
-        """Count the samples."""
         return len(self.arrays["is_cut"])
 
     @property
@@ -304,7 +303,13 @@ def read_index(folder: Path) -> SampleIndex | None:
     """Map a written index into memory; None if there is none, or it is damaged."""
     try:
         summary = json.loads((folder / _SUMMARY).read_bytes())
-        arrays = {name: _mapped(folder / name, name, summary["num_rows"][name]) for name in _ARRAYS}
+        shapes = {name: _shape(name, summary["num_rows"][name]) for name in _ARRAYS}
+        arrays = {  # empty files cannot be mapped
+            name: np.asarray(np.memmap(folder / name, _ARRAYS[name], "r", shape=shape))
+            if shape[0]
+            else np.empty(shape, _ARRAYS[name])
+            for name, shape in shapes.items()
+        }
         return SampleIndex(arrays, summary)
     except (OSError, KeyError, OverflowError, TypeError, ValueError):
         return None
@@ -328,12 +333,6 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
         starts = arrays[f"{name}_starts"]
         if starts.shape != (shapes[owners][0] + 1,) or (starts[0], starts[-1]) != (0, shapes[rows][0]):
             raise ValueError(f"an index that is cut off ({name}_starts)")
-
-
-def _mapped(path: Path, name: str, num_rows: int) -> npt.NDArray[Any]:
-    """Map a file into memory; empty files cannot be mapped."""
-    shape = _shape(name, num_rows)
-    return np.asarray(np.memmap(path, _ARRAYS[name], "r", shape=shape)) if num_rows else np.empty(shape, _ARRAYS[name])
 
 
 def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:

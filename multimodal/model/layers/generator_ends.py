@@ -321,7 +321,7 @@ def _build(unit: Unit) -> Module:
         raise ModelError(f"{where}: {name} cannot be built from {unit.module.directory}/config.json ({problem})") from problem
     for part in module.modules() if name == _CLASSES[2] else ():
         if hasattr(part, "embedding_table"):  # of classes, the last of which is none: a condition is added to that one's vector
-            part.forward = partial(_add_condition, part)
+            part.forward = lambda condition, part=part: part.embedding_table.weight[-1] + condition
     channels = unit.image.num_made_channels
     of_heads = config.get("num_attention_heads", 0) * config.get("attention_head_dim", 0) if name == _CLASSES[2] else None
     width = config.get("cross_attention_dim", config.get("joint_attention_dim", of_heads))
@@ -329,12 +329,6 @@ def _build(unit: Unit) -> Module:
         if own != theirs:
             raise ModelError(f"{where}: {key} is {own}, but the module in {unit.module.directory} takes {theirs}; set it to that")
     return module
-
-
-def _add_condition(classes: Any, condition: Tensor) -> Tensor:
-    """condition: [num_items, hidden_size]."""
-    none: Tensor = classes.embedding_table.weight[-1]
-    return none + condition
 
 
 def _keep(kept: dict[int, Tensor], tensor: Tensor) -> Tensor:

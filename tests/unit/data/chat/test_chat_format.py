@@ -295,5 +295,5 @@ def test_where_templates_lie(tmp_path: Path) -> None:
             find_chat_template(folder, chosen=chosen)
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text("{")
-    with pytest.raises(ConfigError, match="chat_template.json: is no JSON"):
+    with pytest.raises(ConfigError, match="chat_template.json, line 1: cannot be parsed"):
         find_chat_template(folder, chosen=None)
