@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
@@ -27,8 +27,7 @@ from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
-from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.values.timeline import Timeline
+from multimodal.schedule.simulate import simulate_schedule
 from tools import simulate
 from tools.command_line import Parser, count, program
 from tools.simulate import build_step_schedule, build_steps, check_flags
@@ -59,7 +58,15 @@ def main(argv: Sequence[str]) -> None:
     emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
     simulation = simulate_schedule(emulated.schedule, emulated.costs)
     timelines = emulate(emulated)
-    summary = summarize(simulation, timelines)
+    measured = statistics.median(timeline.duration_seconds for timeline in timelines)
+    summary = {
+        "simulated_seconds": simulation.iteration_seconds,
+        "measured_seconds": measured,
+        "ratio": measured / simulation.iteration_seconds,
+        "num_lanes": simulation.num_lanes,
+        "num_microbatches": simulation.num_microbatches,
+        "num_iterations": len(timelines),
+    }
     if given.report_dir is not None:
         title = f"{given.schedule}, measured"
         given.report_dir.mkdir(parents=True, exist_ok=True)
@@ -82,19 +89,6 @@ def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_ite
     step = next(iter(build_steps(flags)))
     built = build_step_schedule(step, builder=schedule, passes=passes_named(passes))
     return EmulatedRun(built, step.assignment, step.costs, num_iterations)
-
-
-def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """Return simulated and measured seconds of a step."""
-    measured = statistics.median(timeline.duration_seconds for timeline in timelines)
-    return {
-        "simulated_seconds": simulation.iteration_seconds,
-        "measured_seconds": measured,
-        "ratio": measured / simulation.iteration_seconds,
-        "num_lanes": simulation.num_lanes,
-        "num_microbatches": simulation.num_microbatches,
-        "num_iterations": len(timelines),
-    }
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from multimodal.cost.memoize import memoized
 from multimodal.cost.token_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
-from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms, Routes
+from multimodal.values.assignment import Assignment, Microbatch, PlacedAtoms, Routes
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, LengthArrays, LengthBatch, SampleLengths
 from multimodal.values.shape import StepShape
@@ -136,8 +136,11 @@ class AssignedLoads:
 
     @memoized
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
-        dealer = self._dealers[unit]
-        return dealer.rank_loads(dealer.loads_of(item for atom in atoms for item in self._items(unit, atom)))
+        dealer, items = self._dealers[unit], list[ItemLengths]()
+        for sample_id, index in atoms:
+            of_sample = self._by_sample[sample_id].items
+            items += [each for each in of_sample if each.unit == unit] if index < 0 else [of_sample[index].inside(unit)]
+        return dealer.rank_loads(dealer.loads_of(items))
 
     @memoized
     def fullest(self, unit: str) -> Sequence[RankLoad]:
@@ -181,12 +184,6 @@ class AssignedLoads:
             before = np.add.accumulate(np.append(0, column[atoms]))
             columns.append(before[starts[1:]] - before[starts[:-1]])
         return UnitLoad(*columns)
-
-    def _items(self, unit: str, atom: Atom) -> Sequence[ItemLengths]:
-        items = self._by_sample[atom.sample_id].items
-        if atom.item_index < 0:
-            return [item for item in items if item.unit == unit]
-        return (items[atom.item_index].inside(unit),)
 
     @cached_property
     def _dealers(self) -> Mapping[str, ItemDealer]:

@@ -54,11 +54,10 @@ class StageLayers:
     @memoized
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Return the weights of a stage, all tensor parallel ranks together."""
-        unit = stage[0]
-        return sum(
-            count * (self.trained_layer_weights(unit, layer, need) if trained_only else self.layer_weights(unit, layer))
-            for (layer, need), count in self.counts(stage).items()
-        )
+        unit, counts = stage[0], self.counts(stage).items()
+        if trained_only:
+            return sum(count * self.trained_layer_weights(unit, layer, need) for (layer, need), count in counts)
+        return sum(count * self.describe(unit, layer).num_held_weights for (layer, _), count in counts)
 
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
@@ -95,10 +94,6 @@ class StageLayers:
         """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
         found = (self.trained_layer_weights(stage[0], layer, need) for layer, need in self.in_order(stage))
         return tuple(weights for weights, (_, need) in zip(found, self.in_order(stage), strict=True) if need.trains_weights)
-
-    def layer_weights(self, unit: str, kind: str) -> int:
-        """Return the weights of one layer, all tensor parallel ranks together."""
-        return self.describe(unit, kind).num_held_weights
 
     def trained_layer_weights(self, unit: str, kind: str, need: BackwardNeed) -> int:
         """Return the weights of one layer that have gradients: none, all, or those of adapters."""

@@ -156,7 +156,7 @@ class StepMemory:
 
     @memoized
     def _gathered_bytes(self, stage: StageKey) -> float:
-        weights = [self.layers.layer_weights(stage[0], layer) for layer, _ in self.layers.in_order(stage)]
+        weights = [self.layers.describe(stage[0], layer).num_held_weights for layer, _ in self.layers.in_order(stage)]
         gradients = [self.layers.trained_layer_weights(stage[0], layer, need) for layer, need in self.layers.in_order(stage)]
         bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)
         peak = max(

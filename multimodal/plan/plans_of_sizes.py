@@ -6,7 +6,6 @@ encoders come first, in the graph's order, then the LLM; the order changes if it
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from types import MappingProxyType
 
 from multimodal.plan.partition_layers import partition_unit, range_seconds
@@ -287,28 +286,24 @@ def plan_colocated(
     graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, layer_seconds: LayerSeconds = EVEN
 ) -> Plan:
     """Lay every unit over all ranks, with dp `world_size / (tp x cp x pp)`; arguments, errors: as in `plan_disaggregated`."""
-    spread = {
-        name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()
-    }
-    build = partial(build_unit_plan, first_rank=0)
-    plan = Plan({unit.name: build(unit, sizes=spread[unit.name], seconds=layer_seconds.get(unit.name)) for unit in graph.units})
+    units = {}
+    for name, each in complete_sizes(sizes, graph.unit_names).items():
+        replica = each.ranks_per_replica
+        where = f"unit '{name}' ({each}), colocated on {world_size} rank{'s' * (world_size != 1)}"
+        if world_size % replica:
+            raise PlanError(
+                f"{where}: a replica takes {replica} ranks, which does not divide {world_size}; change its tp, cp or pp, or "
+                f"launch {replica * max(1, world_size // replica)} or {replica * (world_size // replica + 1)} processes"
+                if world_size > replica
+                else f"{where}: a replica takes {replica} ranks; launch {replica} processes or lower its tp, cp or pp"
+            )
+        if each.data_parallel_size not in (None, world_size // replica):
+            raise PlanError(
+                f"{where}: a unit that spans all ranks has dp {world_size} / {replica} = {world_size // replica}, "
+                f"not {each.data_parallel_size}; leave --{name.replace('_', '-')}-data-parallel-size out"
+            )
+        spread = replace(each, data_parallel_size=world_size // replica)
+        units[name] = build_unit_plan(graph.unit(name), sizes=spread, first_rank=0, seconds=layer_seconds.get(name))
+    plan = Plan(units)
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan
-
-
-def _spread(name: str, *, sizes: UnitSizes, world_size: int) -> UnitSizes:
-    replica = sizes.ranks_per_replica
-    where = f"unit '{name}' ({sizes}), colocated on {world_size} rank{'s' * (world_size != 1)}"
-    if world_size % replica:
-        raise PlanError(
-            f"{where}: a replica takes {replica} ranks, which does not divide {world_size}; change its tp, cp or pp, or launch "
-            f"{replica * max(1, world_size // replica)} or {replica * (world_size // replica + 1)} processes"
-            if world_size > replica
-            else f"{where}: a replica takes {replica} ranks; launch {replica} processes or lower its tp, cp or pp"
-        )
-    if sizes.data_parallel_size not in (None, world_size // replica):
-        raise PlanError(
-            f"{where}: a unit that spans all ranks has dp {world_size} / {replica} = {world_size // replica}, "
-            f"not {sizes.data_parallel_size}; leave --{name.replace('_', '-')}-data-parallel-size out"
-        )
-    return replace(sizes, data_parallel_size=world_size // replica)

@@ -283,11 +283,10 @@ class Layer:
         if not self.adapted:
             return self.saved_bytes(load, case)
         kept = self.saved_bytes(load, case._replace(need=BackwardNeed.INPUT_GRADIENT))
-        return kept if case.recompute == "full" and self.recomputes else self._with_adapters(kept, load, case.bytes_per_element)
-
-    def _with_adapters(self, kept: ActivationBytes, load: UnitLoad, size: int) -> ActivationBytes:
-        """Add the bytes that adapters keep: their inputs and the output of the first product, on every tensor parallel rank."""
-        per_input, shapes = 1.0 * size * self._num_counted(load), self._adapted_shapes
+        if case.recompute == "full" and self.recomputes:
+            return kept
+        # Adapters keep their inputs and the output of the first product, on every tensor parallel rank.
+        per_input, shapes = 1.0 * case.bytes_per_element * self._num_counted(load), self._adapted_shapes
         whole, split = (
             per_input * sum(each.num_alike * each.num_inputs for each in shapes if each.is_split_by_inputs == is_split)
             for is_split in (False, True)

@@ -216,27 +216,24 @@ class ComputationSeconds:
         Each replica computes the same number of their tokens, since choices are assumed to be even, and they wait for each other
         in every layer, except in weight gradients. These waits count as waiting.
         """
-        together, groups = self._computed_together(unit, of_subsets=of_subsets)
+        placed, plan = self.loads.assignment.placed[unit], self.loads.shape.plan.units[unit]
+        keys = np.stack((placed.replica_of_microbatch // plan.expert_parallel_size, placed.index_in_replica))
+        if of_subsets:
+            starts = self.loads.routes_from(unit).subset_starts
+            of_row = row_numbers(starts)
+            keys = np.concatenate((keys[:, of_row], (np.arange(len(of_row)) - starts[of_row])[None]))
+        groups = np.unique(keys, axis=1, return_inverse=True)[1].ravel()  # the same for rows that are computed together
         every, sizes = np.arange(len(groups)), np.bincount(groups)
         exchanging = np.array([kind is not ActionKind.WEIGHT_GRADIENT for kind in COMPUTATIONS])
-        for index in np.flatnonzero(together).tolist():
+        for index in range(plan.num_virtual_stages):
+            if not self.stages.stages.exchanges_tokens((unit, 0, index)):
+                continue
             products = self._of_rows(rows, every, partial(self.stages.expert_products, self._alike((unit, 0, index))))[0]
             evened = np.stack([np.bincount(groups, row, len(sizes)) for row in products]) / sizes
             found[0, :, index] += evened[:, groups] - products
             slowest = np.zeros_like(evened)
             np.maximum.at(slowest.T, groups, found[0, :, index].T)
             found[:, exchanging, index] += (slowest[:, groups] - found[0, :, index])[exchanging]
-
-    def _computed_together(self, unit: str, *, of_subsets: bool) -> tuple[list[bool], Integers]:
-        """Return which stages exchange tokens, and per row a number that is the same for rows that are computed together."""
-        placed, plan = self.loads.assignment.placed[unit], self.loads.shape.plan.units[unit]
-        stages = [self.stages.stages.exchanges_tokens((unit, 0, index)) for index in range(plan.num_virtual_stages)]
-        keys = np.stack((placed.replica_of_microbatch // plan.expert_parallel_size, placed.index_in_replica))
-        if of_subsets:
-            starts = self.loads.routes_from(unit).subset_starts
-            of_row = row_numbers(starts)
-            keys = np.concatenate((keys[:, of_row], (np.arange(len(of_row)) - starts[of_row])[None]))
-        return stages, np.unique(keys, axis=1, return_inverse=True)[1].ravel()
 
     @cached_property
     def _computed_ahead(self) -> dict[str, Floats]:

@@ -217,7 +217,13 @@ def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster
         tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys)
         for keys in stages.of_rank.values()
     }
-    shares = [_updated_weights(stages, keys, options) for keys in held]
+    shares = list[dict[str, float]]()  # by unit, the trained weights that a rank updates
+    for keys in held:
+        shares.append(dict.fromkeys((unit for unit, _, _ in keys), 0.0))
+        for stage in keys:
+            of_stage = stages.state_shares(stage, num_copies=options.num_state_copies)
+            own = sum(num_weights / (len(ranks) if options.zero_stage else 1) for ranks, num_weights in of_stage)
+            shares[-1][stage[0]] += own / stages.tensor_size(stage)
     summing = _summing_seconds(stages, held, options, cluster)
     if profile is not None:
         return (
@@ -259,13 +265,3 @@ def update_traffic_bytes(bytes_per_element: int) -> float:
     """
     gradient = max(GRADIENT_BYTES, bytes_per_element)
     return float(4 * gradient + 2 * optimizer_bytes(bytes_per_element) + bytes_per_element * (1 if bytes_per_element < 4 else 2))
-
-
-def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: RunOptions) -> dict[str, float]:
-    """Return, by unit, the trained weights that a rank with these stages updates: a share if replicas share the optimizer."""
-    weights: dict[str, float] = {}
-    for unit, replica, stage in keys:
-        shares = stages.state_shares((unit, replica, stage), num_copies=options.num_state_copies)
-        own = sum(num_weights / (len(ranks) if options.zero_stage else 1) for ranks, num_weights in shares)
-        weights[unit] = weights.get(unit, 0.0) + own / stages.tensor_size((unit, replica, stage))
-    return weights

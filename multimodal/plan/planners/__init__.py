@@ -175,7 +175,12 @@ def plan_or_advise(
     try:
         return plan(request) if plan else plan_to_fit(planner, request)
     except NothingFitsError as problem:
-        if stuck := _stuck_unit(request):
+        # A unit that does not fit on any number of GPUs by itself, with every concession to memory.
+        *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
+        forms = [last, replace(last, sharding="optim_grads_params")] if request.sharding is None else [last]
+        for stuck in last.graph.unit_names:
+            if any(len(list_options(form, stuck, max_gpus=LARGEST_SEARCH)) for form in forms):
+                continue
             raise PlanError(
                 f"{problem}; unit '{stuck}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs "
                 "with more memory, freeze it, lower the memory headroom, or unfix its sizes"
@@ -189,14 +194,6 @@ def plan_or_advise(
                 "more memory, another planner (disttrain, braid), or fewer fixed sizes"
             ) from None
         raise PlanError(f"{problem}; {enough} GPUs would be enough") from None
-
-
-def _stuck_unit(request: PlanningRequest) -> str | None:
-    """Return a unit that does not fit on any number of GPUs by itself, with every concession to memory."""
-    *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
-    forms = [last, replace(last, sharding="optim_grads_params")] if request.sharding is None else [last]
-    fitting = {unit for form in forms for unit in last.graph.unit_names if len(list_options(form, unit, max_gpus=LARGEST_SEARCH))}
-    return next((unit for unit in last.graph.unit_names if unit not in fitting), None)
 
 
 def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool:

@@ -74,7 +74,17 @@ def plan_for_goodput(
 
     The numbers are those of the highest goodput if all nodes computed alike, among them round ones, which cut better.
     """
-    sizes = [nodes * request.cluster.gpus_per_node for nodes in _promising_nodes(_whole_nodes(request), failures)]
+    all_nodes = _whole_nodes(request)
+
+    def promise(num_nodes: int) -> float:
+        available = failures.available_share(num_nodes=all_nodes, num_spares=all_nodes - num_nodes)
+        return available * failures.running_share(num_nodes) * num_nodes
+
+    most = max(range(1, all_nodes + 1), key=promise)
+    rounded = (most - most % (1 << power) for power in range(all_nodes.bit_length()))
+    promising = [each for each in dict.fromkeys(rounded) if each and promise(each) >= LEAST_PROMISE * promise(most)]
+    tried = promising[:1] + promising[1:][::-1][: NUM_SIZES - 1]  # the best, and the largest below it with many divisors
+    sizes = [nodes * request.cluster.gpus_per_node for nodes in tried]
     best = plan_sizes(plan, request, sizes, worth=lambda each: goodput_of(each, request, failures).tokens_per_second)
     notes = (goodput_of(best, request, failures).describe(), *best.run.notes)
     return best._replace(run=replace(best.run, notes=notes))
@@ -88,16 +98,3 @@ def _whole_nodes(request: PlanningRequest) -> int:
             f"{max(1, num_nodes) * request.cluster.gpus_per_node} or leave the failures out"
         )
     return num_nodes
-
-
-def _promising_nodes(all_nodes: int, failures: Failures) -> list[int]:
-    """Return numbers of nodes to plan for, the most promising first: the best, and the largest below it with many divisors."""
-
-    def promise(num_nodes: int) -> float:
-        available = failures.available_share(num_nodes=all_nodes, num_spares=all_nodes - num_nodes)
-        return available * failures.running_share(num_nodes) * num_nodes
-
-    best = max(range(1, all_nodes + 1), key=promise)
-    rounded = (best - best % (1 << power) for power in range(all_nodes.bit_length()))
-    promising = [each for each in dict.fromkeys(rounded) if each and promise(each) >= LEAST_PROMISE * promise(best)]
-    return promising[:1] + promising[1:][::-1][: NUM_SIZES - 1]
