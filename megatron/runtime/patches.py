@@ -16,12 +16,11 @@ from megatron.runtime import platform
 from megatron.runtime.drop_in.balanced_data import Length, count_numbers
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
 from megatron.runtime.drop_in.unit_groups import UnitGroups
-from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
 
 _CHOICE, _PIPELINE = "get_forward_backward_func", "forward_backward_pipelining_without_interleaving"
@@ -29,8 +28,6 @@ _CHOICE, _PIPELINE = "get_forward_backward_func", "forward_backward_pipelining_w
 _ORIGINALS: dict[str, Callable[..., Any]] = {name: getattr(schedules, name) for name in (_CHOICE, _PIPELINE)}
 _installed = _ORIGINALS
 _groups: UnitGroups | None = None
-_units: dict[str, UnitPlan] | None = None
-"""Of the applied plan, the LLM last."""
 
 
 def apply(
@@ -58,7 +55,7 @@ def apply(
     schedule, if Megatron's groups cannot say what the plan does, or if a plan was applied before and not undone, and PlanError if
     the plan does not fit model and ranks. What the loop's model and config do not allow is refused in the first step.
     """
-    global _groups, _units
+    global _groups
     try:
         BUILDERS[schedule]
     except ScheduleError as problem:
@@ -87,13 +84,9 @@ def apply(
         plan = plan if isinstance(plan, Plan) else Plan.from_file(plan)
         validate_plan(plan, graph=graph, world_size=dist.get_world_size())
         _groups = UnitGroups(plan, first=(graph.backbone.name, *graph.unit_names))
-        _units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == graph.backbone.name)}
-    collections = {} if _groups is None else _groups.collections
-    function = ForwardBackward(
-        schedule=schedule, length=measure, units=_units, collections=collections, unlike=_unlike_replicas()
-    ).forward_backward
+    function = ForwardBackward(schedule=schedule, length=measure, groups=_groups).forward_backward
     _install({_CHOICE: get_forward_backward_func, _PIPELINE: function})
-    return collections
+    return {} if _groups is None else _groups.collections
 
 
 def unit(name: str) -> AbstractContextManager[None]:
@@ -111,22 +104,17 @@ def copy_weights(model: Module | Sequence[Module]) -> None:
 
     model: this rank's chunks. Call it before the optimizer copies weights. Megatron gives replicas alike weights by itself.
     """
-    if (unlike := _unlike_replicas()) is not None:
-        unlike.copy_weights([model] if isinstance(model, Module) else model)
+    if _groups is not None and _groups.unlike is not None:
+        _groups.unlike.copy_weights([model] if isinstance(model, Module) else model)
 
 
 def undo() -> None:
     """Restore megatron-core's own function, also in modules that imported the name, and its process groups; collective."""
-    global _groups, _units
+    global _groups
     _install(_ORIGINALS)
     if _groups is not None:
         _groups.close()
-        _groups = _units = None
-
-
-def _unlike_replicas() -> UnlikeReplicas | None:
-    """Return the LLM's replicas, if those of the applied plan are not alike."""
-    return None if _groups is None or _units is None else _groups.unlike.get([*_units][-1])
+        _groups = None
 
 
 def _install(functions: dict[str, Callable[..., Any]]) -> None:

@@ -20,8 +20,8 @@ from torch.nn import Linear
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.balanced_data import count_numbers, find_problem
-from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_modules, check_options, read_modules
-from megatron.runtime.drop_in.module_roles import modules_of_plan
+from megatron.runtime.drop_in.forward_backward import REFUSALS, ForwardBackward, check_options
+from megatron.runtime.drop_in.modules_on_ranks import LoopInputs, check_modules, modules_of_plan, read_modules
 from megatron.runtime.drop_in.pipeline_schedule import (
     RUNNABLE,
     LoopModule,
@@ -29,7 +29,6 @@ from megatron.runtime.drop_in.pipeline_schedule import (
     build_pipeline_schedule,
     step_of_pipeline,
 )
-from megatron.runtime.drop_in.pipeline_step import LoopInputs
 from megatron.runtime.drop_in.split_backward import prepare_split
 from multimodal.plan.communicators import data_parallel_ranks, holders_of_parameters
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
@@ -337,7 +336,7 @@ def test_modules_that_a_schedule_cannot_honour_are_refused(changes: dict[str, An
     config = SimpleNamespace(variable_seq_lengths=changes.get("variable", True))
     inputs: Any = LoopInputs(max, [], [], config, collect_non_loss_data=False, first_val_step=None)
     with patch.object(dist, "get_rank", lambda: 0), pytest.raises(ConfigError, match=message):
-        read_modules(communicator, changes.get("collection", SimpleNamespace(module_pgs={})), inputs)
+        read_modules(communicator, changes.get("collection", SimpleNamespace(module_pgs={})), inputs, {})
 
 
 def _last_microbatch_first(step: StepShape) -> Schedule:
@@ -374,13 +373,11 @@ def test_layers_that_cannot_delay_their_weight_gradients_are_refused(chunk: Any,
         prepare_split(chunk, SimpleNamespace(recompute_granularity=recompute))
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.option)
-def test_options_that_would_be_ignored_are_refused(refusal: Any) -> None:
+@pytest.mark.parametrize("option", REFUSALS)
+def test_options_that_would_be_ignored_are_refused(option: str) -> None:
     check_options(_config(), num_stages=2, num_chunks=1)
-    with pytest.raises(ConfigError, match=f"^{refusal.option}=.*; .* or call patches.undo"):
-        check_options(
-            _config(**{refusal.option: "local" if refusal.option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1
-        )
+    with pytest.raises(ConfigError, match=f"^{option}=.*; .* or call patches.undo"):
+        check_options(_config(**{option: "local" if option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1)
 
 
 def test_megatrons_own_sharding_is_refused() -> None:
@@ -417,7 +414,7 @@ def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], num_stages: 
 
 def test_every_refused_option_is_one_of_megatrons() -> None:
     later = {"moe_paged_stash"}
-    assert {refusal.option for refusal in REFUSALS} <= {*TransformerConfig.__dataclass_fields__, *later}
+    assert REFUSALS.keys() <= {*TransformerConfig.__dataclass_fields__, *later}
 
 
 def _config(**options: Any) -> Any:

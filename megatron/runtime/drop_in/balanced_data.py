@@ -39,7 +39,10 @@ def deal_microbatches(
 def _deal(iterator: Iterator[Any] | None, count: int, length: Length, group: dist.ProcessGroup) -> Iterator[Any] | None:
     drawn = None if iterator is None else [next(iterator) for _ in range(count)]
     lengths = None if drawn is None else [int(length(each)) for each in drawn]
-    rows = [] if drawn is None or group.size() == 1 else [_to_bytes(each) for each in drawn]
+    rows = []
+    for batch in drawn if drawn is not None and group.size() > 1 else ():
+        torch.save(batch, buffer := io.BytesIO())
+        rows.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
     digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in rows)).digest() if rows else None
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (dist.get_process_group_ranks(group), lengths, digest))
@@ -79,12 +82,6 @@ def find_problem(told: Sequence[tuple[list[int], list[int] | None, bytes | None]
                 "patches.apply(length=...) return the same for the same samples, whatever part of them a rank reads"
             )
     return None
-
-
-def _to_bytes(batch: Any) -> Tensor:
-    buffer = io.BytesIO()
-    torch.save(batch, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def _from_bytes(rows: Tensor) -> Any:

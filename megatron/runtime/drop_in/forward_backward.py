@@ -1,12 +1,10 @@
 """Megatron's forward-backward function as a training loop calls it: arguments in, losses out, gradients finalized."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import repeat, tee
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,21 +16,27 @@ from megatron.core.utils import get_model_config
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.balanced_data import Length, deal_microbatches
-from megatron.runtime.drop_in.module_roles import LANGUAGE, is_mimo, modules_of_plan
+from megatron.runtime.drop_in.modules_on_ranks import (
+    LANGUAGE,
+    DataIterator,
+    LoopInputs,
+    LoopModules,
+    divide_data,
+    modules_of_plan,
+    read_modules,
+    run_as_modules,
+)
 from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
-from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, LoopInputs, PipelineStep
-from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
+from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, PipelineStep
+from megatron.runtime.drop_in.unit_groups import UnitGroups
 from multimodal.plan.communicators import Partners, Track, message_partners
 from multimodal.values.errors import ConfigError
-from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import Schedule
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
 """Time after which a stage gives up waiting for another."""
 _TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward") for parity in PARITIES)
 """Tracks of messages; the loop's model may have any number of stages."""
-
-DataIterator = Iterator[Any] | None
 
 
 class ForwardBackward:
@@ -47,17 +51,16 @@ class ForwardBackward:
         *,
         schedule: str,
         length: Length | None = None,
-        units: Mapping[str, UnitPlan] | None = None,
-        collections: Mapping[str, ProcessGroupCollection] | None = None,
-        unlike: UnlikeReplicas | None = None,
+        groups: UnitGroups | None = None,
     ) -> None:
         """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn.
 
-        units: of the applied plan, the one with the loss last, which modules on ranks of their own must follow; None: no plan.
-        collections: the process groups of those that this rank is in; unlike: the last unit's replicas, if they are not alike.
+        groups: of the applied plan, which modules on ranks of their own must follow.
         """
-        self._schedule, self._length, self._units, self._unlike = schedule, length, units or {}, unlike
-        self._collections = collections or {}
+        self._schedule, self._length = schedule, length
+        self._units, self._unlike, self._collections = (
+            ({}, None, {}) if groups is None else (groups.units, groups.unlike, groups.collections)
+        )
         self._world: dist.ProcessGroup | None = None
         self._channel: MessageChannel | None = None
         self._tracks: tuple[Track, ...] = ()
@@ -83,12 +86,9 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run a step: all forwards and, unless `forward_only`, all backwards and the finalizing of gradients.
 
-        The arguments are those of megatron-core's functions of this kind (see `schedules.get_forward_backward_func`), and so is
-        the result: on the last stage the reports of the loss function per microbatch, elsewhere an empty list. A
-        `p2p_communicator` only says who is in the pipeline, or in which module on ranks of its own; messages go through Braid's
-        own channel.
-
-        Raises ConfigError if an option would be ignored, before any message is sent.
+        Arguments and result are those of megatron-core's functions of this kind (`schedules.get_forward_backward_func`). A
+        `p2p_communicator` only says who is in the pipeline, or in which module; messages go through Braid's own channel. Raises
+        ConfigError if an option would be ignored, before any message is sent.
         """
         chunks = model if isinstance(model, list) else [model]
         llm = [LANGUAGE, *self._units][-1]
@@ -131,7 +131,7 @@ class ForwardBackward:
             dealt = deal_microbatches(iterators, count=num_microbatches, length=self._length, group=group)
             inputs = replace(inputs, data_iterators=dealt)
         if inputs.takes_roles:
-            inputs = _divide_data(inputs, modules, of_modules)
+            inputs = divide_data(inputs, modules, of_modules)
         has_channel = shape.has_messages or self._unlike is not None  # of which another may have messages
         channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if has_channel else None
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
@@ -142,21 +142,13 @@ class ForwardBackward:
             self._unlike.reduce(chunks, step.num_tokens if config.calculate_per_token_loss else num_microbatches)
         return step.forward_data
 
-    def _modules_of(
-        self, inputs: LoopInputs, llm: str, communicator: Any, collection: Any
-    ) -> tuple[tuple[LoopModule, ...], ProcessGroupCollection, LoopInputs]:
-        """Return what the model runs as: one module, or those that the communicator or the applied plan says; the LLM last.
-
-        And the groups of this rank's pipeline, and the inputs, with how outputs of modules are taken.
-        """
+    def _modules_of(self, inputs: LoopInputs, llm: str, communicator: Any, collection: Any) -> LoopModules:
+        """Return what the model runs as: one module, or those that the communicator or the applied plan says."""
         if getattr(communicator, "module_to_grid_map", None) is not None:
-            found = read_modules(communicator, collection, inputs)
-            if self._units:
-                check_modules(found[0], self._units)
-            return found
+            return read_modules(communicator, collection, inputs, self._units)
         if modules := modules_of_plan(self._units, inputs.chunks[0]):
             own = {LANGUAGE if name == llm else name: each for name, each in self._collections.items()}
-            return modules, own.get(LANGUAGE) or next(iter(own.values())), _inputs_of_modules(inputs, modules, own)
+            return run_as_modules(inputs, modules, own)
         groups = _process_groups(communicator, collection)
         stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
         inputs = replace(inputs, context_parallel_size=groups.cp.size())
@@ -176,105 +168,6 @@ class ForwardBackward:
             ways = {track: track._replace(direction=track.direction.replace("shape", "forward")) for track in tracks}
             self._channel.connect({track: found.get(ways[track], nobody) for track in tracks}, device=platform.device())
         return self._channel
-
-
-def read_modules(
-    communicator: Any, collection: Any, inputs: LoopInputs
-) -> tuple[tuple[LoopModule, ...], ProcessGroupCollection, LoopInputs]:
-    """Read megatron-core's communicator between modules: all modules, the groups of this rank's, and how outputs are cut.
-
-    Raises ConfigError for what it says that a schedule cannot honour.
-    """
-    if not hasattr(collection, "module_pgs"):
-        raise ConfigError("a p2p_communicator between modules needs pg_collection=MultiModuleProcessGroupCollection(...)")
-    if not inputs.config.variable_seq_lengths:
-        raise ConfigError("modules on ranks of their own send outputs of any size; set variable_seq_lengths=True")
-    if len(communicator.rank_module_map) != 1:
-        raise ConfigError(
-            f"rank {dist.get_rank()} is in the modules {[*communicator.rank_module_map]}; give each module ranks of its own, or "
-            "all modules the same ranks and no p2p_communicator"
-        )
-    grids, topology = communicator.module_to_grid_map, communicator.topology
-    names = sorted(grids, key=lambda name: not topology[name])
-    if any(topology[name] != [names[-1]] for name in names[:-1]) or topology[names[-1]]:
-        raise ConfigError(
-            f"the topology of the modules is {topology}; let all modules but one send to that one, which has the loss"
-        )
-    (name,) = communicator.rank_module_map
-    groups = collection[name]
-    bridges = {bridge.src_module_name: bridge for bridge in communicator.bridge_comms}
-    return (
-        tuple(LoopModule(each, _ranks_of_grid(grids[each])) for each in names),
-        groups,
-        replace(
-            inputs,
-            context_parallel_size=collection.get_language_model_cp_size() if collection.has_language_model() else None,
-            is_by_module=True,
-            split=lambda output, module, size: bridges[module]._split_tensor_at_batch_dim(output, size),
-            batch_dimension=lambda module: bridges[module]._batch_dim if module in bridges else 0,
-            tensor_parallel_groups={name: groups.tp},
-        ),
-    )
-
-
-def _inputs_of_modules(
-    inputs: LoopInputs, modules: Sequence[LoopModule], groups: Mapping[str, ProcessGroupCollection]
-) -> LoopInputs:
-    """Return how the plan's units run as modules of the loop's model. groups: of those that this rank is in."""
-    first = tuple(replica[:1] for replica in modules[-1].replicas)
-    if not inputs.config.variable_seq_lengths and any(module.replicas != first for module in modules[:-1]):
-        raise ConfigError(
-            "encoders on other ranks than the LLM's first stage send outputs of any size; set variable_seq_lengths=True"
-        )
-    is_by_module = is_mimo(inputs.chunks[0])
-    return replace(
-        inputs,
-        context_parallel_size=1,
-        is_by_module=is_by_module,
-        takes_roles=True,
-        batch_dimension=lambda module: int(not is_by_module or module == LANGUAGE),
-        tensor_parallel_groups={name: each.tp for name, each in groups.items()},
-    )
-
-
-def _divide_data(inputs: LoopInputs, modules: Sequence[LoopModule], of_modules: Mapping[str, DataIterator]) -> LoopInputs:
-    """Let each encoder of this rank read microbatches of its own, or, of an iterator for all, the same as the LLM."""
-    encoders = [each for each in modules[:-1] if each.is_here and each.name not in of_modules]
-    if modules[-1].is_here and (wrong := [each for each in encoders if len(each.replicas) != len(modules[-1].replicas)]):
-        raise ConfigError(
-            f"'{wrong[0].name}' and the LLM have unlike numbers of replicas and share ranks, so that their microbatches differ; "
-            f"give data_iterator={{'{wrong[0].name}': ..., (the LLM's unit): ...}}"
-        )
-    first, *rest = inputs.data_iterators
-    encoders = encoders if modules[-1].is_here else encoders[1:]
-    copies: Sequence[DataIterator] = [first] * (len(encoders) + 1)
-    if first is not None and encoders:
-        copies = tee(map(next, repeat(first)), len(encoders) + 1)  # Megatron's iterators only have a next
-    own, *copies = copies
-    found = {**of_modules, **{each.name: copy for each, copy in zip(encoders, copies, strict=True)}}
-    return replace(inputs, data_iterators=[own, *rest], module_iterators=found)
-
-
-def check_modules(modules: Sequence[LoopModule], units: Mapping[str, UnitPlan]) -> None:
-    """Raise ConfigError unless every module is on the ranks of the plan's unit of its name, the last one on those of the last."""
-    for module in modules:
-        name = [*units][-1] if module is modules[-1] else module.name
-        planned = name in units and tuple(tuple(each.ranks for each in replica.stages) for replica in units[name].replicas)
-        if planned != module.replicas:
-            raise ConfigError(
-                f"module '{module.name}' has replicas of stages on ranks {module.replicas}, but unit '{name}' of the applied "
-                f"plan {planned or 'is not there'}; give its HyperCommGrid the plan's sizes and ranks, or apply another plan"
-            )
-
-
-def _ranks_of_grid(grid: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return the tensor parallel ranks of every pipeline rank of every replica; bridges refuse context parallel ones."""
-    sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
-    ranks = grid.rank_offset + np.arange(grid.size).reshape(grid.shape[::-1])
-    axes = [len(grid.shape) - 1 - grid.dim_names.index(name) for name in ("dp", "pp")]
-    return tuple(
-        tuple(map(tuple, replica.tolist())) for replica in np.moveaxis(ranks, axes, (0, 1)).reshape(sizes["dp"], sizes["pp"], -1)
-    )
 
 
 def _run_step(
@@ -333,36 +226,22 @@ def _message_shapes(adjust: Callable[..., Any] | None, **sizes: Any) -> tuple[tu
     return tuple(shapes[0][0]), tuple(shapes[1][0])
 
 
-class _Refusal(NamedTuple):
-    """One option of Megatron's config that cannot be honoured."""
-
-    option: str
-    is_used: Callable[[Any], bool]
-    """Takes the option's value."""
-    reason: str
-    fix: str
-
-
-REFUSALS = (
-    _Refusal("mtp_standalone", bool, "its stage sends tensors of other shapes", "leave the MTP layers in the last stage"),
-    _Refusal(
-        "overlap_moe_expert_parallel_comm",
-        bool,
+_ORDER = "it expects the order of Megatron's own schedules", "set it to False"
+REFUSALS = {
+    "mtp_standalone": ("its stage sends tensors of other shapes", "leave the MTP layers in the last stage"),
+    "overlap_moe_expert_parallel_comm": (
         "it replaces forward and backward by pieces of both, in an order of its own",
         "set it to False",
     ),
-    _Refusal("hybrid_context_parallel", bool, "it decides the order of microbatches itself", "set it to False"),
-    _Refusal("use_ring_exchange_p2p", bool, "messages are sent by isend and irecv", "set it to False"),
-    _Refusal("fine_grained_activation_offloading", bool, "it expects the order of Megatron's own schedules", "set it to False"),
-    _Refusal("moe_paged_stash", bool, "it expects the order of Megatron's own schedules", "set it to False"),
-    _Refusal(
-        "cuda_graph_impl",
-        lambda value: value not in (None, "none"),
-        "graphs are captured in the order of Megatron's own schedules",
-        "set it to 'none'",
-    ),
-)
-"""All other options either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only say how Megatron sends its messages."""
+    "hybrid_context_parallel": ("it decides the order of microbatches itself", "set it to False"),
+    "use_ring_exchange_p2p": ("messages are sent by isend and irecv", "set it to False"),
+    **dict.fromkeys(("fine_grained_activation_offloading", "moe_paged_stash"), _ORDER),
+    "cuda_graph_impl": ("graphs are captured in the order of Megatron's own schedules", "set it to 'none'"),
+}
+"""Option of Megatron's config -> why it cannot be honoured, and what to do.
+
+All others either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only say how Megatron sends its messages.
+"""
 
 
 def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bool = True) -> None:
@@ -372,12 +251,11 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bo
         False if the model has modules on ranks of their own.
     Raises ConfigError that names the option and the fix.
     """
-    for refusal in REFUSALS:
-        value = getattr(config, refusal.option, None)
-        if refusal.is_used(value):
+    for option, (reason, fix) in REFUSALS.items():
+        if (value := getattr(config, option, None)) and value != "none":
             raise ConfigError(
-                f"{refusal.option}={value!r} cannot be used with Braid's schedules: {refusal.reason}; {refusal.fix}, or call "
-                "patches.undo() to run Megatron's own schedule"
+                f"{option}={value!r} cannot be used with Braid's schedules: {reason}; {fix}, or call patches.undo() to run "
+                "Megatron's own schedule"
             )
     expected = config.virtual_pipeline_model_parallel_size or 1
     if num_chunks != expected or (num_stages == 1 and num_chunks > 1):

@@ -72,12 +72,10 @@ class PipelineShape:
 
 @lru_cache(maxsize=64)
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
-    """Build, lower and validate the schedule `name`; a rank executes the lane that has it.
+    """Build, lower and validate the schedule `name`, alike on all ranks of the modules; a rank executes the lane that has it.
 
-    All ranks of the modules compute the same schedule; a pipeline that is all of the model has one of its own for each of its
-    tensor, context and data parallel ranks. The result is cached, as a training loop asks for the same shape in every step.
-
-    Raises ConfigError if the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
+    A pipeline that is all of the model has one for each of its tensor, context and data parallel ranks. Raises ConfigError if the
+    schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
     schedule = build_schedule(BUILDERS[name], step_of_pipeline(shape))
     for lane in schedule.lanes:

@@ -1,9 +1,9 @@
 """One rank's step of a pipeline's schedule, computed by the loop's own forward step and model chunks."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
-from megatron.runtime.drop_in.module_roles import acting_as
+from megatron.runtime.drop_in.modules_on_ranks import LoopInputs, acting_as
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.split_backward import find_overlapped, prepare_split, without_overlap
 from megatron.runtime.execution.lane_run import LaneRun
@@ -25,7 +25,7 @@ from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_we
 from multimodal.plan.communicators import BETWEEN_UNITS, Track, track_of
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Lane, Schedule
+from multimodal.values.schedule import Schedule
 
 
 class GradientSync:
@@ -45,7 +45,7 @@ class GradientSync:
         if is_late:
             self._launch = [given or _overlapped_sync(chunk) for given, chunk in zip(self._launch, chunks, strict=True)]
         self._chunks = chunks
-        self._held: ExitStack | None = None
+        self._held = ExitStack()
         self._is_launched = [False] * len(chunks)
 
     @contextmanager
@@ -55,7 +55,7 @@ class GradientSync:
         try:
             yield
         finally:
-            self._release()
+            self._held.close()
 
     @contextmanager
     def last_backward(self, chunk_index: int, *, is_first_stage: bool) -> Iterator[None]:
@@ -65,7 +65,7 @@ class GradientSync:
             yield
             return
         self._is_launched[chunk_index] = True
-        self._release()
+        self._held.close()
         try:
             yield
         finally:
@@ -77,19 +77,13 @@ class GradientSync:
         if function is None or self._is_launched[chunk_index]:
             return
         self._is_launched[chunk_index] = True
-        self._release()
+        self._held.close()
         function(self._chunks[chunk_index].parameters())
         self._hold()
 
     def _hold(self) -> None:
-        self._held = ExitStack()
         for make_context in self._make_contexts:
             self._held.enter_context(make_context())
-
-    def _release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
 
 
 def _overlapped_sync(chunk: Any) -> Callable[..., None] | None:
@@ -147,14 +141,11 @@ class ShapeTellingBroker(Broker):
             way = _shape_track(key), self._told[key][1].source_ranks
             before = [each for each, (_, link, _) in self._told.items() if (_shape_track(each), link.source_ranks) == way]
             for each in before[: before.index(key) + 1]:
-                self._post_told(each)
+                told, link, arriving = self._told.pop(each)
+                for arrival in arriving:
+                    arrival.wait()
+                super().post_receive(each, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
         return super().wait(key)
-
-    def _post_told(self, key: MessageKey) -> None:
-        told, link, arriving = self._told.pop(key)
-        for arrival in arriving:
-            arrival.wait()
-        super().post_receive(key, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
 
 
 def _shape_track(key: MessageKey) -> Track:
@@ -164,32 +155,6 @@ def _shape_track(key: MessageKey) -> Track:
 def _told_by(link: Link, source: int) -> Sequence[int]:
     """Return the target's ranks that a rank of the source tells the shape."""
     return link.target_ranks[link.source_ranks.index(source) :: len(link.source_ranks)]
-
-
-@dataclass(frozen=True)
-class LoopInputs:
-    """The arguments of the training loop."""
-
-    forward_step_func: Callable[..., Any]
-    chunks: Sequence[torch.nn.Module]
-    data_iterators: Sequence[Any]
-    """Data iterators, one per chunk."""
-    config: Any
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    context_parallel_size: int | None = None
-    is_by_module: bool = False
-    """True if inputs and outputs of the loop's model come by the names of its modules."""
-    split: Callable[[Tensor, str, int], Sequence[Tensor]] | None = None
-    """Cuts an output of the module named for so many replicas of the next; None: each output is for one."""
-    takes_roles: bool = False
-    """True if the loop's model has to be told which of its modules a forward step is to run."""
-    module_iterators: Mapping[str, Any] = field(default_factory=dict)
-    """Data iterators of modules that do not take theirs from their chunk's."""
-    batch_dimension: Callable[[str], int] = lambda _: 0
-    """Dimension of a module's outputs along which those of several replicas are put together."""
-    tensor_parallel_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
-    """Those of modules of this rank."""
 
 
 class _OpenMicrobatch(NamedTuple):
@@ -245,7 +210,17 @@ class PipelineStep(LaneRun):
         self.started: set[int] = set()
         self._gather_next()
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.has_messages else None
-        self.checkpoints = dict(zip(forwards, _checkpointed_forwards(lane, num_keeping=num_keeping), strict=True))
+        num_in_flight = max(
+            accumulate((each.kind is ActionKind.FORWARD) - (each.kind in BACKWARDS) for each in lane.actions), default=1
+        )
+        self.recomputed = {
+            action: None if num_keeping is None else index % num_in_flight >= num_keeping for index, action in enumerate(forwards)
+        }
+        """Forward -> True if all its layers recompute their activations; None: as configured.
+
+        Of the microbatches in flight at once, the first (Megatron's num_microbatches_with_partial_activation_checkpoints) keep
+        theirs.
+        """
         self.last_of_chunk = {(action.kind, self._chunk_index(action)): action for action in lane.actions}
 
     def execute(self) -> None:
@@ -256,7 +231,11 @@ class PipelineStep(LaneRun):
     def forward(self, action: Action) -> None:
         """Run the loop's forward step of a microbatch."""
         inputs, chunk_index, place = self.inputs, self._chunk_index(action), action.place
-        received, sizes = self._receive_inputs(place)
+        parts_of: dict[str, list[Tensor]] = {}
+        for source in self._sources(place):
+            parts_of.setdefault(source.unit, []).append(self.collect(MessageKey("forward", source, place)))
+        sizes = {name: [part.shape[inputs.batch_dimension(name)] for part in each] for name, each in parts_of.items()}
+        received = {name: self._join(each, name).requires_grad_() for name, each in parts_of.items()}
         if chunk_index not in self.started:
             self.started.add(chunk_index)
             self._gather_next()
@@ -276,7 +255,7 @@ class PipelineStep(LaneRun):
                 inputs.config,
                 cp_group_size=inputs.context_parallel_size,
                 collect_non_loss_data=inputs.collect_non_loss_data,
-                checkpoint_activations_microbatch=self.checkpoints[action],
+                checkpoint_activations_microbatch=self.recomputed[action],
                 is_first_microbatch=schedules.check_first_val_step(
                     inputs.first_val_step, self.shape.forward_only, action.microbatch == 0
                 ),
@@ -330,12 +309,10 @@ class PipelineStep(LaneRun):
                 assert _backward_of_modules is not None
                 found = _backward_of_modules(opened.inputs, opened.output, gradients, inputs.config, place.unit)
             else:
-                of_input = _backward_step(
-                    input_tensor=next(iter(opened.inputs.values()), None),
-                    output_tensor=opened.output,
-                    output_tensor_grad=gradient,
-                    model_type=get_model_type(inputs.chunks[0]),
-                    config=inputs.config,
+                takes_type = "model_type" in inspect.signature(schedules.backward_step).parameters  # before megatron-core 0.17
+                types = {"model_type": get_model_type(inputs.chunks[0])} if takes_type else {}
+                of_input = schedules.backward_step(
+                    next(iter(opened.inputs.values()), None), opened.output, gradient, **types, config=inputs.config
                 )
                 found = dict.fromkeys(opened.inputs, of_input)
         for name, received in opened.inputs.items():
@@ -377,14 +354,6 @@ class PipelineStep(LaneRun):
             return [place._replace(stage=place.stage + 1)]
         found = self.step.routes.targets_of[place.microbatch_place]
         return [Place(each.unit, each.replica, 0, each.microbatch) for each in found]
-
-    def _receive_inputs(self, place: Place) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """Return a forward's inputs by the module that they come from, and the sizes of the parts that its replicas sent."""
-        parts: dict[str, list[Tensor]] = {}
-        for source in self._sources(place):
-            parts.setdefault(source.unit, []).append(self.collect(MessageKey("forward", source, place)))
-        sizes = {name: [part.shape[self.inputs.batch_dimension(name)] for part in each] for name, each in parts.items()}
-        return {name: self._join(each, name).requires_grad_() for name, each in parts.items()}, sizes
 
     def _join(self, parts: Sequence[Tensor], module: str) -> Tensor:
         """Put together what several replicas sent, or took, of a module's output."""
@@ -429,23 +398,3 @@ class PipelineStep(LaneRun):
                 "hidden); correct seq_length, micro_batch_size or the config's pipeline_dtype"
             )
         return output
-
-
-def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool | None]:
-    """Return, for each forward of a lane, True if all its layers recompute their activations; None: as configured.
-
-    Of the microbatches that are in flight at once, the first `num_keeping` (Megatron's
-    num_microbatches_with_partial_activation_checkpoints) keep theirs.
-    """
-    kinds = [action.kind for action in lane.actions]
-    num_forwards = kinds.count(ActionKind.FORWARD)
-    if num_keeping is None:
-        return [None] * num_forwards
-    num_in_flight = max(accumulate((kind is ActionKind.FORWARD) - (kind in BACKWARDS) for kind in kinds))
-    return [index % num_in_flight >= num_keeping for index in range(num_forwards)]
-
-
-def _backward_step(**arguments: Any) -> Tensor | None:
-    """Call megatron-core's backward step, whose later versions do not have `model_type`."""
-    known = inspect.signature(schedules.backward_step).parameters
-    return schedules.backward_step(**{name: value for name, value in arguments.items() if name in known})

@@ -1,8 +1,13 @@
-"""Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks."""
+"""Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks.
+
+While a plan with units apart is applied, Megatron's own training loop counts, saves and clips all units together.
+"""
 
 import importlib.util
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -11,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron.runtime.drop_in.training_loop import TrainingLoop
+from megatron.runtime import platform
 from megatron.runtime.drop_in.unlike_replicas import UnlikeReplicas
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan, UnitPlan
@@ -26,7 +32,7 @@ class UnitGroups:
     """Megatron's `parallel_state` for each of this rank's units; collective over the world."""
 
     def __init__(self, plan: Plan, *, first: Sequence[str]) -> None:
-        """Make all groups. first: units in the order in which parallel_state is left with one of them.
+        """Make all groups. first: units in the order in which parallel_state is left with one of them, the LLM first.
 
         Raises ConfigError if Megatron's groups cannot say what the plan does.
         """
@@ -34,24 +40,27 @@ class UnitGroups:
         self._before = _read(parallel_state)
         self._made: list[dist.ProcessGroup] = []
         self._states: dict[str, dict[str, Any]] = {}
-        self.unlike: dict[str, UnlikeReplicas] = {}
-        """Of units whose replicas are not alike."""
+        self.units = {name: plan.units[name] for name in sorted(plan.units, key=lambda name: name == first[0])}
+        """Units of the plan, the LLM last."""
+        self.unlike: UnlikeReplicas | None = None
+        """The LLM's replicas, if they are not alike."""
         for name, unit in plan.units.items():
-            parts = _alike_parts(unit)
+            alone = (replace(unit, replicas=(replica,), microbatch_shares=()) for replica in unit.replicas)
+            parts = tuple(alone) if unit.is_unlike else (unit,)
             for index, part in enumerate(parts):
                 ranks, state = megatron_order(part), self._initialize(part)
                 if dist.get_rank() in ranks:
                     if len(parts) > 1:
                         state |= {"_MPU_DATA_PARALLEL_RANK": index, "_MPU_DATA_PARALLEL_WORLD_SIZE": len(parts)}
                     self._states[name] = {key: _map_ranks(of, ranks) if "_RANKS" in key else of for key, of in state.items()}
-            if len(parts) > 1:
-                self.unlike[name] = UnlikeReplicas(unit, _UnitDistributed(range(dist.get_world_size()), self._made).new_group)
+            if len(parts) > 1 and name == first[0]:
+                self.unlike = UnlikeReplicas(unit, _UnitDistributed(range(dist.get_world_size()), self._made).new_group)
         self.collections: dict[str, ProcessGroupCollection] = {}
         for name in self._states:
             with self.within(name):
                 self.collections[name] = ProcessGroupCollection.use_mpu_process_groups()
         units = [next(name for name in first if rank in plan.units[name].ranks) for rank in range(dist.get_world_size())]
-        _write(self._states[units[dist.get_rank()]])
+        vars(parallel_state).update(self._states[units[dist.get_rank()]])
         named = sorted({*units}, key=[*first].index)
         num_ranks = len({*plan.units[first[0]].ranks})
         self._loop = TrainingLoop(units[dist.get_rank()], named, num_ranks=num_ranks, groups=self._made)
@@ -62,23 +71,26 @@ class UnitGroups:
         if unit not in self._states:
             raise ConfigError(f"rank {dist.get_rank()} has nothing of unit '{unit}'; its units are {', '.join(self._states)}")
         outer = _read(parallel_state)
-        _write(self._states[unit])
+        vars(parallel_state).update(self._states[unit])
         try:
             yield
         finally:
-            _write(outer)
+            vars(parallel_state).update(outer)
 
     def close(self) -> None:
         """Give parallel_state, and Megatron's training loop, back what they were before, and destroy the groups."""
-        _write(self._before)
+        vars(parallel_state).update(self._before)
         self._loop.close()
         for group in self._made:
             if group in dist.distributed_c10d._world.pg_map:  # destroy_model_parallel, if the loop called it, destroyed some
                 dist.destroy_process_group(group)
 
     def _initialize(self, unit: UnitPlan) -> dict[str, Any]:
-        """Return the globals of a fresh parallel_state on the unit's ranks."""
-        state, stages = _fresh_parallel_state(), unit.replicas[0].stages
+        """Return the globals of a copy of parallel_state in which nothing was initialized before, on the unit's ranks."""
+        spec, stages = parallel_state.__spec__, unit.replicas[0].stages
+        assert spec is not None and spec.loader is not None
+        state = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(state)
         distributed = _UnitDistributed(megatron_order(unit), self._made)
         state.torch = SimpleNamespace(**{**vars(torch), "distributed": distributed})  # type: ignore[attr-defined]
         num_chunks = len(stages[0].layer_ranges)
@@ -96,13 +108,6 @@ def megatron_order(unit: UnitPlan) -> tuple[int, ...]:
     """Return a unit's ranks in Megatron's order: tensor, context, data and pipeline parallel, the fastest first."""
     stages = range(len(unit.replicas[0].stages))
     return tuple(rank for stage in stages for replica in unit.replicas for rank in replica.stages[stage].ranks)
-
-
-def _alike_parts(unit: UnitPlan) -> tuple[UnitPlan, ...]:
-    """Return the unit, or each of its replicas by itself if they are not alike."""
-    if not unit.is_unlike:
-        return (unit,)
-    return tuple(replace(unit, replicas=(replica,), microbatch_shares=()) for replica in unit.replicas)
 
 
 def check_plan(plan: Plan) -> None:
@@ -145,23 +150,71 @@ class _UnitDistributed:
         return group
 
 
-def _fresh_parallel_state() -> ModuleType:
-    """Return a copy of the module in which nothing was initialized."""
-    spec = parallel_state.__spec__
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _read(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if _STATE.fullmatch(name)}
-
-
-def _write(state: Mapping[str, Any]) -> None:
-    vars(parallel_state).update(state)
 
 
 def _map_ranks(value: Any, ranks: Sequence[int]) -> Any:
     """Replace positions in a unit by global ranks, in lists of any depth."""
     return [_map_ranks(each, ranks) for each in value] if isinstance(value, list) else ranks[value] if value is not None else None
+
+
+class TrainingLoop:
+    """Megatron's arguments, random states and optimizer, replaced until `close`."""
+
+    def __init__(self, unit: str, units: Sequence[str], *, num_ranks: int, groups: Collection[Any]) -> None:
+        """unit: this rank's, of those from which a rank takes its model, the LLM first; num_ranks: of the LLM.
+
+        groups: those of the plan; an optimizer over others is left as it is.
+        """
+        self._unit, self._units, self._num_ranks, self._groups = unit, units, num_ranks, groups
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._replace(sys.modules.get("megatron.training.arguments"), "parse_args", self._parse)
+        if len(units) > 1:
+            self._replace(sys.modules.get("megatron.training.checkpointing"), "get_rng_state", self._read_random_state)
+            self._replace(ChainedOptimizer, "prepare_grads", self._prepare_gradients)
+            self._replace(ChainedOptimizer, "get_grad_norm", self._gradient_norm)
+
+    def close(self) -> None:
+        """Give Megatron its own back."""
+        for owner, name, before in self._replaced:
+            setattr(owner, name, before)
+
+    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """owner: a module or class; None: it is not loaded, and so has nobody who uses it."""
+        if owner is not None:
+            before = getattr(owner, name)
+            self._replaced.append((owner, name, before))
+            setattr(owner, name, lambda *words, **options: replacement(before, *words, **options))
+
+    def _parse(self, parse: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        """Return Megatron's arguments, which count replicas by the ranks of the LLM alone."""
+        found = parse(*words, **options)
+        if len(self._units) > 1 and (found.save or found.load) and found.ckpt_format != "torch_dist":
+            raise ConfigError(
+                f"--ckpt-format {found.ckpt_format} names files by ranks of one grid, so that units on ranks of their own would "
+                "overwrite each other's; give --ckpt-format torch_dist"
+            )
+        found.world_size = self._num_ranks
+        return found
+
+    def _read_random_state(self, read: Callable[..., Any], *words: Any, key_prefix: str = "", **options: Any) -> Any:
+        """Return random states that have a name for each unit."""
+        return read(*words, key_prefix=key_prefix or ("" if self._unit == self._units[0] else f"{self._unit}."), **options)
+
+    def _prepare_gradients(self, prepare: Callable[..., Any], optimizer: Any) -> bool:
+        """Return True if any unit's gradients have an infinity: all or none of them update their weights."""
+        return max(self._of_units(optimizer, prepare(optimizer))) > 0
+
+    def _gradient_norm(self, measure: Callable[..., Any], optimizer: Any) -> float:
+        """Return the norm of all units' gradients together."""
+        return math.hypot(*self._of_units(optimizer, measure(optimizer)))
+
+    def _of_units(self, optimizer: Any, value: Any) -> list[float]:
+        """Return what each unit found (collective over the world); this value alone if the groups are not the plan's."""
+        if optimizer.chained_optimizers[0].get_grad_stats_parallel_group() not in self._groups:
+            return [float(value)]
+        found = torch.zeros(len(self._units), dtype=torch.float32, device=platform.device())
+        found[self._units.index(self._unit)] = float(value)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.tolist()

@@ -50,7 +50,14 @@ class UnlikeReplicas:
         """
         if not self._is_checked:
             self._raise(self._find_misplaced(chunks))
-            self._raise(self._find_unlike(chunks))
+            problem = None
+            for group, parameters in self._by_group(self._layers(chunks)):
+                total = sum(each.detach().double().sum() for each in parameters)
+                bounds = torch.stack([total, -total])
+                dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+                if bounds.sum() != 0:
+                    problem = "replicas begin with unlike weights; call patches.copy_weights(model) before the optimizer is made"
+            self._raise(problem)
             self._is_checked = True
         counts = torch.zeros(self._size, dtype=torch.float64, device=platform.device())
         counts[self._replica] = count
@@ -96,16 +103,6 @@ class UnlikeReplicas:
             f"rank {dist.get_rank()} has layers {sorted(wrong)}, and the plan's are {sorted(self._groups)} (0: embeddings, "
             f"{self._last}: head); cut the model as the plan does, by the config's pipeline_model_parallel_layout for example"
         )
-
-    def _find_unlike(self, chunks: Sequence[Any]) -> str | None:
-        problem = None
-        for group, parameters in self._by_group(self._layers(chunks)):
-            total = sum(each.detach().double().sum() for each in parameters)
-            bounds = torch.stack([total, -total])
-            dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-            if bounds.sum() != 0:
-                problem = "replicas begin with unlike weights; call patches.copy_weights(model) before the optimizer is made"
-        return problem
 
     def _raise(self, problem: str | None) -> None:
         """Raise what any rank of the unit found."""
