@@ -7,7 +7,7 @@ row's parameters, for those rows of which it is true.
 import atexit
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -25,6 +25,14 @@ if not os.path.exists("/dev/nvidiactl"):
 SHARE_OF_EXAMPLES = 6
 """Without --all, hypothesis draws one in so many of a test's examples, but no fewer than the following."""
 FEWEST_EXAMPLES = 3
+
+LONG = {
+    **dict.fromkeys(("test_transformer_engine.py", "test_engine_training.py"), 0),
+    **dict.fromkeys(("test_stopped_ranks.py", "test_plan_auto.py", "test_data_runs.py", "test_denoisers.py"), 1),
+    **dict.fromkeys(("test_create_groups.py", "test_recovery.py", "test_pretrain.py", "test_megatron_checkpoint.py"), 2),
+}
+"""Files of long tests -> the third of all tests that begins with them. Each of three processes gets a third and, when it has none
+left, takes from the end of another's, so that all end with short ones. One alone starts ranks with Transformer Engine."""
 
 LONGEST_VALUE, LONGEST_ID = 32, 120
 """Characters of a string's part in the id of a row, and of the id."""
@@ -66,18 +74,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = [item.nodeid for item in items if len(item.nodeid.partition("[")[2]) > LONGEST_ID]
     if long:
         raise pytest.UsageError(f"ids of more than {LONGEST_ID} characters; give the rows names (ids=...): {', '.join(long)}")
-    # First, as first ones are not taken from the process that has them: it alone starts ranks with Transformer Engine.
-    items.sort(key=lambda item: item.path.name != "test_transformer_engine.py")
     if config.getoption("all"):
+        items[:] = _in_order(items)
         return
     deep = {item for item in items if _is_deep(item)}
     if planted := sorted(item.nodeid for item in deep if "planted" in item.nodeid):
         raise pytest.UsageError(f"planted errors are never deep; take the mark from {', '.join(planted)}")
     config.hook.pytest_deselected(items=list(deep))
-    items[:] = [item for item in items if item not in deep]
+    items[:] = _in_order(item for item in items if item not in deep)
     if not DRAWS_ANEW:
         for function in {item.obj for item in items if hasattr(getattr(item, "obj", None), "hypothesis")}:
             _draw_fewer(function)
+
+
+def _in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests with long ones at the beginning of the third of all that is theirs."""
+    thirds: list[list[pytest.Item]] = [[], [], []]
+    others = []
+    for item in items:
+        (thirds[LONG[item.path.name]] if item.path.name in LONG else others).append(item)
+    share = (sum(map(len, thirds)) + len(others)) // len(thirds)
+    for third in thirds:
+        count = max(0, share - len(third))
+        third += others[:count]
+        del others[:count]
+    return [*thirds[0], *thirds[1], *thirds[2], *others]
 
 
 def _is_deep(item: pytest.Item) -> bool:

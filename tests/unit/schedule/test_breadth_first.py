@@ -73,6 +73,20 @@ def computed(lane: Lane) -> list[tuple[str, str, int, int]]:
     ]
 
 
+def test_backwards_of_an_encoder_go_by_the_last_microbatch_that_each_serves() -> None:
+    """The first of its two serves microbatches 0 and 3 of the LLM, the second 1 and 2; both wait for their first layer range."""
+    graph = build_graph("vision")
+    pieces = split_layers(graph.unit("vision").layers, num_stages=2)
+    whole = ((0, len(graph.backbone.layers)),)
+    ranges = {"vision": Stage((0,), pieces), "llm": Stage((1,), whole)}
+    plan = Plan({name: UnitPlan((Replica((stage,)),)) for name, stage in ranges.items()})
+    encoded = tuple(tuple(Atom(sample, 0) for sample in samples) for samples in ((0, 3), (1, 2)))
+    placed = Assignment({"vision": (encoded,), "llm": (tuple((Atom(sample),) for sample in range(4)),)})
+    lane, _ = build_breadth_first(placed.shape(graph, plan)).lanes
+    order = [(stage, microbatch) for kind, _, stage, microbatch in computed(lane) if kind == "B"]
+    assert order == [(1, 1), (1, 0), (0, 1), (0, 0)]
+
+
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 2), (4, 9)])
 def test_one_range_per_stage_is_gpipe(num_stages: int, num_microbatches: int) -> None:
     case = one_unit(num_stages, num_microbatches)
