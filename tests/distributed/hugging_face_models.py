@@ -10,8 +10,7 @@ import torch
 import transformers
 
 from multimodal.data.image_processing import patch_positions
-from tests.distributed.hugging_face_case import PaddedSource
-from tests.distributed.hugging_face_comparison import VOCABULARY
+from tests.distributed.hugging_face_comparison import VOCABULARY, PaddedSource
 from tests.distributed.random_source import SampleShape
 
 AUDIO_TOKEN, AUDIO_START, AUDIO_END = 54, 55, 56

@@ -19,8 +19,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.data.image_processing import patch_positions
 from tests.distributed import hugging_face_models as models
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_case import FromFolder, Marks
-from tests.distributed.hugging_face_comparison import Inputs, Plans, compare_logits, only_text, weights_of
+from tests.distributed.hugging_face_comparison import FromFolder, Inputs, Marks, Plans, compare_logits, only_text, weights_of
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 

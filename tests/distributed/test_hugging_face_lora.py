@@ -27,8 +27,7 @@ from multimodal.hugging_face.weight_names import rows_of
 from multimodal.values.errors import ConfigError
 from tests.distributed.gradient_case import GradientCase, RankGradients, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_case import FromFolder
-from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
+from tests.distributed.hugging_face_comparison import FromFolder, Plans, case_of, only_text, run_transformers
 from tests.distributed.hugging_face_models import LLAVAS, TEXT_MODELS, TEXTS, llama, samples_of_one_size
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.wide_transformers import build_wide_model, double_precision

@@ -25,8 +25,7 @@ from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS, PREFIX, TOKENS_ENDING
 from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
-from tests.distributed.hugging_face_case import FromFolder
-from tests.distributed.hugging_face_comparison import BETAS, DECAY, ONE_STEP, RATE, case_of, step_in_torch, weights_of
+from tests.distributed.hugging_face_comparison import BETAS, DECAY, ONE_STEP, RATE, FromFolder, case_of, step_in_torch, weights_of
 from tests.distributed.hugging_face_models import TEXTS
 from tests.distributed.launch import Launched, launch, train
 from tests.distributed.mutations.run import small_llava

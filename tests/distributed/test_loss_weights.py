@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 
 from tests.distributed.conftest import Once
-from tests.distributed.launch import launch
 from tests.distributed.small_run import (
     LEFT_OUT,
     SIZED_OTHERWISE,
     losses,
     manifest_entries,
     train,
-    working_flags,
     write_working_files,
 )
 
@@ -75,13 +73,6 @@ def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, An
     ]
     assert runs[0][0]["loss"] == pytest.approx(np.average(list(alone.values()), weights=weights), rel=0, abs=1e-9)
     assert f"loss by data set: charts.jsonl {runs[0][-1]['data_set_losses']['charts.jsonl']:.4f}, maps" in outputs[0].output
-
-
-def test_a_weight_that_is_none_is_an_error(tmp_path: Path) -> None:
-    write_working_files(tmp_path)
-    (tmp_path / "data" / "manifest.jsonl").write_text(json.dumps({**manifest_entries()[0], "loss_weight": 0}) + "\n")
-    done = launch(working_flags(tmp_path), num_ranks=2)
-    assert all(done.exit_codes) and "'loss_weight' must be a number above 0, found 0; correct it" in done.output
 
 
 ALIKE = {"--train-iters": 4, "--lr-decay-style": "cosine", "--min-lr": 1e-4, "--lr-warmup-iters": 1, "--lr": 1e-2}

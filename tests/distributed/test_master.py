@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies.cases import gradient_cases
+from tests.distributed.strategies.cases import expert_cases, gradient_cases
 
 
 def examples(number: int) -> settings:
@@ -50,3 +50,10 @@ def test_replicas_share_weights(ranks: RankPool, case: GradientCase, once: bool,
     fits = math.gcd(*(unit.data_parallel_size for unit in shared))
     copies = fits if is_hybrid and fits > 1 else None
     assert_matches(replace(case, shards_weights=True, reduces_once=once, num_state_copies=copies), ranks)
+
+
+@examples(10)
+@given(case=expert_cases())
+def test_replicas_share_experts(ranks: RankPool, case: GradientCase) -> None:
+    """Steps and checkpoints of them are in test_plan_change.py and test_checkpoint.py."""
+    assert_matches(case, ranks)

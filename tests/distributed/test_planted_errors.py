@@ -3,29 +3,29 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from multimodal.attention.bitfield import MaskMode
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed import planted_errors
 from tests.distributed.dealt_case import IMAGE, SHAPE, unit_plan
 from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import in_any_plan, in_some_plans
-from tests.distributed.planted_errors.in_any_plan import Error
+from tests.distributed.planted_errors import Error
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
 from tests.distributed.spread_case import build_case, whole_items_case
-from tests.distributed.test_experts import SLICED, SPREAD
 from tests.distributed.test_inside_waits import PAIRS
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.test_lora import OF_LLM, with_adapters
 from tests.distributed.test_overlapped_linear import build_case as build_overlapped
+from tests.distributed.training_case import EXPERTS, SHAPES, build_plan
 
 SEED = 5
 GRAPH = ModelGraph.from_dict(
@@ -109,6 +109,24 @@ def case_of_masks() -> GradientCase:
     return replace(case, graph=graph, plan=plan, attention_mask=MaskMode.EMBEDDED)
 
 
+SHARED_BY_PAIRS, WIDE = (build_plan(EXPERTS, vision=(1, 1, 2), llm=llm, experts=2) for llm in ((1, 1, 4), (2, 1, 2)))
+EXPERT_SOURCE = RandomSource(EXPERTS, SHAPES, 36)
+SAMPLES = tuple(Atom(index) for index in range(len(SHAPES)))
+ITEMS = tuple(Atom(index, item) for index, shape in enumerate(SHAPES) for item in range(len(shape.items)))
+
+
+def case_of_experts(plan: Plan, *microbatches: tuple[Atom, ...], **options: Any) -> GradientCase:
+    """The LLM's replicas have one microbatch each; the first of the encoder's has all items."""
+    vision = ((ITEMS,), *(() for _ in plan.units["vision"].replicas[1:]))
+    assignment = Assignment({"vision": vision, "llm": tuple((each,) for each in microbatches)})
+    return GradientCase(EXPERTS, plan, assignment, EXPERT_SOURCE, **options)
+
+
+QUARTERS = SAMPLES[:2], SAMPLES[2:3], SAMPLES[3:4], SAMPLES[4:]
+SPREAD = case_of_experts(SHARED_BY_PAIRS, *QUARTERS)
+SLICED = case_of_experts(WIDE, SAMPLES[:3], SAMPLES[3:], sequence_parallel=True)
+
+
 class Planted(NamedTuple):
     build: Callable[[], GradientCase]
     errors: Mapping[str, Error]
@@ -120,31 +138,31 @@ def case_of(kind: str) -> GradientCase:
 
 
 CASES = {
-    "any plan": Planted(case_of_any_plan, in_any_plan.IN_ANY_PLAN),
-    "tensor parallel ranks": Planted(lambda: case_of_any_plan(tp=2), in_any_plan.OF_TENSOR_PARALLEL_RANKS),
-    "cut backwards": Planted(case_of_cut_backwards, in_any_plan.IN_CUT_BACKWARDS),
-    "sharded weights": Planted(lambda: replace(case_of_any_plan(tp=2), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
+    "any plan": Planted(case_of_any_plan, planted_errors.IN_ANY_PLAN),
+    "tensor parallel ranks": Planted(lambda: case_of_any_plan(tp=2), planted_errors.OF_TENSOR_PARALLEL_RANKS),
+    "cut backwards": Planted(case_of_cut_backwards, planted_errors.IN_CUT_BACKWARDS),
+    "sharded weights": Planted(lambda: replace(case_of_any_plan(tp=2), shards_weights=True), planted_errors.OF_SHARDED_WEIGHTS),
     "copies of sharded weights": Planted(
-        lambda: replace(case_of_any_plan(), shards_weights=True, num_state_copies=2), in_some_plans.OF_COPIES_OF_WEIGHTS
+        lambda: replace(case_of_any_plan(), shards_weights=True, num_state_copies=2), planted_errors.OF_COPIES_OF_WEIGHTS
     ),
     "gradients reduced once": Planted(
-        lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), in_some_plans.OF_GRADIENTS_REDUCED_ONCE
+        lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), planted_errors.OF_GRADIENTS_REDUCED_ONCE
     ),
-    "unlike replicas": Planted(case_of_unlike_replicas, in_some_plans.OF_UNLIKE_REPLICAS),
-    "a generator": Planted(case_of_a_generator, in_any_plan.OF_GENERATORS),
+    "unlike replicas": Planted(case_of_unlike_replicas, planted_errors.OF_UNLIKE_REPLICAS),
+    "a generator": Planted(case_of_a_generator, planted_errors.OF_GENERATORS),
     "context parallelism": Planted(
         lambda: build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, pp=2), painter=unit_plan(0, cp=2)),
-        in_some_plans.IN_CONTEXT_PARALLELISM,
+        planted_errors.IN_CONTEXT_PARALLELISM,
     ),
-    "cut items": Planted(lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)), in_some_plans.OF_CUT_ITEMS),
-    "masks": Planted(case_of_masks, in_any_plan.OF_MASKS),
-    "experts": Planted(lambda: SPREAD, in_some_plans.OF_EXPERTS),
-    "experts of slices": Planted(lambda: SLICED, in_some_plans.OF_SLICED_EXPERTS),
+    "cut items": Planted(lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)), planted_errors.OF_CUT_ITEMS),
+    "masks": Planted(case_of_masks, planted_errors.OF_MASKS),
+    "experts": Planted(lambda: SPREAD, planted_errors.OF_EXPERTS),
+    "experts of slices": Planted(lambda: SLICED, planted_errors.OF_SLICED_EXPERTS),
     "adapters": Planted(
-        lambda: with_adapters(build_overlapped("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM), in_some_plans.OF_ADAPTERS
+        lambda: with_adapters(build_overlapped("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM), planted_errors.OF_ADAPTERS
     ),
-    "overlapped products": Planted(lambda: build_overlapped("tp 2 and 4"), in_some_plans.OF_OVERLAPPED_PRODUCTS),
-    "inside waits": Planted(lambda: build_inside(2, PAIRS), in_some_plans.INSIDE_WAITS),
+    "overlapped products": Planted(lambda: build_overlapped("tp 2 and 4"), planted_errors.OF_OVERLAPPED_PRODUCTS),
+    "inside waits": Planted(lambda: build_inside(2, PAIRS), planted_errors.INSIDE_WAITS),
 }
 
 

@@ -14,30 +14,181 @@ import pytest
 import torch
 
 from benchmarks import check_calls
-from multimodal.cost.layers.registry import read_model
+from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.training.trainer import build_scheduler
+from multimodal.cost.layers.adapters import adapt_units
+from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.model_graph import ImageInput, ModelGraph, Transformer, Unit
+from multimodal.values.plan import Plan
 from multimodal.values.schedule import SlotMode
-from tests.distributed.dealt_case import UNITS, dealt_case, source_of, unit_plan
+from tests.distributed.dealt_case import UNITS, dealt, dealt_case, source_of, unit_plan
 from tests.distributed.drop_in_training import LoopCase, LoopResult, train_on_schedule
-from tests.distributed.gradient_case import GradientCase, reference_of, run_on_rank, run_reference, single_rank_plan
+from tests.distributed.gradient_case import (
+    GradientCase,
+    build_session,
+    plan_case,
+    reference_of,
+    run_on_rank,
+    run_reference,
+    single_rank_plan,
+    whole_weights,
+)
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_case import FromFolder
-from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
-from tests.distributed.narrow_examples import EXAMPLES, ROWS, case_of_example, narrow, second_step
+from tests.distributed.hugging_face_comparison import RATE, Comparison, FromFolder, Plans, case_of
+from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
-from tests.distributed.test_inside_waits import PAIRS, QUARTET, WAITS, layers_of, schedule_of
+from tests.distributed.test_inside_waits import PAIRS, WAITS, layers_of, schedule_of
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.wide_transformers import build_wide_model
-from tests.engine_on_cpu.compiled import CommOverlap
-from tests.engine_on_cpu.engine_pool import EnginePool
-from tests.engine_on_cpu.fp8_steps import train_in_fp8
-from tests.engine_on_cpu.install import FOLDER
+from tests.engine_on_cpu.compiled import CommOverlap, numbers_of
+from tests.engine_on_cpu.install import FOLDER, EnginePool
+
+EXAMPLES = Path("examples/models")
+HEAD_CHANNELS, VOCABULARY = 8, 16
+OPTIONS: Mapping[str, tuple[tuple[int, int], Mapping[str, Any]]] = {
+    "zero bubble": ((1, 2), {"builder": "zb-h1"}),
+    "ZeRO-3": ((1, 1), {"shards_weights": True}),
+    "FP8": ((1, 1), {"dtype": torch.bfloat16, "fp8_recipe": "tensorwise"}),
+    "tp 2": ((2, 1), {"sequence_parallel": True}),
+}
+"""(Tensor parallel size, the LLM's stages), and what else a case has."""
+ROWS = {
+    "plain": ("cornstarch-alm-l", "cornstarch-thesis-vlm-1b", "llama-3.2-vision-11b", "orchmllm-10b", "llava-onevision-7b"),
+    "LoRA": ("llava-1.5-7b", "cornstarch-thesis-alm-1b", "cornstarch-thesis-vlm-32b", "orchmllm-18b", "qwen2.5-vl-7b"),
+    "zero bubble": ("qwen3-vl-30b-a3b", "cornstarch-thesis-alm-32b", "cornstarch-vlm-l", "orchmllm-84b", "qwen2.5-vl-72b"),
+    "ZeRO-3": ("mllm-9b", "cornstarch-thesis-valm-1b", "entrain-llama-1b", "qwen2-audio-7b", "vit-11b-gpt-175b"),
+    "FP8": ("qwen2.5-omni-7b", "cornstarch-thesis-valm-32b", "entrain-llama-3b", "mllm-72b", "vit-11b-llama-70b"),
+    "tp 2": ("qwen2.5-vl-3b", "cornstarch-valm-l", "internvl3-8b", "oobleck-bert-large", "vit-11b-vit-5b-gpt-175b"),
+}
+"""One model of every shape, by the option that it meets; the first ones are the most unlike."""
+
+
+def _narrow_transformer(shape: Transformer, num_layers: int) -> Transformer:
+    """As many query heads for a key as before, and an MLP that FP8 can have if it could."""
+    heads = 2 * (shape.num_attention_heads // shape.query_groups)
+    return replace(
+        shape,
+        num_layers=num_layers,
+        hidden_size=heads * HEAD_CHANNELS // (1 if shape.kv_channels is None else 2),
+        num_attention_heads=heads,
+        num_query_groups=shape.num_query_groups and 2,
+        kv_channels=shape.kv_channels and HEAD_CHANNELS,
+        ffn_hidden_size=32 + shape.ffn_hidden_size % 16,
+        rotary_base=10000.0,
+        rotary_sections=shape.rotary_sections and (2, 1, 1),
+        init_method_std=0.1,
+        experts=shape.experts and replace(shape.experts, num_experts=4, router_topk=2, ffn_hidden_size=16),
+    )
+
+
+def _narrow_image(image: ImageInput) -> ImageInput:
+    side, grid, deep = image.image_size and 4 * image.merge_size, image.position_grid and 3, len(image.deepstack_layers)
+    small = replace(image, latents=None, patch_size=2, min_pixels=4, max_pixels=1024, image_size=side, position_grid=grid)
+    return replace(small, deepstack_layers=tuple(range(deep)))
+
+
+def _narrow_unit(unit: Unit, num_layers: int) -> Unit:
+    return replace(
+        unit,
+        module=None,
+        transformer=_narrow_transformer(unit.transformer, num_layers),
+        image=unit.image and _narrow_image(unit.image),
+        audio=unit.audio and replace(unit.audio, num_mel_bins=4, max_tokens=16),
+        projector_hidden_size=unit.projector_hidden_size and 32,
+        vocab_size=unit.vocab_size and VOCABULARY,
+    )
+
+
+def narrow(graph: ModelGraph) -> ModelGraph:
+    """Return the model with few layers and small widths, and with everything else that it has."""
+    num_layers = max(2, *(len(unit.deepstack_layers) for unit in graph.units))
+    return replace(graph, units=tuple(_narrow_unit(unit, num_layers) for unit in graph.units))
+
+
+def case_of_example(name: str, option: str) -> GradientCase:
+    """Layers of Transformer Engine under an option, on two ranks or on one."""
+    graph = narrow(read_model(EXAMPLES / f"{name}.yaml"))
+    if option == "LoRA":
+        graph = adapt_units(graph, linear_layers(graph), rank=2, alpha=None, targets=("transformer.*",))
+    (tensor, stages), changes = OPTIONS.get(option, ((1, 1), {}))
+    units = *graph.item_encoders, *graph.generators
+    items = tuple((unit.name, 2, 2) if unit.image is not None else (unit.name, 4 * unit.merge_factor, 1) for unit in units)
+    shapes = [SampleShape(items * count, 4 + count, 3) for count in (1, 2)]
+    source = RandomSource(graph, (*shapes, SampleShape((), 4, 2)), VOCABULARY)
+    sizes = {unit.name: UnitSizes(tensor, stages if unit is graph.backbone else 1) for unit in graph.units}
+    plan = plan_colocated(graph, sizes=sizes, world_size=1 if option == "FP8" else 2)
+    return GradientCase(graph, plan, dealt(source, plan, ([0], [1, 2])), source, transformer_impl="transformer_engine", **changes)
+
+
+def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the loss of the second step of AdamW, and the weights behind it; a checkpoint of the first is saved, or resumed."""
+    optimizer = build_optimizer_config(
+        lr=RATE, min_lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
+    )
+    session = build_session(case, optimizer=optimizer)
+    build_scheduler(OptimizerSettings(lr=RATE, min_lr=RATE), session, train_iters=2)
+    if resumes:
+        load_checkpoint(folder, session=session, load_optimizer=True, load_rng=True)
+    for number in range(int(resumes), 2):
+        session.zero_gradients()
+        step = plan_case(case)
+        loss = session.forward_backward(step).loss_sum
+        session.finish_gradients()
+        session.step_optimizers(session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
+        session.complete_parameters()
+        if number == 0:
+            save_checkpoint(
+                folder,
+                step=1,
+                session=session,
+                schedulers_state={"num_steps": 1},
+                run_state={"seed": 0},
+                keep_last=1,
+                background=None,
+            )
+    with whole_weights(session):
+        named = {f"{unit} {name}": each for (unit, _), stage in session.stages.items() for name, each in stage.named_parameters()}
+        return loss, {name: each.detach().double().numpy() for name, each in named.items()}
+
+
+LEARNING_RATE = 0.05
+"""Of Adam: by how much every weight changes in a step."""
+Weights = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Name of a module that multiplies in FP8 -> its weight as a step found it, and as its products multiplied with it."""
+
+
+def train_in_fp8(case: GradientCase, num_steps: int) -> list[Weights]:
+    optimizer = build_optimizer_config(
+        lr=LEARNING_RATE, min_lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-8, clip_grad=0.0, dtype=case.dtype
+    )
+    session = build_session(case, optimizer=optimizer)
+    build_scheduler(OptimizerSettings(lr=LEARNING_RATE, min_lr=LEARNING_RATE, weight_decay=0.0), session, train_iters=num_steps)
+    found = []
+    for _ in range(num_steps):
+        session.zero_gradients()
+        modules = {name: module for stage in session.stages.values() for name, module in stage.named_modules()}
+        multiplies = {name: module for name, module in modules.items() if hasattr(module, "_fp8_workspaces")}
+        before = {name: _values(module.weight) for name, module in multiplies.items() if hasattr(module, "weight")}
+        session.forward_backward(plan_case(case))
+        session.finish_gradients()
+        used = {name: weight for name in before if (weight := modules[name]._fp8_workspaces.get("weight")) is not None}
+        found.append({name: (before[name], _values(numbers_of(weight))) for name, weight in used.items()})
+        session.step_optimizers(session.gradient_norm(), gathers_later=False)
+    return found
+
+
+def _values(weight: Any) -> np.ndarray:
+    values: torch.Tensor = weight.detach().float()
+    return values.numpy().copy()
+
 
 NAMES = ("vision", "llm")
 BIASES = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm", "activation": "gelu"}
@@ -48,21 +199,6 @@ EXPERTS = {"llm": {"experts": {"num_experts": 4, "aux_loss_coeff": 0.1, "ffn_hid
 VERSIONS = {folder.name: folder for folder in sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))}
 WHOLE, WITHOUT_FP8 = "2.8.0", "2.20.2"
 """The version that every row runs with; and the one whose compiled module allocates tensors in FP8, as the stand-in does not."""
-LIKE_OTHERS = (
-    *("head norms, sequence parallel", "recompute, split, biases", "recompute attention", "frozen encoder"),
-    *("two stages, frozen LLM", "four ranks"),
-    *(
-        "experts, weights shared",
-        "adapters, split, tp 2, biases",
-        "adapters, sequence parallel, recompute",
-        "weights shared",
-        "weights shared, recompute",
-        "encoders of one rank",
-        "modulated, recompute",
-        "biases, split, sequence parallel",
-    ),
-)
-"""Rows of which others have every part."""
 
 
 @pytest.fixture(scope="module")
@@ -96,41 +232,31 @@ def _case(
     return dealt_case(changed, plan, builder=builder, transformer_impl="transformer_engine", **options)
 
 
-ALONE = unit_plan(0, dp=4)
 BUFFERS = {"tensor": 2, "sequence_parallel": True, "groups": ([0, 1, 2], [3], [4]), "buffer_rows": 24}
 """Of 22, 3 and 4 tokens, the first are padded to them."""
 
 
 CASES = {
     "biases, head norms, split, tp 2": _case("zb-h1", shape={**BIASES, **HEAD_NORMS}, tensor=2),
-    "biases, split, sequence parallel": _case("zb-h1", shape=BIASES, tensor=2, sequence_parallel=True),
-    "head norms, sequence parallel": _case("1f1b", shape=HEAD_NORMS, tensor=2, sequence_parallel=True),
-    "recompute, split, biases": _case("zb-h1", shape=BIASES, recompute="full"),
-    "recompute attention": _case("1f1b", recompute="selective"),
-    "frozen encoder": _case("1f1b", units={"vision": {"freeze_module": True}}),
-    "adapters, split, tp 2, biases": _case("zb-h1", units=ADAPTERS, tensor=2, shape=BIASES),
-    "adapters, sequence parallel, recompute": _case("1f1b", units=ADAPTERS, tensor=2, sequence_parallel=True, recompute="full"),
     "adapters, split, sequence parallel": _case("zb-h1", units=ADAPTERS, tensor=2, sequence_parallel=True),
     "experts, split, tp 2": _case("zb-h1", units=EXPERTS, tensor=2, sequence_parallel=True),
     "experts shared by replicas, split": _case("zb-h1", units=EXPERTS, experts=2),
-    "experts, weights shared": _case("1f1b", units=EXPERTS, shards_weights=True),
-    "weights shared": _case("1f1b", shape=BIASES, shards_weights=True),
     "weights shared, split": _case("zb-h1", shape=BIASES, shards_weights=True),
-    "weights shared, recompute": _case("1f1b", shards_weights=True, recompute="full"),
     "user buffers, biases, recompute": _case("1f1b", shape=BIASES, recompute="full", **BUFFERS),
     "user buffers, frozen LLM": _case("gpipe", units={"llm": {"freeze_module": True}}, **BUFFERS),
     "frozen LLM, split": _case("zb-h1", shape=BIASES, units={"llm": {"freeze_module": True}}),
+    "recompute attention": _case("1f1b", recompute="selective"),
 }
 FLOW = {"llm": UNITS["llm"], "painter": {**UNITS["painter"], **BIASES, "flow": {"condition_tokens": 2, "condition_dropout": 0.3}}}
-for name, painter, options in (
-    ("modulated, split, tp 2", {"tp": 2}, {"builder": "zb-h1", "sequence_parallel": True}),
-    ("modulated, recompute", {"pp": 2}, {"recompute": "full"}),
-):
-    plan = Plan({"llm": unit_plan(0), "painter": unit_plan(1, **painter)})
-    CASES[name] = dealt_case(FLOW, plan, transformer_impl="transformer_engine", **options)
+CASES["modulated, split, tp 2"] = dealt_case(
+    FLOW,
+    Plan({"llm": unit_plan(0), "painter": unit_plan(1, tp=2)}),
+    transformer_impl="transformer_engine",
+    builder="zb-h1",
+    sequence_parallel=True,
+)
 
 
-@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(CASES[name], engine_ranks)
@@ -166,19 +292,8 @@ def test_every_builder(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(replace(case, transformer_impl="transformer_engine"), engine_ranks)
 
 
-INSIDE: Mapping[str, tuple[int, UnitPlan, dict[str, Any]]] = {
-    "two stages, sequence parallel": (2, PAIRS, {"sequence_parallel": True}),
-    "two stages, frozen LLM": (2, PAIRS, {"sequence_parallel": True, "described": {"freeze_module": True, **BIASES}}),
-    "encoders of one rank": (2, ALONE, {"sequence_parallel": True}),
-    "four ranks": (4, QUARTET, {"sequence_parallel": True, "described": HEAD_NORMS}),
-}
-
-
-@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
-@pytest.mark.parametrize("name", INSIDE)
-def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool, name: str) -> None:
-    tensor, encoders, options = INSIDE[name]
-    case = build_inside(tensor, encoders, **options, transformer_impl="transformer_engine")
+def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool) -> None:
+    case = build_inside(2, PAIRS, sequence_parallel=True, transformer_impl="transformer_engine")
     assert (schedule_of(case).modes == SlotMode.INSIDE).sum() >= 10
     assert_matches(case, engine_ranks)
 
@@ -244,7 +359,7 @@ def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name
 
 
 RESUMED = "FP8", ROWS["FP8"][0]
-"""Three units, and what layers alone keep; test_round_trips.py has experts."""
+"""Three units, and what layers alone keep; test_checkpoint.py has experts."""
 
 
 def test_rows_have_every_shape_of_the_examples_once() -> None:

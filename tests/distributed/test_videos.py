@@ -29,8 +29,8 @@ from multimodal.model.latents import normalised_patches
 from multimodal.values.assignment import Atom
 from tests.distributed.hugging_face_models import qwen2_5_vl, qwen2_vl, qwen3_vl
 from tests.distributed.launch import train
+from tests.distributed.test_data_runs import producer
 from tests.distributed.test_generate import forward_logits
-from tests.distributed.test_producers import producer
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tests.unit.data import video_processors
 from tests.unit.data.chat.templates import CHATML, write_tokenizer

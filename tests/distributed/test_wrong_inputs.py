@@ -19,7 +19,7 @@ from tests.distributed.launch import launch
 from tests.distributed.mutations.files import replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.mutations.run import run_mutation, save_given
-from tests.distributed.mutations.table import Change, both, named, other_file, rank_mutations
+from tests.distributed.mutations.table import Change, both, name_producer, named, other_file, rank_mutations
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
 
@@ -126,6 +126,22 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("another run writes there", f"process {os.getpid()} on", "--save"),
     ),
     "report under a file": (under_a_file("--tensorboard-dir", "board"), ("--tensorboard-dir", "board", "another folder")),
+    "no producer there": (
+        partial(name_producer, address="127.0.0.1:9"),
+        ("--producers 127.0.0.1:9: ", "start it with python tools/producer.py --listen"),
+    ),
+    "a weight of none": (
+        manifest(b'{"id"', b'{"loss_weight": 0, "id"'),
+        ("'loss_weight' must be a number above 0, found 0; correct it",),
+    ),
+    "two sets with one name": (
+        flags(eval_iters=1, valid_data_path=["a=x.jsonl", "a=y.jsonl"]),
+        ("every set needs a name of its own, other than 'held out'; write NAME=PATH",),
+    ),
+    "a set that is missing": (
+        flags(eval_iters=1, valid_data_path=["a=gone.jsonl"]),
+        ("--valid-data-path gone.jsonl: gone.jsonl: no such manifest",),
+    ),
     "save into a file": (under_a_file("--save", ""), ("model.yaml",)),
     "loss becomes infinite": (flags(lr="1e30", clip_grad=0, train_iters=6, without="--exit-interval"), ("--lr",)),
 }

@@ -22,14 +22,14 @@ Units
   megatron-core's TransformerLayer specs =
     distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron
   RMSNorm or LayerNorm = {MASTER} + {FAMILIES} + distributed/test_hugging_face_families.py::test_windows_are_those_of_transformers
-  LLMs with experts = distributed/test_experts.py::test_loss_and_every_gradient_equal_one_process
+  LLMs with experts = distributed/test_master.py::test_replicas_share_experts
   projectors of learned queries = {MASTER}
     + unit/model/test_query_projector.py::test_they_find_in_each_item_what_they_find_in_it_alone
   encoders that feed encoders = distributed/test_master.py::test_encoders_feed_encoders
 Pretrained weights
   `--load-hf DIR` starts = distributed/test_hugging_face_runs.py::test_a_run_steps_as_transformers_with_adamw
   `--save-hf DIR` writes one back = distributed/test_hugging_face_runs.py::test_tools_convert_in_both_directions
-    + distributed/test_hugging_face_crash.py::test_a_killed_export_leaves_no_folder_by_half
+    + distributed/test_crash.py::test_a_killed_export_leaves_no_folder_by_half
   Llama, Mistral, Phi-3, Gemma 2 and 3 (text), InternLM2, Qwen2, Qwen3, Mixtral, Qwen3 with experts =
     {FAMILIES}[llama with biases in its mlp] + {FAMILIES}[mistral] + {FAMILIES}[phi3] + {FAMILIES}[gemma2] + {FAMILIES}[gemma3]
     + distributed/test_hugging_face_families.py::test_internlm2_is_a_llama_under_other_names + {FAMILIES}[qwen2]
@@ -71,11 +71,11 @@ Composed models
 Data
   told apart by themselves = unit/data/forms/test_sample_files.py::test_one_corpus_in_every_form_is_one
     + unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face
-    + distributed/test_data_forms.py::test_a_run_that_is_killed_goes_on_as_if_it_was_not
+    + distributed/test_data_runs.py::test_a_run_that_is_killed_goes_on_as_if_it_was_not
   tars of WebDataset and Energon = unit/data/forms/test_sample_files.py::test_samples_of_archives_are_those_of_files
     + unit/data/forms/test_sample_files.py::test_a_split_of_energon_by_its_field_map
   at `s3://` and `http(s)://` addresses = unit/data/test_remote.py::test_remote_data_are_those_of_this_machine
-  left out by all ranks alike = distributed/test_bad_samples.py::test_what_cannot_be_read_counts_nothing_on_any_plan
+  left out by all ranks alike = distributed/test_data_runs.py::test_what_cannot_be_read_counts_nothing_on_any_plan
   videos as frames = unit/data/test_image_files.py::test_a_sample_with_a_video_is_one_with_its_frames
   as Qwen's models see them = distributed/test_videos.py::test_a_sample_with_a_video_is_what_transformers_make_of_it
     + distributed/test_videos.py::test_any_plan_trains_on_videos_like_one_process
@@ -83,7 +83,7 @@ Data
   weighted mixtures = distributed/test_phases.py::test_phases_of_one_run
   joined into sequences = distributed/test_loss_weights.py::test_the_loss_is_the_weighted_mean
     + distributed/test_phases.py::test_a_phase_in_two_runs_is_that_of_one
-  decoded on other machines = distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed
+  decoded on other machines = distributed/test_data_runs.py::test_losses_are_the_same_with_producers_and_when_they_are_killed
 From the command line
   an LLM alone, or with any number of encoders = {PRETRAIN}::test_any_sizes_log_the_same_losses
     + distributed/test_several_encoders.py::test_a_step_is_that_of_transformers
@@ -153,16 +153,16 @@ Training
   ZeRO-1 = {PRETRAIN}::test_the_sharded_float32_optimizer_stays_close_to_float64
   ZeRO-3 = distributed/test_master.py::test_replicas_share_weights
   in one copy or several =
-    distributed/test_round_trips.py::test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
+    distributed/test_checkpoint.py::test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
   learning rate schedules, one global gradient norm =
     distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron
   bf16 with fp32 main gradients = {PRETRAIN}::test_bfloat16_stays_close_to_float32
   recomputation ( = {MASTER} + distributed/test_context_parallel.py::test_every_distribution
   JSON log with MFU = {PRETRAIN}::test_the_log_has_the_step_and_its_split
 Checkpoints
-  resumed bit for bit, under another plan = distributed/test_round_trips.py::test_the_same_plan_resumes_bit_for_bit
-    + distributed/test_round_trips.py::test_another_plan_resumes_from_the_same_values
-    + distributed/test_checkpoint_crash.py::test_the_newest_complete_checkpoint_always_loads
+  resumed bit for bit, under another plan = distributed/test_checkpoint.py::test_the_same_plan_resumes_bit_for_bit
+    + distributed/test_checkpoint.py::test_another_plan_resumes_from_the_same_values
+    + distributed/test_crash.py::test_the_newest_complete_checkpoint_always_loads
     + distributed/test_phases.py::test_a_phase_in_two_runs_is_that_of_one
   written while training goes on = distributed/test_checkpoint.py::test_steps_that_run_beside_a_save_are_not_in_it
 Lost nodes

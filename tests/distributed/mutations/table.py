@@ -212,10 +212,10 @@ def connection_mutations() -> Iterator[Mutation]:
         apply = partial(_meet_stranger, answer=answer)
         yield Mutation(f"producer: {name}", apply, ("127.0.0.1",), must_be_refused=True)
     for name, address in {"nobody there": "127.0.0.1:1", "no port": "127.0.0.1", "no host": "no.such.host.invalid:80"}.items():
-        apply = partial(_name_producer, address=address)
+        apply = partial(name_producer, address=address)
         yield Mutation(f"producer: {name}", apply, (address.split(":")[0],), must_be_refused=True)
     for token in ("no/such/file", "/dev/null", "."):
-        apply = partial(_name_producer, address="127.0.0.1:1", token=token)
+        apply = partial(name_producer, address="127.0.0.1:1", token=token)
         yield Mutation(f"producer: token {token}", apply, (token,), must_be_refused=True)
     for variable in VARIABLES:
         for text in TEXTS:
@@ -227,7 +227,7 @@ def _set_variable(inputs: Inputs, *, name: str, text: str) -> None:
     inputs.environment_of_rank = {rank: {name: text} for rank in range(NUM_RANKS)}
 
 
-def _name_producer(inputs: Inputs, *, address: str, token: str | None = None) -> None:
+def name_producer(inputs: Inputs, *, address: str, token: str | None = None) -> None:
     path = inputs.folder / "token"
     path.write_bytes(TOKEN)
     inputs.flags |= {"--producers": address, "--producer-token": token or path, "--num-workers": 1}
@@ -245,7 +245,7 @@ def _meet_stranger(inputs: Inputs, *, answer: bytes) -> None:
                     met.sendall(answer)
 
     threading.Thread(target=serve, daemon=True).start()
-    _name_producer(inputs, address=f"127.0.0.1:{listener.getsockname()[1]}")
+    name_producer(inputs, address=f"127.0.0.1:{listener.getsockname()[1]}")
 
 
 def list_mutations() -> tuple[Mutation, ...]:
