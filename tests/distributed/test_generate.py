@@ -1,36 +1,44 @@
-"""Answers of a trained model: every next token is the likeliest one that the training forward sees, and transformers' own."""
+"""Answers of a trained model: every next token is the likeliest one that the training forward sees, and transformers' own.
+
+With --sample-prompts they are asked for while it is trained over several ranks, without a change of the training.
+"""
 
 import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from scipy.io import wavfile
-
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
-
 from PIL import Image
+from scipy.io import wavfile
 
 import multimodal
 from megatron.runtime.generation.answering import Answering, KeyValueCache, open_answering, user_message
+from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, open_model
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.model.initialization import initialize_parameters
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.hugging_face_models import MODELS_WITH_EXPERTS, TEXT_MODELS, llama
+from tests.distributed.launch import launch
+from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_hugging_face_runs import small_qwen2
 from tests.distributed.test_opaque import composed, hubert
 from tests.distributed.wide_transformers import build_wide_model
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
 from tools import generate
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+
 
 BYTES = TextSettings("ByteTokenizer")
 
@@ -179,3 +187,53 @@ def test_wrong_input_ends_with_the_fix(
     write_tokenizer(folder, template=CHATML)
     assert generate.main(["--load-hf", str(folder), *flags]) == 2
     assert re.search(re.escape(says), capsys.readouterr().err)
+
+
+def log_of(folder: Path, name: str, *, prompts: Path | None = None) -> list[dict[str, Any]]:
+    """Train with the LLM in two stages; returns what is in the log."""
+    flags = working_flags(folder) | {"--llm-dp": 1, "--llm-pp": 2, "--dtype": "float64", "--split": "50,50", "--lora-rank": 2}
+    flags |= {"--eval-iters": 1, "--eval-interval": 1, "--save": folder / name, "--log-json": folder / f"{name}.jsonl"}
+    asked = {} if prompts is None else {"--sample-prompts": prompts, "--sample-max-new-tokens": 5}
+    done = launch(flags | asked, num_ranks=3)
+    assert done.exit_codes == (0, 0, 0), done.output
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    prompts, output = tmp_path / "data" / "manifest.jsonl", tmp_path / "answers.jsonl"
+    asked, plain = log_of(tmp_path, "asked", prompts=prompts), log_of(tmp_path, "plain")
+    numbers = [[(entry["step"], entry["loss"]) for entry in log if "loss" in entry] for log in (asked, plain)]
+    assert numbers[0] == numbers[1] and len(numbers[0]) == 4
+    assert [entry["step"] for entry in asked if "samples" in entry] == [1, 2]
+    assert not (tmp_path / "asked" / ".samples").exists()
+
+    assert (
+        generate.main(
+            ["--load", str(tmp_path / "asked"), "--jsonl", str(prompts), "--output", str(output), "--max-new-tokens", "5"]
+        )
+        == 0
+    )
+    later = [json.loads(line) for line in output.read_text().splitlines()]
+    (*_, last) = (entry["samples"] for entry in asked if "samples" in entry)
+    assert [(each["answer"], each["expected"]) for each in last] == [(each["answer"], each["expected"]) for each in later]
+    assert last[3]["expected"] == "picture 3"
+
+
+def test_a_file_without_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    prompts = write_question(tmp_path)
+    flags = {**working_flags(tmp_path), "--eval-iters": 1, "--save": tmp_path / "saved", "--split": "50,50"}
+    done = launch({**flags, "--sample-prompts": prompts}, num_ranks=2)
+    assert all(done.exit_codes) and f"--sample-prompts {prompts}: {prompts}, line 1: the assistant" in done.output, done.output
+
+
+def write_question(folder: Path) -> Path:
+    (folder / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
+    return folder / "prompts.jsonl"
+
+
+@pytest.mark.deep  # it starts Python anew, as users' runs do
+def test_a_lost_checkpoint_is_an_error_of_the_answers(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no complete checkpoint"):
+        answer_prompts(tmp_path, write_question(tmp_path), max_new_tokens=1, guidance_scale=1.0, timeout=timedelta(minutes=5))

@@ -1,7 +1,8 @@
 """Wrong inputs, of all ranks or of one: every rank ends by itself, soon, and one message names the place and the fix.
 
-No launcher is there to end them. `mutations/` has what is wrong at random; here is what is likely, and what exactly is said. What
-the parser of flags refuses by itself, of which some rows are here, is in tests/unit/runtime/flags and tests/unit/values.
+No launcher is there to end them. Some are drawn from the single mutations of `mutations/` (`benchmarks/mutated_inputs.py`
+runs as many as one wants): each is refused so, or trains as one process. Others are what is likely, and what exactly is said.
+What the parser of flags refuses by itself, of which some rows are here, is in tests/unit/runtime/flags and tests/unit/values.
 """
 
 import json
@@ -19,7 +20,16 @@ from tests.distributed.launch import launch
 from tests.distributed.mutations.files import replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.mutations.run import run_mutation, save_given
-from tests.distributed.mutations.table import Change, both, name_producer, named, other_file, rank_mutations
+from tests.distributed.mutations.table import (
+    Change,
+    both,
+    draw_mutations,
+    list_mutations,
+    name_producer,
+    named,
+    other_file,
+    rank_mutations,
+)
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
 
@@ -186,3 +196,18 @@ def test_what_changes_nothing_may_differ(tmp_path: Path) -> None:
 
     outcome = run_mutation(Mutation("rank: harmless", change), folder=tmp_path / "run", given=tmp_path)
     assert not (outcome.is_refused or outcome.problems), f"{outcome.problems}\n{outcome.output}"
+
+
+AREAS = {mutation.area for mutation in list_mutations()}
+MUTATIONS = draw_mutations(len(AREAS), seed=12)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutated_run_is_refused_with_a_message_or_trains_as_one_process(mutation: Mutation, tmp_path: Path, once: Once) -> None:
+    outcome = run_mutation(mutation, folder=tmp_path / "run", given=once(save_given))
+    assert not outcome.problems, f"{outcome.problems}\n{outcome.message}\n{outcome.output}"
+
+
+def test_there_are_enough_kinds() -> None:
+    assert len(list_mutations()) >= 500
+    assert {mutation.area for mutation in MUTATIONS} == AREAS

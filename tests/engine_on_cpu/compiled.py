@@ -34,14 +34,12 @@ FLOAT64 = 11
 """The number of a format that only the stand-in has, for exact checks."""
 
 
-class FP8FwdTensors(enum.IntEnum):
-    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT, GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = (
-        range(9)
-    )
-
-
-class FP8BwdTensors(enum.IntEnum):
-    GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
+_PRODUCTS = (1, 2, 3)
+FP8FwdTensors = enum.IntEnum(
+    "FP8FwdTensors", [f"GEMM{n}_{end}" for n in _PRODUCTS for end in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+)
+FP8BwdTensors = enum.IntEnum("FP8BwdTensors", [f"GRAD_{end}{n}" for n in _PRODUCTS for end in ("OUTPUT", "INPUT")], start=0)
+"""Places of a layer's tensors in its tables of scales, forward and backward."""
 
 
 class _WithOlderNames(enum.EnumMeta):
@@ -57,11 +55,6 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum, metaclass=_WithOlderNames):  # noqa:
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
-
-
-class Float8BlockScaleTensorFormat(enum.IntEnum):
-    GEMM_READY = 0
-    COMPACT = 1
 
 
 TORCH: dict[int, torch.dtype] = {
@@ -373,23 +366,27 @@ def rmsnorm_fwd(
 def layernorm_bwd(
     gradient: Tensor, source: Tensor, mean: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
 ) -> list[Tensor]:
-    wide = gradient.to(_wide(source.dtype))
-    normal = (source.to(wide.dtype) - mean.unsqueeze(-1)) * factor.unsqueeze(-1)
-    scaled = wide * (weight.to(wide.dtype) + (1 if zero_centred else 0))
-    projected = (scaled * normal).mean(-1, keepdim=True)
-    found = (scaled - scaled.mean(-1, keepdim=True) - normal * projected) * factor.unsqueeze(-1)
-    axes = tuple(range(wide.dim() - 1))
-    return [found.to(gradient.dtype), (wide * normal).sum(axes).to(weight.dtype), wide.sum(axes).to(weight.dtype)]
+    centred, of_weight = _norm_gradients(gradient, source, mean.unsqueeze(-1), factor, weight, zero_centred)
+    of_bias = gradient.to(_wide(source.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
+    return [centred, of_weight, of_bias]
 
 
 def rmsnorm_bwd(
     gradient: Tensor, source: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
 ) -> list[Tensor]:
+    return _norm_gradients(gradient, source, None, factor, weight, zero_centred)
+
+
+def _norm_gradients(
+    gradient: Tensor, source: Tensor, mean: Tensor | None, factor: Tensor, weight: Tensor, is_zero_centred: bool
+) -> list[Tensor]:
+    """Gradients of input and weight; mean: what was subtracted."""
     wide = gradient.to(_wide(source.dtype))
-    normal = source.to(wide.dtype) * factor.unsqueeze(-1)
-    scaled = wide * (weight.to(wide.dtype) + (1 if zero_centred else 0))
-    found = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * factor.unsqueeze(-1)
-    return [found.to(gradient.dtype), (wide * normal).sum(tuple(range(wide.dim() - 1))).to(weight.dtype)]
+    normal = (source.to(wide.dtype) - (0 if mean is None else mean)) * factor.unsqueeze(-1)
+    scaled = wide * (weight.to(wide.dtype) + (1 if is_zero_centred else 0))
+    found = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+    found = (found if mean is None else found - scaled.mean(-1, keepdim=True)) * factor.unsqueeze(-1)
+    return [found.to(gradient.dtype), (wide * normal).flatten(0, -2).sum(0).to(weight.dtype)]
 
 
 def _rotated(vectors: Tensor, angles: Tensor, *, sign: int) -> Tensor:
