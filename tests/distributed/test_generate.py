@@ -208,12 +208,8 @@ def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path: Path) 
     assert [entry["step"] for entry in asked if "samples" in entry] == [1, 2]
     assert not (tmp_path / "asked" / ".samples").exists()
 
-    assert (
-        generate.main(
-            ["--load", str(tmp_path / "asked"), "--jsonl", str(prompts), "--output", str(output), "--max-new-tokens", "5"]
-        )
-        == 0
-    )
+    words = ["--load", str(tmp_path / "asked"), "--jsonl", str(prompts), "--output", str(output)]
+    assert generate.main([*words, "--max-new-tokens", "5"]) == 0
     later = [json.loads(line) for line in output.read_text().splitlines()]
     (*_, last) = (entry["samples"] for entry in asked if "samples" in entry)
     assert [(each["answer"], each["expected"]) for each in last] == [(each["answer"], each["expected"]) for each in later]
