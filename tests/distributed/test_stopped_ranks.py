@@ -77,23 +77,22 @@ def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int], Path],
     return act
 
 
-@pytest.mark.deep(when=lambda asked: asked == signal.SIGTERM)
-@pytest.mark.parametrize(
-    ("asked", "ranks", "flags"),
-    [(signal.SIGTERM, (0, 1, 2), ("--async-save", "--save-interval", 2)), (signal.SIGUSR1, (2,), ())],
-    ids=["all ranks, saving in the background", "one rank"],
-)
-def test_a_signal_saves_and_ends_well(
-    tmp_path: Path, asked: signal.Signals, ranks: tuple[int, ...], flags: tuple[object, ...]
-) -> None:
-    saved = tmp_path / "saved"
-    ended = train(tmp_path, "--save", saved, *flags, meanwhile=send(asked, *ranks))
+STOPS: dict[str, tuple[str, Callable[[Sequence[int], Path], None] | None, tuple[object, ...]]] = {
+    "all ranks, saving in the background": ("SIGTERM", send(signal.SIGTERM, 0, 1, 2), ("--async-save", "--save-interval", 2)),
+    "one rank": ("SIGUSR1", send(signal.SIGUSR1, 2), ()),
+    "a time limit": ("--exit-duration-in-mins", None, ("--exit-duration-in-mins", 0.02)),
+}
+
+
+@pytest.mark.deep(when=lambda stop: stop != "one rank")
+@pytest.mark.parametrize("stop", STOPS)
+def test_what_stops_a_run_saves_and_ends_well(tmp_path: Path, stop: str) -> None:
+    (reason, meanwhile, flags), saved = STOPS[stop], tmp_path / "saved"
+    ended = train(tmp_path, "--save", saved, *flags, meanwhile=meanwhile)
     assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
-    last = logged_steps(tmp_path)[-1]
-    newest = find_newest_checkpoint(saved)
-    assert newest is not None
-    assert newest.name == f"step_{last:08d}"
-    assert f"stopped by {asked.name} after step {last}; checkpoint {newest}" in ended.output
+    last, newest = logged_steps(tmp_path)[-1], find_newest_checkpoint(saved)
+    assert newest is not None and newest.name == f"step_{last:08d}"
+    assert f"stopped by {reason} after step {last}; checkpoint {newest}" in ended.output
     assert "Traceback" not in ended.output
 
 
@@ -117,14 +116,6 @@ def test_interrupting_shows_one_line(tmp_path: Path) -> None:
     assert ended.exit_codes == (130,) * NUM_RANKS, ended.output
     assert ended.output.count("ended by SIGINT while training") == 1
     assert "Traceback" not in ended.output
-
-
-@pytest.mark.deep  # as a signal does
-def test_a_time_limit_saves_and_ends_well(tmp_path: Path) -> None:
-    ended = train(tmp_path, "--save", tmp_path / "saved", "--exit-duration-in-mins", 0.02)
-    assert ended.exit_codes == (0,) * NUM_RANKS, ended.output
-    last = logged_steps(tmp_path)[-1]
-    assert f"stopped by --exit-duration-in-mins after step {last}; checkpoint" in ended.output
 
 
 @pytest.mark.deep(when=lambda killed: killed == 2)
