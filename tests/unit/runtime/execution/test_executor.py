@@ -12,7 +12,10 @@ import torch
 
 from megatron.runtime.execution.activation_store import ActivationStore, SavedTensors, size_of
 from megatron.runtime.execution.executor import Executor
+from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
+from multimodal.model.collectives import TensorParallelWaits
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, active_queue, defer_weight_gradients
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ConfigError
 from multimodal.values.parts.cuts import UNCUT, Cuts
@@ -143,3 +146,34 @@ def test_spans_count_from_the_start_of_the_step(now: Time) -> None:
 def test_an_action_counts_as_compute_communication_or_waiting(kind: str, part: str) -> None:
     split = seconds_by_resource((TimelineEvent(FORWARD._replace(kind=ActionKind(kind)), 0, 1.0, 3.5),))
     assert split == {"compute": 0.0, "communication": 0.0, "waiting": 0.0, part: 2.5}
+
+
+class FilledRun(LaneRun):
+    """Computations of the LLM come to one wait; what runs in it notes the context that it has."""
+
+    link = reduce_gradients = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(broker=None, clock=StepClock(lane=0))  # type: ignore[arg-type]
+        self.waits, self.graphs = TensorParallelWaits(), list[torch.Tensor]()
+
+    def forward(self, action: Action) -> None:
+        if action.unit == "llm":
+            with self.waits.filled_by(self.fill_wait, go_on=self.end_wait), self.waits.filled():
+                pass
+        else:
+            assert active_queue() is None and torch.is_grad_enabled()
+            self.graphs.append(torch.ones(2, requires_grad=True).square())
+
+    backward = forward
+
+
+def test_work_inherits_neither_grad_mode_nor_queue_nor_hooks_of_its_carrier() -> None:
+    saved: list[Any] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor)
+    running = FilledRun()
+    running.inside = {0: [FORWARD._replace(unit="vision")]}
+    with hooks, torch.no_grad(), defer_weight_gradients(WeightGradientQueue()):
+        running.forward(FORWARD)
+        assert not torch.is_grad_enabled() and active_queue() is not None
+    assert not saved and running.graphs[0].requires_grad
