@@ -39,10 +39,6 @@ class OpenSubset:
     """The queue to which the backward defers weight gradients; None if it is not split."""
 
 
-OpenSegments = tuple[SegmentPass, Inputs]
-"""A microbatch that is passing through a stage in ranges of segments."""
-
-
 class RunningStep(StepMessages):
     """One step as a rank's stages compute it, with its results."""
 
@@ -122,9 +118,25 @@ class RunningStep(StepMessages):
 
     def _forward_segments(self, action: Action) -> None:
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
-        covered = self._segments_of(action)
-        opened: OpenSegments = self._open_segments(action) if covered.first == 0 else self.store.take(("open", action.place, -1))
-        running, _ = opened
+        covered, need, stage = self._segments_of(action), self._need(action), self.stage(action.place)
+        if covered.first > 0:
+            running, inputs = self.store.take(("open", action.place, -1))
+        else:
+            cut = self.step.cuts.segments[action.place]
+            inputs, (batch,) = self._collect(action)
+            if None in inputs:
+                inputs[None].requires_grad_(need.has_backward and need.sends_gradient)
+            with torch.set_grad_enabled(need.has_backward):
+                embeddings = stack_items(tensor for route, tensor in inputs.items() if route is not None)
+            running = SegmentPass(
+                stage,
+                stage.prepare(batch, embeddings),
+                bounds=(*cut.forward, *cut.backward),
+                hidden=inputs.get(None),
+                close=partial(self._close, action),
+                has_backward=need.has_backward,
+                parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
+            )
         with self.clock.span(action):
             running.forward(covered.end)
             self._start_collective_behind(running)
@@ -132,13 +144,12 @@ class RunningStep(StepMessages):
             if is_last and (output := running.take_output()) is not None:
                 self.publish_outputs(action.place, [output])
         if not is_last or running.has_backward:
-            self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
+            self.store.put(("open", action.place, -1), (running, inputs), size_bytes=running.size_bytes)
 
     def _backward_segments(self, action: Action) -> None:
         """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
         covered, whole = self._segments_of(action), action._replace(covers=None)
-        opened: OpenSegments = self.store.take(("open", action.place, -1))
-        running, inputs = opened
+        running, inputs = self.store.take(("open", action.place, -1))
         if covered.end == running.num_segments:
             shape = running.output_shape
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
@@ -148,7 +159,7 @@ class RunningStep(StepMessages):
         if covered.first == 0:
             self.publish_input_gradients(whole, inputs)
         else:
-            self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
+            self.store.put(("open", action.place, -1), (running, inputs), size_bytes=running.size_bytes)
 
     def _start_collective_behind(self, running: SegmentPass) -> None:
         """Start the collective that ends a piece: at once, or, for a piece inside a wait, when the wait is over."""
@@ -161,24 +172,6 @@ class RunningStep(StepMessages):
         if isinstance(action.covers, SegmentRange):
             return action.covers
         return SegmentRange(0, self.step.cuts.segments[action.place].num_segments)
-
-    def _open_segments(self, action: Action) -> OpenSegments:
-        need, cut, stage = self._need(action), self.step.cuts.segments[action.place], self.stage(action.place)
-        inputs, (batch,) = self._collect(action)
-        if None in inputs:
-            inputs[None].requires_grad_(need.has_backward and need.sends_gradient)
-        with torch.set_grad_enabled(need.has_backward):
-            embeddings = stack_items(tensor for route, tensor in inputs.items() if route is not None)
-        running = SegmentPass(
-            stage,
-            stage.prepare(batch, embeddings),
-            bounds=(*cut.forward, *cut.backward),
-            hidden=inputs.get(None),
-            close=lambda output: self._close(action, output),
-            has_backward=need.has_backward,
-            parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
-        )
-        return running, inputs
 
     def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss of a stage's output, as a share of the global loss, and the tensor that is handed on."""

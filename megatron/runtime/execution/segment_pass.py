@@ -162,7 +162,10 @@ class SegmentPass:
         point, layers = self._point.arrived(), self._segments.layers
         is_begun = first > 0 and layers[first] == layers[first - 1]
         if not is_begun:
-            self._repeating = (first, point) if self._repeats(first, point) else None
+            is_recomputed = self.has_backward and self._stage.recomputes(layers[first])  # as a whole, by the backward
+            parameters = self._stage.layers[str(layers[first])].parameters()
+            has_gradient = is_recomputed and (any(point.has_gradient) or any(each.requires_grad for each in parameters))
+            self._repeating = (first, point) if has_gradient else None
         if self._repeating is None:
             graphs, self._point = self._walk(first, last, point)
             self._open += graphs
@@ -174,13 +177,6 @@ class SegmentPass:
         if last == len(layers) or layers[last] != layers[first]:
             self._open.append(_Repeated(start, last, before, sum(map(size_of, before.tensors))))
             self._repeating = None
-
-    def _repeats(self, part: int, point: _Point) -> bool:
-        """Return True if the backward recomputes a layer's forward (full recomputation)."""
-        layer = self._segments.layers[part]
-        if not self.has_backward or not self._stage.recomputes(layer):
-            return False
-        return any(point.has_gradient) or any(each.requires_grad for each in self._stage.layers[str(layer)].parameters())
 
     def _walk(self, first: int, last: int, point: _Point, *, counts: bool = True) -> tuple[list[_Graph], _Point]:
         """Run parts; returns a graph for each stretch between collectives, if graphs are kept, and the result.

@@ -87,11 +87,6 @@ class NewRows(NamedTuple):
         new = graph.backbone.new_tokens
         return cls(graph.backbone.transformer.init_method_std, new[0] if new else None)
 
-    def known(self, tensor: HeldTensor, num_rows: int) -> int:
-        """Return the number of rows that are the folder's; num_rows: in the folder."""
-        is_vocabulary = tensor.key.endswith(VOCABULARIES)
-        return num_rows if self.first is None or not is_vocabulary else min(num_rows, self.first)
-
 
 @torch.no_grad()
 def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights, *, new_rows: NewRows | None = None) -> None:
@@ -108,7 +103,8 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights,
             piece.values.zero_()
         for part in parts_of(tensor, names):
             num_known = files.weights[part.key].num_rows(part.row_size)
-            num_known = num_known if new_rows is None else new_rows.known(tensor, num_known)
+            if new_rows is not None and new_rows.first is not None and tensor.key.endswith(VOCABULARIES):
+                num_known = min(num_known, new_rows.first)
             rows = range(part.rows.start, min(part.rows.stop, num_known))
             if new_rows is not None and len(rows) < len(part.rows) and len(tensor.shape) > 1:
                 added = part.piece.values.narrow(0, part.first_row + len(rows), len(part.rows) - len(rows))
