@@ -4,6 +4,7 @@ import gzip
 import random
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,3 +282,19 @@ def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) 
     covered = sorted(place for start, length in batch.item_spans.values() for place in range(start, start + length))
     placeholder = source.text(0).token_ids[2]
     assert covered == torch.nonzero(batch.token_ids == placeholder).flatten().tolist()
+
+
+@pytest.mark.parametrize(("class_token", "rows"), [("dropped", (24, 29)), ("kept", (0, 25))])
+def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, int], source: ManifestSource) -> None:
+    """Behind its patches where it is dropped later, so that outputs keep their places; else before them."""
+    atoms = [Atom(70, 0), Atom(70, 1)]
+    given = {"source": SourceSubset(source, INDEX_OF_SAMPLE), "with_pixels": True}
+    inputs = IMAGE, replace(IMAGE, class_token=class_token)
+    plain, batch = (pack_encoder_microbatch(atoms, **given, item_input=each) for each in inputs)
+    is_class = (batch.positions == -1).all(dim=1)
+    assert batch.cu_seqlens.tolist() == [0, 25, 30]
+    assert tuple(is_class.nonzero()[:, 0].tolist()) == rows
+    assert batch.patches is not None and plain.patches is not None
+    assert not batch.patches[is_class].any()
+    assert torch.equal(batch.patches[~is_class], plain.patches)
+    assert torch.equal(batch.positions[~is_class], plain.positions)
