@@ -223,20 +223,21 @@ OF_GENERATORS: Mapping[str, Error] = {
 }
 
 
-def items_forgotten(right: Any, stage: UnitStage, batch: PackedInput) -> Any:
+def items_forgotten(right: Any, stage: UnitStage, batch: PackedInput, embeddings: Any) -> StagePass:
     """What a stage behind the first derives its attention mask from."""
-    return right(stage, replace(batch, packed=None) if stage.is_first else replace(batch, items=(), packed=None))
+    kept = batch.items if stage.is_first else ()
+    return replace(right(stage, replace(batch, items=kept, packed=None), embeddings), batch=batch)
 
 
-def items_a_token_late(right: Any, stage: UnitStage, batch: PackedInput) -> Any:
+def items_a_token_late(right: Any, stage: UnitStage, batch: PackedInput, embeddings: Any) -> StagePass:
     """What every stage derives its attention mask from."""
     items = tuple(item._replace(start=item.start + 1, num_tokens=item.num_tokens - 1) for item in batch.items)
-    return right(stage, replace(batch, items=items, packed=None))
+    return replace(right(stage, replace(batch, items=items, packed=None), embeddings), batch=batch)
 
 
 OF_MASKS: Mapping[str, Error] = {
-    "a later stage forgets where items are": replaced(UnitStage, "_position_inputs", items_forgotten),
-    "an item's first token counts as text": replaced(UnitStage, "_position_inputs", items_a_token_late),
+    "a later stage forgets where items are": replaced(UnitStage, "prepare", items_forgotten),
+    "an item's first token counts as text": replaced(UnitStage, "prepare", items_a_token_late),
 }
 
 
