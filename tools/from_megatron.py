@@ -214,6 +214,8 @@ class Conversion:
         for name in (name for names in (*_SIZES.values(), *_ENCODER_SIZES.values()) for name in names):
             if name in flags:
                 self.note(section, name, what)
+        if "sequence-parallel" in flags and max(llm["tensor_parallel_size"], own["tensor_parallel_size"]) == 1:
+            self.note(NOT_NEEDED, "sequence-parallel", "Megatron, too, leaves it out with tensor parallel size 1")
 
     def _encoder_size(self, unit: Unit, size: int) -> None:
         """Cut an encoder as Megatron does, like the LLM, if its widths allow that."""

@@ -292,7 +292,8 @@ COMMANDS = {
     "mimo, hetero": f"{HETERO} --encoder-tp 2 --encoder-dp 2 --llm-offset 4 --llm-tp 2 --llm-pp 2 --llm-dp 1",
     "vlm": f"{VLM} --mock-data --tokenizer-type NullTokenizer --tensor-model-parallel-size 2",
     "vlm, own sizes": f"{VLM} --mock-data --encoder-tensor-model-parallel-size 1 --encoder-pipeline-model-parallel-size 1",
-    "gpt": f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --fp16 --num-experts 4",
+    "gpt": f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --fp16 --num-experts 4 "
+    "--sequence-parallel",
     "bridge": BRIDGE,
 }
 
@@ -347,6 +348,8 @@ def test_a_job_s_processes_and_a_gated_quick_gelu(tmp_path: Path) -> None:
     assert "--nproc-per-node 4 " in report and units["llm"]["activation"] == "quick_geglu" and "ARGS" not in report
     config, _, report = convert("job, mock text", tmp_path)
     assert "--nproc-per-node 2 " in report and config["data-path"] == MOCK and "script uses" not in report
+    config, _, report = convert("gpt", tmp_path)
+    assert "--sequence-parallel: Megatron, too, leaves it out" in report and "sequence-parallel" not in config
 
 
 def test_sizes_of_a_module_become_a_plan(tmp_path: Path) -> None:
