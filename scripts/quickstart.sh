@@ -22,7 +22,7 @@ mkdir -p "$run"
 
 python tools/launch.py --nproc-per-node 4 pretrain_mllm.py \
     --config examples/digits/config.yaml \
-    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 450 \
+    --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 625 \
     --tensorboard-dir "$run/tensorboard" --log-json "$run/log.jsonl" --report-dir "$run" \
     ${arguments[@]+"${arguments[@]}"}
 
