@@ -260,31 +260,36 @@ class Conversion:
         """Write config.yaml such that the run's own parser takes it, but for what is reported as left to do."""
         aside: dict[str, Any] = {}
         for _ in range(_MOST_CHECKS):
-            write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config})
-            try:
-                parse_arguments(["--config", str(folder / "config.yaml")], environ={"WORLD_SIZE": str(self.world_size)})
+            if not (message := self._objection(folder)):
                 break
-            except BraidError as problem:
-                message = str(problem).replace(f"{folder}/", "")
-                named = re.search(r"(?:^|: )--([\w-]+)|--([\w-]+)(?: \S+)? would be ignored", message)
-                name = "" if named is None else named[1] or named[2]
-                if name not in self.config:
-                    self.report[TO_DO].append(message)
-                    break
-                value = self.config.pop(name)
-                if any(f"--{each}" in message for each in aside):
-                    aside[name] = value
-                elif "would be ignored" in message:
-                    self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{name}\b(?!-)", line)]
-                    self.note(NOT_NEEDED, name, message.partition("would be ignored: ")[2])
-                elif value is True and "expects one value" in message:
-                    aside[name] = None
-                    self.report[TO_DO].append(f"--{name} has no value in the script; set it")
-                else:
-                    aside[name] = value
-                    self.report[TO_DO].append(message)
+            named = re.search(r"(?:^|: )--([\w-]+)|--([\w-]+)(?: \S+)? would be ignored", message)
+            name = "" if named is None else named[1] or named[2]
+            if name not in self.config:
+                self.report[TO_DO].append(message)
+                break
+            value = self.config.pop(name)
+            if any(f"--{each}" in message for each in aside):
+                aside[name] = value
+            elif "would be ignored" in message:
+                self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{name}\b(?!-)", line)]
+                self.note(NOT_NEEDED, name, message.partition("would be ignored: ")[2])
+            elif value is True and "expects one value" in message:
+                aside[name] = None
+                self.report[TO_DO].append(f"--{name} has no value in the script; set it")
+            else:
+                aside[name] = value
+                self.report[TO_DO].append(message)
         kept = {name: value for name, value in aside.items() if value is not None}
         write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config, **kept})
+
+    def _objection(self, folder: Path) -> str:
+        """Return what the run's own parser says to this configuration, which is written; empty if it takes it."""
+        write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config})
+        try:
+            parse_arguments(["--config", str(folder / "config.yaml")], environ={"WORLD_SIZE": str(self.world_size)})
+        except BraidError as problem:
+            return str(problem).replace(f"{folder}/", "")
+        return ""
 
 
 def _ranks(sizes: Mapping[str, int]) -> int:

@@ -79,8 +79,12 @@ class Movable(NamedTuple):
         return cls(fills, Waits(*map(np.concatenate, pairs)), limits, goes_inside)
 
 
-Filled = tuple[int, Callable[[], list[PlacedParts]]]
-"""When a filled pipeline ends, and a function that returns the work of its lanes."""
+class Filled(NamedTuple):
+    """A pipeline, filled in one way."""
+
+    end: int
+    place: Callable[[], list[PlacedParts]]
+    """Returns the work of its lanes."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +92,20 @@ class FilledPipelines:
     """All pipelines of a step, filled. The schedule is made when it is asked for."""
 
     whole: "_Filling"
-    groups: Sequence[tuple[Sequence[Integers], "Filled | None"]]
+    groups: Sequence[tuple[Sequence[Integers], Filled | None]]
     """The lanes of pipelines that are alike, and how the first of them is filled; None: it runs in the order of 1F1B."""
 
     @property
     def end(self) -> float:
         """The end of the last pipeline; infinite if any pipeline runs in the order of 1F1B."""
-        return max((math.inf if filled is None else filled[0] for _, filled in self.groups), default=0.0)
+        return max((math.inf if filled is None else filled.end for _, filled in self.groups), default=0.0)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with reductions."""
         lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * self.whole.in_line.num_lanes
         for group, filled in self.groups:
-            placed = self.whole.in_order(group[0]) if filled is None else filled[1]()
+            placed = self.whole.in_order(group[0]) if filled is None else filled.place()
             for pipeline in group:
                 for lane, parts in zip(pipeline.tolist(), self.whole.moved(placed, group[0], pipeline), strict=True):
                     lanes[lane] = parts
@@ -119,10 +123,9 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
     groups = []
     for group in alike:
-        is_cut = fine is not None and bool((fine.parts.counts[fine.piece_of_part[fine.pieces[int(group[0][0])]]] > 1).any())
-        ways = [whole, fine] if fine is not None and is_cut else [whole]
+        ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
-        groups.append((group, min(found, key=lambda filled: filled[0], default=None)))
+        groups.append((group, min(found, key=lambda filled: filled.end, default=None)))
     return FilledPipelines(whole, groups)
 
 
@@ -206,6 +209,10 @@ class _Filling:
         self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
         self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
 
+    def has_cut(self, pipeline: Integers) -> bool:
+        """Return True if a pipeline's encoders are cut."""
+        return bool((self.parts.counts[self.piece_of_part[self.pieces[int(pipeline[0])]]] > 1).any())
+
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
@@ -233,7 +240,7 @@ class _Filling:
         kept = (row[self.parts.first[row] >= 0] for row in rows)
         return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
 
-    def fill(self, pipeline: Integers) -> "Filled | None":
+    def fill(self, pipeline: Integers) -> Filled | None:
         """Fill a pipeline; None if it is too large."""
         pieces = self.pieces[int(pipeline[0])]
         to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
@@ -242,7 +249,7 @@ class _Filling:
             return None
         tolerances = self.tolerances[: max(1, MOST_WORK // size) if size else 1]
         lanes = to_fill.fill(tolerances=tolerances)
-        return lanes.end, partial(self._place, len(pipeline), pieces, to_fill, lanes)
+        return Filled(lanes.end, partial(self._place, len(pipeline), pieces, to_fill, lanes))
 
     def _place(self, num_lanes: int, pieces: Integers, to_fill: LanesToFill, lanes: FilledLanes) -> list[PlacedParts]:
         starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, lanes.order)

@@ -156,10 +156,8 @@ class Schedule:
 
         numbers: [num_pieces before] the number in `shape` of each piece of this schedule's shape; None: the same.
         """
-        own = self.pieces if numbers is None else numbers[self.pieces]
-        columns = np.insert(own, before, pieces), np.insert(self.modes, before, 0)
-        starts = self.lane_starts + row_starts(np.bincount(lanes, minlength=self.num_lanes))
-        return Schedule(shape, starts, *columns, np.insert(self.waits, before, NO_WAIT))
+        order = np.insert(np.arange(len(self.pieces)), before, len(self.pieces) + np.arange(len(pieces)))
+        return self.merged(shape, more=pieces, lanes=np.append(self.lane_of_slot, lanes), order=order, numbers=numbers)
 
     def merged(
         self,

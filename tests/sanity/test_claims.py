@@ -42,8 +42,8 @@ Pretrained weights
   Qwen2.5-Omni's thinker = {FAMILIES}[qwen2.5-omni]
   Tokenizer, chat template and image processor = unit/data/chat/test_chat_format.py::test_tokens_are_those_of_transformers
     + unit/hugging_face/test_vision_towers.py::test_pixels_are_those_of_transformers
-  trains LLaVA and Qwen2.5-VL in two stages = distributed/test_llava_example.py::test_llava_in_two_stages
-    + distributed/test_llava_example.py::test_qwen2_5_vl_begins
+  trains LLaVA and Qwen2.5-VL in two stages = distributed/test_walkthroughs.py::test_llava_in_two_stages
+    + distributed/test_walkthroughs.py::test_qwen2_5_vl_begins
 Answers
   `tools/generate.py`, or `multimodal.generate` in Python, asks =
     distributed/test_generate.py::test_a_folder_answers_as_transformers_do

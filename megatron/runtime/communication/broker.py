@@ -10,6 +10,7 @@ may hold different rows, each rank passes on its own.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,21 +159,17 @@ def pieces_of(link: Link) -> tuple[Piece, ...]:
         pairs = zip(link.source_ranks, link.target_ranks, strict=True)
         return tuple(Piece(source, target, 0, num_rows) for source, target in pairs)
     found = []
-    for source_index, sources in enumerate(link.source_groups):
-        for i, source in enumerate(sources):
-            for target_index, targets in enumerate(link.target_groups):
-                start, size = 0, num_rows
-                if link.rows is not None:
-                    start, size = (
-                        link.rows.first_row(source_index, target_index),
-                        len(link.rows.common[target_index][source_index]),
-                    )
-                sent = share_of_rows(size, num_shares=len(sources), index=i)
-                for j, target in enumerate(targets):
-                    wanted = share_of_rows(link.num_received(target_index), num_shares=len(targets), index=j)
-                    first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
-                    if first < last:
-                        found.append(Piece(source, target, first, last))
+    for group, other in product(range(len(link.source_groups)), range(len(link.target_groups))):
+        start, size = 0, num_rows
+        if link.rows is not None:
+            start, size = link.rows.first_row(group, other), len(link.rows.common[other][group])
+        sources, targets = link.source_groups[group], link.target_groups[other]
+        for (i, source), (j, target) in product(enumerate(sources), enumerate(targets)):
+            sent = share_of_rows(size, num_shares=len(sources), index=i)
+            wanted = share_of_rows(link.num_received(other), num_shares=len(targets), index=j)
+            first, last = max(start + sent.start, wanted.start), min(start + sent.stop, wanted.stop)
+            if first < last:
+                found.append(Piece(source, target, first, last))
     return tuple(found)
 
 

@@ -1,5 +1,7 @@
 """Encoders-colocated: all encoders fused into the same stages, one after another (Megatron-LM; Cornstarch, section 2)."""
 
+from itertools import product
+
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
@@ -37,16 +39,18 @@ def build_encoders_colocated(shape: StepShape) -> Schedule:
             )
     work = step_work(shape)
     existing = work.computed_numbers
-    # The stages that each microbatch passes, in order; in each, its actions of all encoders. A backward retraces the forward.
+    replicas = range(shape.plan.units[encoders[0]].data_parallel_size) if encoders else ()
+    counts = [max(shape.num_microbatches(unit, replica) for unit in encoders) for replica in replicas]
+    places = [(replica, microbatch) for replica, count in enumerate(counts) for microbatch in range(count)]
     chains: list[list[list[Action]]] = []
-    for kind, way in ((ActionKind.FORWARD, 1), (ActionKind.BACKWARD, -1)):
-        for replica, each in enumerate(shape.plan.units[encoders[0]].replicas if encoders else ()):
-            for microbatch in range(max(shape.num_microbatches(encoder, replica) for encoder in encoders)):
-                actions = (
-                    [Action(kind, encoder, replica, stage, microbatch) for encoder in encoders[::way]]
-                    for stage in range(len(each.virtual_stages))[::way]
-                )
-                chains.append(list(filter(None, ([each for each in of_stage if each in existing] for of_stage in actions))))
+    """The stages that each microbatch passes, in order; in each, its actions of all encoders."""
+    for kind, (replica, microbatch) in product((ActionKind.FORWARD, ActionKind.BACKWARD), places):
+        way = 1 if kind is ActionKind.FORWARD else -1  # a backward retraces the forward
+        chain = []
+        for stage in range(shape.plan.units[encoders[0]].num_stages_of(replica))[::way]:
+            fused = [Action(kind, unit, replica, stage, microbatch) for unit in encoders[::way]]
+            chain.append([action for action in fused if action in existing])
+        chains.append([fused for fused in chain if fused])
     orders = [[action for fused in chain for action in fused] for chain in chains]
     # Every consumer of one encoder waits for the whole fused module, and the module's backward for every consumer.
     for chain in filter(None, chains):

@@ -155,7 +155,7 @@ def run_programs(listener: Listener) -> None:
             caller.send((forked.wait(HANG_SECONDS), forked.said))
 
 
-@pytest.mark.deep  # test_llava_example.py trains this model in two stages; sanity tests parse what stands on pages
+@pytest.mark.deep  # the tests above train this model in two stages; sanity tests parse what stands on pages
 def test_the_blocks_of_the_page_train_answer_and_export(tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "qwen2_5_vl")
     run = tmp_path / "run"
