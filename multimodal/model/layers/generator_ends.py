@@ -134,7 +134,10 @@ def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype
 
 
 class GeneratorProjectorKind(LayerKind):
-    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`; of diffusers' also patches."""
+    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`.
+
+    `DiffusionEmbedding` also reads `batch.patches`, `batch.path` and `batch.items_made`.
+    """
 
     takes_hidden = False
 
