@@ -4,8 +4,8 @@ Seconds that one failure costs on Oobleck's Table 2.2 (`published_setups/oobleck
 the published figure is 600 s x (1 - throughput over that at a failure every 6 hours). The simulated parts are
 
 - running step: what had been computed of the step that is done again, none where losses are announced (`is_announced`);
-- recover: noticing, agreeing, planning, regrouping: `--recovery-seconds` of tools/elastic.py, 3 s for every loss and every return
-  (`benchmarks/recovery.py` measures 0.55 s on eight processes of one machine, by part);
+- recover: noticing, agreeing, planning, regrouping: `--recovery-seconds` of `benchmarks/elastic.py`, 3 s for every loss and every
+  return (`benchmarks/recovery.py` measures 0.55 s on eight processes of one machine, by part);
 - copies: layers that nodes lack, over the network, by the bytes of weights and optimizer state.
 
 Run `python benchmarks/published_recovery.py [--json]`; half a minute of one core.
@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_setups.oobleck import EXPERIMENTS, FREQUENT, NUM_FAILURES, Experiment, calibrated_cluster
+from benchmarks.simulate_trace import Pauses
 from multimodal.cost.cluster import Cluster
-from multimodal.plan.planners.templates.simulate_trace import Pauses
 
 EVERY = FREQUENT["10 minutes"]
 

@@ -326,7 +326,7 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     if is_searched or request.num_state_copies:
         raise ConfigError(
             f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all, "
-            "--mtbf-hours and --num-distributed-optimizer-instances out; tools/elastic.py simulates failures"
+            "--mtbf-hours and --num-distributed-optimizer-instances out; benchmarks/elastic.py simulates failures"
         )
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
     templates, seconds = plan_replicas(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.planned import read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
+from benchmarks.simulate_trace import NodeChange, Pauses, Simulated, simulate_templates
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
-from multimodal.plan.planners.templates.simulate_trace import NodeChange, Pauses, Simulated, simulate_templates
 
 NUM_NODES, NUM_FAILURES, TF32_PEAK_TFLOPS, MEMORY_GB = 30, 40, 74.8, 40
 RARE = 6 * 3600

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulate_trace import read_trace
 from megatron.runtime.launch.rank_place import find_rank_place
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable, build_table_step
@@ -25,7 +26,6 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.blend import read_mixture
 from multimodal.data.length_table import read_length_table
-from multimodal.plan.planners.templates.simulate_trace import read_trace
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError

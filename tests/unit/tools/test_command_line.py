@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from benchmarks.check_calls import all_calls, calls_in, package_of, problem_of
+from benchmarks.elastic import main
 from docs.figures.figure_folder import figure_folder
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.launch import REPOSITORY
 from tests.sanity.repository import ROOT
-from tools.elastic import main
 from tools.index_data import main as index_data
 from tools.lengths import main as write_lengths
 

@@ -6,6 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulate_trace import (
+    NodeChange,
+    Pauses,
+    read_trace,
+    simulate_restarts,
+    simulate_templates,
+)
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import (
     Pipeline,
@@ -15,13 +22,6 @@ from multimodal.plan.planners.templates.reconfigure import (
     deal_copies,
     instantiate,
     share_batch,
-)
-from multimodal.plan.planners.templates.simulate_trace import (
-    NodeChange,
-    Pauses,
-    read_trace,
-    simulate_restarts,
-    simulate_templates,
 )
 from multimodal.plan.planners.templates.template_set import PipelineTimes
 from multimodal.values.errors import ConfigError, PlanError

@@ -1,6 +1,6 @@
 """Simulates a run with pipeline templates while nodes come and go, beside restarts from checkpoints; see docs/elasticity.md.
 
-python tools/elastic.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch-size B --lengths L.csv.gz --trace trace.csv
+python benchmarks/elastic.py --model M.yaml --cluster C.yaml --num-gpus N --global-batch-size B --lengths L.csv.gz --trace T.csv
 """
 
 import argparse
@@ -16,11 +16,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.cost.memoize import memoized
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.reconfigure import Reconfigurer, share_batch
-from multimodal.plan.planners.templates.simulate_trace import (
+from benchmarks.simulate_trace import (
     Pauses,
     Simulated,
     Span,
@@ -28,6 +24,10 @@ from multimodal.plan.planners.templates.simulate_trace import (
     simulate_restarts,
     simulate_templates,
 )
+from multimodal.cost.memoize import memoized
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.templates.plan_templates import plan_templates
+from multimodal.plan.planners.templates.reconfigure import Reconfigurer, share_batch
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
 from tools.command_line import Parser, at_least_zero, format_seconds, program
