@@ -2,99 +2,142 @@
 
 Both train one vision-language model in float64 on the same global batches: megatron-core's MimoModel under its 1F1B, with the
 encoder on ranks before the LLM's, and Braid under the same plan with the same microbatches; then Braid with what MIMO does not
-have: microbatches balanced for both units, or as `auto` predicts to be fastest, and units that share all ranks. Images differ in
-size from sample to sample; all samples have one number of tokens, as MIMO's batches do, so nothing is padded.
+have: microbatches as `auto` predicts to be fastest, units that share all ranks, and the plan that the search of `--plan auto`
+makes for the same ranks from layers that it has timed. --data chooses the samples:
+
+    sizes   one image each, of 4 to 144 tokens; all samples have one number of tokens, so MIMO pads nothing
+    counts  1 to 16 images each, of 16 tokens, and as much text; MIMO pads the samples of a microbatch to its longest
+    alike   4 images each, of 16 tokens
 
 Steps take turns in the same processes; shown are medians, the ratio to MIMO's, and the largest difference of a loss from MIMO's
 (a balanced batch holds the same samples, so its losses are the same). Needs megatron-core 0.19 (Python 3.12). Layouts are the
 encoder's replicas, the LLM's stages and its replicas; more processes than cores wait for cores, not for each other.
 
-Run `python benchmarks/beside/mimo.py [--json] [--iterations N] [--layouts V,P,D ...]`.
+Run `python benchmarks/beside/mimo.py [--json] [--iterations N] [--data NAME ...] [--layouts V,P,D ...]`.
 """
 
 import argparse
 import os
 import sys
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
+import torch
 
 from benchmarks.beside.turns import show, take_turns
+from megatron.runtime import platform
 from megatron.runtime.emulation.emulated_run import run_on_ranks
+from megatron.runtime.orchestrator.machine import describe_device
+from megatron.runtime.orchestrator.profile_layers import profile_model
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.plan.planners import PLANNERS, plan_or_advise
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from tests.distributed.braid_training import BraidTraining, ComparedCase, Weights, initial_weights
+from tests.distributed.braid_training import VOCAB_SIZE, BraidTraining, ComparedCase, Weights, initial_weights
 from tests.distributed.mimo_training import MimoLayout, MimoTraining, mimo_without_cuda
 from tests.distributed.random_source import SampleShape
 
+DATA = ("sizes", "counts", "alike")
 NUM_SAMPLES, NUM_TOKENS, MOST_MERGED_ROWS = 16, 192, 12
+MOST_IMAGES, IMAGES_ALIKE, IMAGE = 16, 4, ("vision", 4, 4)
+VISION = {
+    "role": "encoder",
+    "num_layers": 6,
+    "hidden_size": 192,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 768,
+    "image": {"patch_size": 4, "merge_size": 2, "in_channels": 3, "min_pixels": 64, "max_pixels": 65536},
+}
+LLM = {
+    "role": "backbone",
+    "num_layers": 6,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 768,
+    "add_qkv_bias": True,
+}
+"""The encoder takes about as long as the LLM."""
 
 
-def build_case() -> ComparedCase:
-    """Return a model whose encoder takes about as long as its LLM, with images of 4 to 144 tokens."""
-    vision = {
-        "role": "encoder",
-        "num_layers": 6,
-        "hidden_size": 192,
-        "num_attention_heads": 4,
-        "ffn_hidden_size": 768,
-        "image": {"patch_size": 4, "merge_size": 2, "in_channels": 3, "min_pixels": 64, "max_pixels": 65536},
-    }
-    llm = {
-        "role": "backbone",
-        "num_layers": 6,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "ffn_hidden_size": 768,
-        "add_qkv_bias": True,
-    }
+def build_case(data: str) -> ComparedCase:
+    """Return the model with the samples of one kind of data."""
     drawn = np.random.default_rng(0)
     shapes = []
     for _ in range(NUM_SAMPLES):
-        rows, columns = (int(side) for side in np.clip(np.exp(drawn.normal(1.6, 0.7, size=2)), 2, MOST_MERGED_ROWS))
-        num_text_tokens = NUM_TOKENS - rows * columns
-        shapes.append(SampleShape((("vision", rows, columns),), num_text_tokens, num_text_tokens // 2))
-    return ComparedCase(ModelGraph.from_dict({"units": {"vision": vision, "llm": llm}}), tuple(shapes))
+        if data == "sizes":
+            rows, columns = (int(side) for side in np.clip(np.exp(drawn.normal(1.6, 0.7, size=2)), 2, MOST_MERGED_ROWS))
+            images, num_text_tokens = (("vision", rows, columns),), NUM_TOKENS - rows * columns
+        else:
+            count = int(np.clip(np.exp(drawn.normal(1.2, 0.9)), 1, MOST_IMAGES)) if data == "counts" else IMAGES_ALIKE
+            images, num_text_tokens = (IMAGE,) * count, IMAGE[1] * IMAGE[2] * count
+        shapes.append(SampleShape(images, num_text_tokens, num_text_tokens // 2))
+    return ComparedCase(ModelGraph.from_dict({"units": {"vision": VISION, "llm": LLM}}), tuple(shapes))
 
 
-def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict[str, BraidTraining | MimoTraining]:
+def plan_auto(case: ComparedCase, num_ranks: int) -> PlannedRun:
+    """Return what the search of `--plan auto` chooses, after timing the model's layers."""
+    build, source = BuildOptions(Precision(torch.float64)), case.batch_of_step(0)
+    request = PlanningRequest(
+        case.graph,
+        describe_device(dtype="float64", ranks_per_node=num_ranks),
+        num_ranks,
+        len(case.shapes),
+        tuple(source.lengths(index) for index in range(len(source))),
+        vocab_size=VOCAB_SIZE,
+        transformer_impl="local",
+        sharding="optim",
+    )
+    return plan_or_advise(PLANNERS["braid"], replace(request, profile=profile_model(request, build)[0])).run
+
+
+def build_runs(
+    case: ComparedCase, layout: MimoLayout, weights: Weights, planned: PlannedRun
+) -> dict[str, BraidTraining | MimoTraining]:
     """Return everything that is compared, on this rank."""
     sizes = {
         "vision": UnitSizes(data_parallel_size=layout.vision_dp),
         "llm": UnitSizes(pipeline_parallel_size=layout.llm_pp, data_parallel_size=layout.llm_dp),
     }
-    apart = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
-    shared = _shared(case, layout.num_ranks)
+    every = {name: UnitSizes(data_parallel_size=layout.num_ranks) for name in case.graph.unit_names}
+    apart = partial(BraidTraining, case, plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks))
+    shared = partial(BraidTraining, case, plan_colocated(case.graph, sizes=every, world_size=layout.num_ranks))
     return {
         "MIMO": MimoTraining(case, weights, layout),
-        "Braid, as MIMO": BraidTraining(case, apart, balancer="none"),
-        "Braid, balanced": BraidTraining(case, apart, balancer="orchmllm"),
-        "Braid, auto": BraidTraining(case, apart, balancer="auto"),
-        "Braid, ranks shared": BraidTraining(case, shared, balancer="none"),
-        "Braid, ranks shared, orchmllm": BraidTraining(case, shared, balancer="orchmllm"),
-        "Braid, ranks shared, auto": BraidTraining(case, shared, balancer="auto"),
+        "as MIMO": apart(balancer="none"),
+        "balanced": apart(balancer="auto"),
+        "ranks shared": shared(balancer="auto"),
+        "--plan auto": BraidTraining(
+            case,
+            planned.plan,
+            balancer=planned.balance,
+            builder=planned.schedule,
+            passes=planned.passes,
+            micro_batch_size=planned.micro_batch_size,
+        ),
     }
 
 
-def measure(layout: MimoLayout, weights: Weights, num_iterations: int, *, rank: int) -> dict[str, dict[str, float]]:
+def measure(
+    data: str, layout: MimoLayout, weights: Weights, planned: PlannedRun, num_iterations: int, *, rank: int
+) -> dict[str, dict[str, float]]:
     """Return for each run the median seconds of a step and the largest difference of its losses from MIMO's."""
-    case = build_case()
+    case = build_case(data)
     with mimo_without_cuda():
-        return take_turns(build_runs(case, layout, weights), case.batch_of_step, num_iterations)
+        return take_turns(build_runs(case, layout, weights, planned), case.batch_of_step, num_iterations)
 
 
 def _first_weights(*, rank: int) -> Weights:
-    return initial_weights(build_case())
-
-
-def _shared(case: ComparedCase, num_ranks: int) -> Plan:
-    sizes = {name: UnitSizes(data_parallel_size=num_ranks) for name in case.graph.unit_names}
-    return plan_colocated(case.graph, sizes=sizes, world_size=num_ranks)
+    return initial_weights(build_case("alike"))
 
 
 def main() -> None:
@@ -102,14 +145,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--iterations", type=int, default=10, help="steps of each")
+    parser.add_argument("--data", nargs="+", default=list(DATA), choices=DATA, help="kinds of samples")
     parser.add_argument("--layouts", nargs="+", default=["1,1,1"], metavar="V,P,D", help="vision dp, LLM pp, LLM dp")
     given = parser.parse_args()
+    platform.install()
     weights = run_on_ranks(_first_weights, num_ranks=1)
     found = {}
-    for text in given.layouts:
+    for text, data in product(given.layouts, given.data):
         layout = MimoLayout(*map(int, text.split(",")))
-        found[text] = run_on_ranks(measure, layout, weights, given.iterations, num_ranks=layout.num_ranks)
-    show(found, of="encoder dp, LLM pp, LLM dp", peer="MIMO's", as_json=given.json)
+        planned = plan_auto(build_case(data), layout.num_ranks)
+        sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
+        print(f"{data}, {layout.num_ranks} ranks, --plan auto: {sizes}; {planned.flags}", file=sys.stderr)
+        found[f"{data}; {text}"] = run_on_ranks(
+            measure, data, layout, weights, planned, given.iterations, num_ranks=layout.num_ranks
+        )
+    show(found, of="samples; encoder dp, LLM pp, LLM dp", peer="MIMO's", as_json=given.json)
 
 
 if __name__ == "__main__":

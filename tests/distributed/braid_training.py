@@ -1,6 +1,6 @@
 """Models, batches and an optimizer that megatron-core's own loops and Braid's are both given, to compare what they learn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.run_options import RunOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import passes_named
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from tests.distributed.gradient_case import SEED, plan_all, single_rank_plan
@@ -38,15 +39,16 @@ CLIP_GRAD = 0.1
 class ComparedCase:
     graph: ModelGraph
     shapes: tuple[SampleShape, ...]
-    """Of a global batch: all have one number of tokens, as GPTModel wants them."""
+    """Of a global batch. GPTModel wants one number of tokens: what it trains pads shorter ones."""
 
     def batch_of_step(self, step: int) -> RandomSource:
         return RandomSource(self.graph, self.shapes, VOCAB_SIZE, seed=step)
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of each sample."""
-        return self.batch_of_step(0).lengths(0).num_tokens
+        """Tokens of the longest sample."""
+        source = self.batch_of_step(0)
+        return max(source.lengths(index).num_tokens for index in range(len(source)))
 
 
 _LLM = {
@@ -116,8 +118,17 @@ def braid_losses(case: ComparedCase, plan: Plan) -> list[float]:
 
 
 class BraidTraining:
-    def __init__(self, case: ComparedCase, plan: Plan, *, balancer: str = "orchmllm", builder: str = "1f1b") -> None:
-        self.case, self.balancer = case, balancer
+    def __init__(
+        self,
+        case: ComparedCase,
+        plan: Plan,
+        *,
+        balancer: str = "orchmllm",
+        builder: str = "1f1b",
+        passes: Sequence[str] = (),
+        micro_batch_size: int = MICRO_BATCH_SIZE,
+    ) -> None:
+        self.case, self.balancer, self.micro_batch_size = case, balancer, micro_batch_size
         optimizer = build_optimizer_config(
             lr=LEARNING_RATE,
             min_lr=LEARNING_RATE,
@@ -130,7 +141,14 @@ class BraidTraining:
         build = BuildOptions(Precision(torch.float64))
         self._costs = RunOptions(zero_stage=0, sequence_parallel=False, transformer_impl="local")
         options = SessionOptions(
-            case.graph, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, optimizer=optimizer, builder=BUILDERS[builder]
+            case.graph,
+            build,
+            VOCAB_SIZE,
+            seed=SEED,
+            timeout=TIMEOUT,
+            optimizer=optimizer,
+            builder=BUILDERS[builder],
+            passes=passes_named(",".join(passes)),
         )
         self.session = Session(options, plan=plan)
         for group in (group for unit in self.session.optimizers.values() for group in unit.param_groups):
@@ -139,7 +157,7 @@ class BraidTraining:
     def prepare(self, source: RandomSource) -> Step:
         lengths = [source.lengths(index) for index in range(len(source))]
         predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs)
-        options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE, predictor=predictor)
+        options = BalanceOptions(micro_batch_size=self.micro_batch_size, predictor=predictor)
         assignment = BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 

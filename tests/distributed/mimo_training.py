@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,6 +27,7 @@ from megatron.core.process_groups_config import MultiModuleProcessGroupCollectio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron.runtime import patches
 from multimodal.data.packing import pack_encoder_microbatch
@@ -246,10 +246,12 @@ class MimoMicrobatch:
 
     @classmethod
     def load(cls, source: RandomSource, samples: Sequence[int], *, of: str) -> "MimoMicrobatch":
-        """Return some samples of a batch, with the images of one module."""
+        """Return some samples of a batch, padded to the longest of them, with the images of one module."""
         texts = [source.text(index) for index in samples]
         columns = ("token_ids", "labels", "is_target")
-        token_ids, labels, is_target = (torch.from_numpy(np.stack([getattr(t, column) for t in texts])) for column in columns)
+        token_ids, labels, is_target = (
+            pad_sequence([torch.from_numpy(getattr(text, column)) for text in texts], batch_first=True) for column in columns
+        )
         for row, (index, text) in enumerate(zip(samples, texts, strict=True)):
             for item, start, length in text.item_starts:
                 token_ids[row, start : start + length] = _image_token(source.graph, source.shapes[index].items[item][0])
