@@ -5,7 +5,6 @@
 
 import copy
 import datetime
-import json
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -34,8 +33,6 @@ from multimodal.values.plan import Plan
 from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.cost.cost_cases import CLUSTER
 from tests.unit.golden_answers import Kinds, differing, write
-from tests.unit.hugging_face.test_item_configs import PUBLISHED
-from tests.unit.hugging_face.test_text_configs import LLAMA
 from tests.unit.plan.planners.templates.test_plan_templates import ONE_NODE
 
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
@@ -50,14 +47,6 @@ STAGE = {"forward": 1.0}
 def in_file(document: Any, read: Callable[[Path], object]) -> None:
     Path("file.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     read(Path("file.yaml"))
-
-
-def in_folder(document: Mapping[str, Any]) -> None:
-    """Read a folder of Hugging Face; `processor` is none of its config's keys."""
-    config = dict(document)
-    Path("preprocessor_config.json").write_text(json.dumps(config.pop("processor", {})))
-    Path("config.json").write_text(json.dumps(config))
-    read_model(Path())
 
 
 def in_table(document: Mapping[str, str]) -> None:
@@ -113,8 +102,6 @@ FILES: Kinds = {
     "schedule's name": ({"name": "dip:rounds=2"}, lambda document: BUILDERS[document["name"]]),
     "environment": ({"environ": {}}, lambda document: find_rank_place(document["environ"])),
     "trace": ({"text": "10,-2\n"}, in_trace),
-    "llama": (LLAMA, in_folder),
-    **{name: (config, in_folder) for name, config in PUBLISHED.items()},
 }
 
 

@@ -12,15 +12,13 @@ from PIL import Image
 import multimodal
 from multimodal.data.image_processing import image_grid, image_to_patches, num_tiles
 from multimodal.hugging_face.llava import LLAVA
-from multimodal.hugging_face.registry import architecture_of, read_encoder
+from multimodal.hugging_face.registry import architecture_of
 from multimodal.model.latents import normalised_patches
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
-from tests.unit.hugging_face.folders import written
 
 SMALL = {"model_type": "dinov2", "hidden_size": 384, "image_size": 518, "patch_size": 14}
 SMALL |= {"num_attention_heads": 6, "num_hidden_layers": 12}
-GIANT = {"model_type": "dinov2", "hidden_size": 1536, "num_attention_heads": 24, "num_hidden_layers": 40, "use_swiglu_ffn": True}
 PROCESSOR: dict[str, Any] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], "do_center_crop": True}
 PROCESSOR |= {"crop_size": {"height": 224, "width": 224}, "size": {"shortest_edge": 256}}
 """Of all published sizes."""
@@ -73,26 +71,12 @@ SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidde
 LLM = {"role": "backbone", **SHAPE}
 
 
-def test_the_gate_of_the_largest_one_is_read_and_written(tmp_path: Path) -> None:
-    folder = write(tmp_path / "giant", {"architectures": ["Dinov2Model"], **GIANT})
-    encoder, config = read_encoder(folder)
-    unit = encoder.to_unit(config)
-    assert (unit["ffn_hidden_size"], unit["activation"]) == (4096, "swiglu")
-    llava = {"vision_config": GIANT, "text_config": {"model_type": "qwen2", "vocab_size": 100}}
-    llava["vision_feature_select_strategy"] = "full"
-    graph = ModelGraph.from_dict(LLAVA.to_graph(llava))
-    assert architecture_of(graph) is LLAVA
-    tower = written(graph)["vision_config"]
-    assert (tower["mlp_ratio"], tower["use_swiglu_ffn"], tower["num_hidden_layers"]) == (4, True, 39)
-    assert "intermediate_size" not in tower
-
-
 def test_what_is_composed_of_a_known_family_is_written_as_that(tmp_path: Path) -> None:
     """A tower whose output goes through no norm, and a projector without one."""
     for vision, layer in ((CLIP, -1), (CLIP, -2), (small(), -2)):
         graph = composed(tmp_path, vision, None if vision is CLIP else PROCESSOR, feature_layer=layer)
         assert architecture_of(graph) is LLAVA
-        config = written(graph)["vision_config"]
+        config = LLAVA.to_config(graph)["vision_config"]
         assert config["image_size"] == (224 if vision is CLIP else 518)
         assert config["num_hidden_layers"] == (13 + layer)
     for options in ({}, {"feature_layer": -2, "projector": "merger"}, {"feature_layer": -2, "merge_size": 2}):
