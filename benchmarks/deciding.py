@@ -26,7 +26,9 @@ Run `python benchmarks/deciding.py [--json] [--repeats N] [--ranks 64 512 3072 1
 import argparse
 import gc
 import json
+import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -153,7 +155,11 @@ def decide(
         )
         steps.append(clock.seconds)
     least = {part: min(seconds[part] for seconds in steps) for part in steps[0]} | first.seconds
-    return {part: least[part] for part in PARTS} | {"step": sum(least[part] for part in PARTS if part not in NOT_IN_A_STEP)}
+    step = sum(least[part] for part in PARTS if part not in NOT_IN_A_STEP)
+    return {part: least[part] for part in PARTS} | {
+        "step": step,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
 
 
 def _lengths(drawn: Sequence[SampleLengths], ids: range) -> Sequence[SampleLengths]:
@@ -223,15 +229,17 @@ def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return case -> part -> seconds."""
+    """Return case -> part -> seconds; every case has a process of its own, whose memory is the case's."""
     measured = {}
+    processes = multiprocessing.get_context("fork")
     for num_ranks in arguments.ranks:
         for schedule in arguments.schedules:
             graph, plan = build_case(num_ranks, schedule=schedule)
             for balancer in arguments.balancers:
                 case = f"{num_ranks} {balancer} {schedule}"
                 given = {"balancer": balancer, "schedule": schedule, "passes": arguments.passes, "repeats": arguments.repeats}
-                measured[case] = decide(graph, plan, **given)
+                with processes.Pool(1) as pool:
+                    measured[case] = pool.apply(decide, (graph, plan), given)
     if arguments.kernels:
         measured["2560 x 60"] = measure_kernels(
             [name for name in arguments.balancers if name != "auto"], num_replicas=2560, num_samples=60, repeats=arguments.repeats
@@ -251,14 +259,16 @@ def measure_elsewhere(root: str) -> dict[str, dict[str, float]]:
 def show(measured: dict[str, dict[str, float]], before: dict[str, dict[str, float]], console: Console) -> None:
     """Print milliseconds per case and part, and the ratio to the other checkout's."""
     columns = (*PARTS, "step")
-    table = Table("LLM ranks, balancer, schedule", *columns, title="ms of a step's decision" + " (ms before)" * bool(before))
+    table = Table(
+        "LLM ranks, balancer, schedule", *columns, "peak MB", title="ms of a step's decision" + " (ms before)" * bool(before)
+    )
     for case, seconds in measured.items():
         if "step" in seconds:
             cells = [f"{1e3 * seconds[part]:.0f}" for part in columns]
             if case in before:
                 cells = [f"{cell} ({1e3 * before[case][part]:.0f})" for cell, part in zip(cells, columns, strict=True)]
                 cells[-1] += f" {before[case]['step'] / seconds['step']:.0f}x"
-            table.add_row(case, *cells)
+            table.add_row(case, *cells, f"{seconds['peak_mb']:.0f}")
         else:
             for part, took in seconds.items():
                 was = f" (before {1e3 * before[case][part]:.0f})" if case in before else ""
