@@ -56,6 +56,7 @@ def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingR
         "schedule_passes": list(run.passes),
         "balance": run.balance,
         "micro_batch_size": run.micro_batch_size,
+        "encoder_micro_batch_sizes": dict(run.encoder_micro_batch_sizes),
         "recompute_granularity": run.recompute,
         "transformer_impl": run.transformer_impl,
         "tp_comm_overlap": run.tp_comm_overlap,

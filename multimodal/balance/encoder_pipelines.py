@@ -1,5 +1,7 @@
 """Deals an encoder's microbatches to its pipelines on the ranks of one LLM replica, by their idle time."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from multimodal.cost.model_costs import ModelCosts
@@ -69,6 +71,20 @@ def pipelines_beside(plan: Plan, unit: str, *, llm: str) -> Integers | None:
     owners = [each.pop() for each in found]
     counts = np.bincount(owners, minlength=plan.units[llm].data_parallel_size)
     return np.argsort(owners, kind="stable").reshape(len(counts), -1) if counts.min() == counts.max() else None
+
+
+def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
+    """Number encoder replicas so that microbatches dealt in turn stay on the ranks of the LLM replica that takes them.
+
+    Replica k of an encoder then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A
+    unit whose replicas do not lie inside is left as it is.
+    """
+    units = dict(plan.units)
+    for unit in graph.encoders:
+        if (rows := pipelines_beside(plan, unit.name, llm=graph.backbone.name)) is not None:
+            replicas = [units[unit.name].replicas[index] for index in rows.T.ravel().tolist()]
+            units[unit.name] = replace(units[unit.name], replicas=tuple(replicas))
+    return Plan(units)
 
 
 def _order_of_need(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:

@@ -102,7 +102,7 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
                 yield f"{flag} and --plan auto exclude each other: virtual stages are planned by number; leave it out"
         for name in config.training.encoder_micro_batch_sizes:
             flag = shown_flag(f"{name}.{MICRO_BATCH_SIZE}")
-            yield f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out"
+            yield f"{flag} and --plan auto exclude each other: the microbatches of encoders are planned, too; leave it out"
     for key in config.optimizer.unit_rates:
         name, _, rate = key.rpartition(".")
         last = config.optimizer.lr_decay_iters or config.training.train_iters

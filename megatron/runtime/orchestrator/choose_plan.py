@@ -61,7 +61,9 @@ class Choice:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Choice":
         """Build from the plain form; raises KeyError, TypeError or BraidError."""
-        flags = {**value["flags"], "passes": tuple(value["flags"]["passes"])}
+        given = value["flags"]
+        sizes = tuple(map(tuple, given["encoder_micro_batch_sizes"]))
+        flags = {**given, "passes": tuple(given["passes"]), "encoder_micro_batch_sizes": sizes}
         run = PlannedRun(Plan.from_dict(value["plan"]), planner=PLANNER, **flags)
         profile = value["profile"] and LayerProfile.from_dict(value["profile"])
         cluster, second = Cluster.from_dict(value["cluster"]), value["second"] and cls.from_dict(value["second"])
@@ -191,6 +193,7 @@ def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: P
         schedule_passes=",".join(run.passes),
         balance=run.balance,
         micro_batch_size=run.micro_batch_size,
+        encoder_micro_batch_sizes=dict(run.encoder_micro_batch_sizes),
         recompute_granularity=run.recompute,
         cluster=cluster,
         layer_costs=layer_costs,

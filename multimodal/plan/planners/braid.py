@@ -323,23 +323,14 @@ class PlanSearch:
         def judge(run: PlannedRun, best: PredictedRun) -> PredictedRun | None:
             ranked = self.trials.try_run(best.run, RANKING)
             enough = CHANCE * ranked.prediction.iteration_seconds if ranked else math.inf
+            if self.trials.least_step_seconds(run) > best.prediction.iteration_seconds:
+                return None
             near = self.trials.try_run(run, RANKING)
             is_near = near is not None and near.prediction.iteration_seconds <= enough
             return self.trials.try_run(run, FINAL) if is_near else None
 
-        def near(run: PlannedRun) -> Iterator[PlannedRun]:
-            yield from neighbours(run, self.request)
-            yield from islice(self._with_another_unit(run), NUM_OTHER_LAYOUTS)
-
-        settled, self.num_neighbours = climb(best, near=near, judge=judge)
+        settled, self.num_neighbours = climb(best, near=partial(neighbours, request=self.request), judge=judge)
         return settled
-
-    def _with_another_unit(self, run: PlannedRun) -> Iterator[PlannedRun]:
-        """Yield the run with the best simulated plans in which one unit alone has other sizes, the best first."""
-        for plan in {repr(other.run.plan): other.run.plan for other in self.trials.fitting(QUICK)}.values():
-            if plan.num_ranks == run.num_gpus and sum(unit != run.plan.units[name] for name, unit in plan.units.items()) == 1:
-                changed = formed(replace(run, plan=plan), (run.schedule, run.balance), self.request)
-                yield from filter(None, (changed,))
 
     def _least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of these runs."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
-from multimodal.balance.encoder_pipelines import pipelines_beside
+from multimodal.balance.encoder_pipelines import keep_beside_llm
 from multimodal.plan.planners.allowed_sizes import (
     data_parallel_sizes,
     largest_fitting,
@@ -24,8 +24,7 @@ from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.run_variants import climb, other_partitions, with_first_balance
 from multimodal.plan.planners.search.trials import simulate_run
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.plan import Plan
+from multimodal.values.model_graph import Role, Unit
 
 SCHEDULES = ("optimus", "optimus-lean", "nested")
 """Each keeps fewer activations than the one before it, and is used if that one does not fit."""
@@ -268,17 +267,3 @@ def _check_sizes(request: PlanningRequest) -> None:
                     f"unit '{unit.name}': {name} parallel size {mine} is fixed, but its pipelines lie inside the LLM's, so it "
                     f"must divide the LLM's {whole}; fix one of {fitting}, or take another planner"
                 )
-
-
-def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
-    """Number encoder replicas so that microbatches dealt in turn stay on the ranks of the LLM replica that takes them.
-
-    Replica k of an encoder then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A
-    unit whose replicas do not lie inside is left as it is.
-    """
-    units = dict(plan.units)
-    for unit in graph.encoders:
-        if (rows := pipelines_beside(plan, unit.name, llm=graph.backbone.name)) is not None:
-            replicas = [units[unit.name].replicas[index] for index in rows.T.ravel().tolist()]
-            units[unit.name] = replace(units[unit.name], replicas=tuple(replicas))
-    return Plan(units)

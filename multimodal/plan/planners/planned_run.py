@@ -29,6 +29,8 @@ class PlannedRun:
     balance: str = "none"
     """A name of `BALANCERS`."""
     micro_batch_size: int = 1
+    encoder_micro_batch_sizes: tuple[tuple[str, int], ...] = ()
+    """Encoders with the most items in one of their microbatches; others follow the LLM's microbatches."""
     recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
@@ -82,6 +84,7 @@ class PlannedRun:
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
         flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
+        flags += [f"--{unit.replace('_', '-')}-micro-batch-size {size}" for unit, size in self.encoder_micro_batch_sizes]
         flags.append(f"--transformer-impl {self.transformer_impl}")
         if self.tp_comm_overlap:
             flags.append("--tp-comm-overlap")

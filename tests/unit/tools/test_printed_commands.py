@@ -2,10 +2,14 @@
 
 import json
 import random
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -15,11 +19,17 @@ from megatron.runtime.flags import flag_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.data.length_table import write_length_table
 from multimodal.plan.planners import TEMPLATE_PLANNERS
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import judge_run
+from multimodal.plan.planners.search.run_variants import neighbours
 from multimodal.schedule.builders import fed_encoders
+from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import Experts, ModelGraph
 from tests.sanity.repository import ROOT
 from tests.unit.plan.planners.planning_cases import AUDIO, GRAPHS, LLM, VISION, few_planners, random_lengths
 from tools.plan import main as plan_main
+from tools.plan import plan as plan_alone
 from tools.simulate import main as simulate_main
 
 SPEECH = replace(AUDIO, name="speech")
@@ -49,6 +59,8 @@ class Asked(NamedTuple):
     """Units of which no sample has an item."""
     frozen: str = ""
     more: str = ""
+    neighbour: int | None = None
+    """Seed of the neighbour of the plan that is written in its place; None: the plan itself."""
 
 
 def draw(seed: int) -> Asked:
@@ -61,7 +73,7 @@ def draw(seed: int) -> Asked:
     idle = frozenset(name for name in others if choose.random() < 0.4)
     options = f"{choose.choice(OPTIONS)} {choose.choice(SIZES) if planner != 'fsdp' else ''}"
     sizes = choose.choice(CLUSTERS), choose.randint(4, 16), choose.choice((8, 12))
-    return Asked(planner, model, *sizes, idle, choose.choice(("", *others)), options)
+    return Asked(planner, model, *sizes, idle, choose.choice(("", *others)), options, choose.choice((None, seed)))
 
 
 KNOWN = (
@@ -93,7 +105,7 @@ def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, 
     plan = tmp_path / "plan.yaml"
     more = [*asked.more.split(), *(("--freeze", asked.frozen) if asked.frozen else ())]
     flags = [*write_inputs(tmp_path, asked), *more, "--simulate-all", "--output", plan]
-    with few_planners(asked.planner):
+    with few_planners(asked.planner), patch("tools.plan.plan", partial(plan_nearby, asked.neighbour)):
         answer = run(plan_main, capsys, *flags)
     is_run = "pretrain_mllm.py" in plan.read_text()
     if not asked.frozen and is_run:
@@ -103,7 +115,20 @@ def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, 
     if is_run:
         config = parse(tmp_path, asked, num_gpus=answer["num_gpus_used"])
         assert (config.training.schedule, config.training.balance) == (answer["schedule"], answer["balance"])
+        assert config.training.encoder_micro_batch_sizes == answer["encoder_micro_batch_sizes"]
         assert config.parallelism.num_distributed_optimizer_instances == 1 + (COPIES in asked.more)
+
+
+def plan_nearby(neighbour: int | None, name: str, request: PlanningRequest, flags: Namespace) -> PredictedRun:
+    planned = plan_alone(name, request, flags)
+    others = [*neighbours(planned.run, request)] if neighbour is not None else []
+    random.Random(neighbour).shuffle(others)
+    for run in others:
+        with suppress(BraidError):
+            prediction = judge_run(run, request)
+            if prediction.peak_memory_bytes <= request.memory_bytes:
+                return PredictedRun(run, prediction)
+    return planned
 
 
 @pytest.mark.parametrize("planner", TEMPLATE_PLANNERS)

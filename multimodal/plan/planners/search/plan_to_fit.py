@@ -97,6 +97,7 @@ def describe(planned: PredictedRun) -> str:
         f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {units}; "
         f"{run.schedule}{'' if run.can_run else ' with more work, never run'}, --balance {run.balance}, "
         f"microbatch {run.micro_batch_size}"
+        + "".join(f", of {unit} {size} items" for unit, size in run.encoder_micro_batch_sizes)
         + (f", recomputing {run.recompute}" if run.recompute else "")
         + (", overlapped tensor parallelism" if run.tp_comm_overlap else "")
         + (", weights sharded" if run.sharding != "optim" else "")

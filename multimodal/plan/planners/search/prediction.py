@@ -191,7 +191,10 @@ def assign(
 ) -> Assignment:
     """Place samples as in the run; is_checked: True if it is validated. Raises AssignmentError."""
     options = BalanceOptions(
-        micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
+        micro_batch_size=run.micro_batch_size,
+        encoder_micro_batch_sizes=dict(run.encoder_micro_batch_sizes),
+        ranks_per_node=request.cluster.gpus_per_node,
+        vocab_size=request.vocab_size,
     )
     assignment = BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
     if is_checked:

@@ -10,11 +10,13 @@ import numpy as np
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.balance.placement import turns_of
+from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.unit_layout import unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.unit_sizes import other_unit_sizes
 from multimodal.plan.plans_of_sizes import fold_stages
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES, Need
@@ -103,8 +105,23 @@ def other_passes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedR
             yield replace(run, passes=(name, *run.passes))
 
 
+def other_encoder_sizes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the run with other numbers of items in the microbatches of one encoder, which at first follow the LLM's."""
+    for unit in (unit.name for unit in request.graph.encoders if unit.name not in request.loads.idle_units):
+        given = dict(run.encoder_micro_batch_sizes)
+        size, items = given.pop(unit, None), request.loads.mean[unit][UnitLoad._fields.index("num_sequences")]
+        following = round(run.micro_batch_size * items)
+        near = {following // 2, following, 2 * following} if size is None else {size // 2, size - 1, size + 1, 2 * size}
+        choices = [{**given, unit: each} for each in sorted(near) if 1 <= each <= request.global_batch_size * items]
+        for each in choices if size is None else [given, *choices]:
+            yield replace(run, encoder_micro_batch_sizes=tuple(sorted(each.items())))
+
+
 def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the runs that differ in one thing: overlap, microbatch size, balancer, schedule, one pass, a cut, a partition."""
+    """Yield the runs that differ in one thing.
+
+    It is the overlap, a microbatch size, the balancer, the schedule, one pass, one unit's sizes, a cut, or a partition.
+    """
     yield from overlapped(run, request)
     if run.tp_comm_overlap:
         yield replace(run, tp_comm_overlap=False)
@@ -117,6 +134,8 @@ def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun
     yield from other_passes(run, request)
     open_passes = [name for name in run.passes if not (PASSES[name].is_planned or PASSES[name].splits_backwards)]
     yield from (replace(run, passes=tuple(other for other in run.passes if other != name)) for name in open_passes)
+    yield from other_encoder_sizes(run, request)
+    yield from filter(None, (formed(each, (each.schedule, each.balance), request) for each in other_unit_sizes(run, request)))
     yield from other_cuts(run, request)
     yield from other_partitions(run, request)
 

@@ -7,8 +7,9 @@ import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.training.prediction import build_predictor
+from multimodal.balance.encoder_pipelines import keep_beside_llm
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.optimus import SCHEDULES, keep_beside_llm
+from multimodal.plan.planners.optimus import SCHEDULES
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.filling_report import with_filling

@@ -2,8 +2,10 @@
 
 import random
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -11,18 +13,34 @@ from benchmarks.baselines import COMPARED
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.allowed_sizes import fewest_enough
-from multimodal.plan.planners.braid import CHANCE, PlanSearch
+from multimodal.plan.planners.braid import PlanSearch
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.run_variants import neighbours
+from multimodal.plan.planners.search.run_variants import neighbours, other_encoder_sizes
 from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
 from multimodal.plan.planners.search.trials import Trials
+from multimodal.plan.planners.search.unit_sizes import other_unit_sizes
+from multimodal.plan.plans_of_sizes import place_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.errors import PlanError
-from multimodal.values.sample_lengths import SampleLengths
-from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, TWO, random_lengths, request, with_memory
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.validate import validate_plan
+from tests.unit.plan.planners.planning_cases import (
+    GRAPHS,
+    LLM,
+    TEXT_ONLY,
+    TWO,
+    VISION,
+    few_planners,
+    random_lengths,
+    request,
+    with_memory,
+)
 from tests.unit.plan.planners.test_context_parallel_plans import without_items
 
 UNLIMITED = float("inf")
@@ -175,15 +193,65 @@ def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
     assert first is not None
     best = search.settle(first)
     assert best.key < first.key
-    ranked = search.trials.try_run(best.run, RANKING)
-    assert ranked is not None
-    others = [*neighbours(best.run, asked)]
-    assert len(others) <= search.num_neighbours
-    for other in others:
-        near = search.trials.try_run(other, RANKING)
-        if near is not None and near.prediction.iteration_seconds <= CHANCE * ranked.prediction.iteration_seconds:
-            judged = search.trials.try_run(other, FINAL)
-            assert judged is None or judged.key >= best.key, other.flags
+    check_neighbours(best, search.request)
+    assert search.num_neighbours >= len([*neighbours(best.run, search.request)])
+
+
+@pytest.mark.deep(when=lambda seed: seed != 3)
+@pytest.mark.parametrize("seed", [1, 2, 3, 5])
+@few_planners()
+def test_no_neighbour_of_a_plan_is_better(seed: int) -> None:
+    asked = random_request(seed)
+    best = COMPARED["braid"].plan_best(asked)
+    check_neighbours(best, PlanSearch(asked).request)
+    assert re.search(r"no neighbour is better \(\d+ tried\)", best.run.notes[0])
+
+
+def check_neighbours(best: PredictedRun, asked: PlanningRequest) -> None:
+    trials = Trials(asked)
+    for other in neighbours(best.run, asked):
+        judged = trials.try_run(other, FINAL)
+        assert judged is None or judged.key >= best.key, other.flags
+
+
+def sizes(plan: Plan) -> Iterator[tuple[str, int, int, int]]:
+    for name, unit in plan.units.items():
+        yield name, unit.tensor_parallel_size, len(unit.replicas[0].stages), unit.data_parallel_size
+
+
+def is_near(each: Sequence[int], own: Sequence[int], may_give_ranks_back: bool) -> bool:
+    ratios = sorted(one / other for one, other in zip(each, own, strict=True))
+    return ratios == [0.5, 1, 2] or (may_give_ranks_back and ratios == [0.5, 1, 1])
+
+
+@pytest.mark.parametrize("kind", ["own ranks", "shared ranks", "a chain"])
+def test_one_unit_alone_gets_every_size_a_factor_away(kind: str) -> None:
+    layouts = {"vision": even_layout(VISION, 1, 2, 2), "llm": even_layout(LLM, 2, 2, 1)}
+    plan = Candidate(layouts, (("vision", "llm"),) if kind == "shared ranks" else ()).build_plan(TWO)
+    if kind == "a chain":
+        held = {"vision": {0: [(0, 5)], 1: [(5, 8)]}, "llm": {1: [(0, 4)], 2: [(4, 10)]}}
+        plan = Plan({name: place_stages(each, tensor=1, context=1, data=2) for name, each in held.items()})
+    asked = request(TWO, num_gpus=plan.num_ranks)
+    run = replace(COMPARED["disttrain"](asked), plan=plan)
+    for name, *own in sizes(plan):
+        found = {tuple(each) for other in other_unit_sizes(run, asked) for unit, *each in sizes(other.plan) if unit == name}
+        assert found - {tuple(own)} == {each for each in product((1, 2, 4), repeat=3) if is_near(each, own, kind == "own ranks")}
+        assert len(found) > 2
+    for other in other_unit_sizes(run, asked):
+        validate_plan(other.plan, graph=TWO, world_size=other.num_gpus)
+        assert sum(one != two for one, two in zip(sizes(plan), sizes(other.plan), strict=True)) == 1
+
+
+def test_encoders_get_smaller_and_larger_microbatches_or_follow_the_llm() -> None:
+    lengths = tuple(replace(each, items=(ItemLengths("vision", 64, 16),) * 2) for each in random_lengths(TWO))
+    asked = request(TWO, lengths=lengths)
+    run = replace(COMPARED["disttrain"](asked), micro_batch_size=4)
+    found = [each.encoder_micro_batch_sizes for each in other_encoder_sizes(run, asked)]
+    assert found == [(("vision", size),) for size in (4, 8, 16)]
+    given = replace(run, encoder_micro_batch_sizes=(("vision", 5),))
+    assert "--vision-micro-batch-size 5" in given.flags
+    found = [dict(each.encoder_micro_batch_sizes).get("vision") for each in other_encoder_sizes(given, asked)]
+    assert found == [None, 2, 4, 6, 10]
 
 
 def advised(name: str, asked: PlanningRequest) -> int:
