@@ -44,7 +44,8 @@ def losses_and_gradient(drawn: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
 def on_rank(drawn: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, by_kernels: bool) -> list[Tensor]:
     from multimodal.model.layers import cross_entropy_kernels
 
-    with patch.object(cross_entropy_kernels, "MOST_COLUMNS", COLUMNS):
+    chunked = patch.object(backbone_ends, "CHUNK_ENTRIES", 3 * COLUMNS)  # in chunks of one row to six
+    with patch.object(cross_entropy_kernels, "MOST_COLUMNS", COLUMNS), chunked:
         return losses_and_gradient(drawn, dtype, by_kernels, dist.group.WORLD)
 
 

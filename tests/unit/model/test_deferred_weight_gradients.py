@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, defer_weight_gradients
+from multimodal.model.weight_gradient_queue import (
+    LinearWeightGradient,
+    WeightGradientQueue,
+    accumulate_into_buffers,
+    defer_weight_gradients,
+)
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import build_stage
 
@@ -130,3 +136,33 @@ def test_outside_of_the_queue_nothing_is_left() -> None:
         forward(stage).backward()
     assert len(queue) == 0
     assert all(parameter.grad is not None for parameter in stage.parameters())
+
+
+def test_products_add_to_float32_buffers() -> None:
+    """More exactly than in bfloat16; hooks run, and Megatron's would add nothing."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(5, 4, generator=generator).bfloat16())
+    weight.main_grad = torch.ones(5, 4)  # type: ignore[attr-defined]
+    accumulate_into_buffers(
+        [weight],
+        lambda rows, gradient, buffer: buffer.add_(gradient.float().t() @ rows.float()),  # type: ignore[arg-type,return-value]
+    )
+    arrived: list[int] = []
+
+    def note(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            arrived.append(1)
+            parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(note)
+    rows = torch.randn(2, 3, 4, generator=generator).bfloat16().requires_grad_()
+    deferrable_linear(rows, weight, None).sum().backward()
+    queue = WeightGradientQueue()
+    with defer_weight_gradients(queue):
+        output = deferrable_linear(rows, weight, None)
+    output.sum().backward()
+    assert len(arrived) == 1
+    queue.compute()
+    expected = 1 + 2 * rows.detach().float().flatten(0, 1).sum(0).expand(5, 4)
+    assert len(arrived) == 2 and weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+    assert torch.allclose(weight.main_grad, expected, rtol=1e-5, atol=1e-5)  # type: ignore[attr-defined]

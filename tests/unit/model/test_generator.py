@@ -39,15 +39,6 @@ def run(batch: PackedInput, conditions: torch.Tensor) -> HeadOutput:
     return output
 
 
-def test_each_image_is_made_from_its_own_condition() -> None:
-    apart = [
-        PackedInput((4,), POSITIONS[:4], patches=TWO_IMAGES.patches[:4], condition_rows=torch.zeros(4, dtype=torch.long)),
-        PackedInput((2,), POSITIONS[4:], patches=TWO_IMAGES.patches[4:], condition_rows=torch.zeros(2, dtype=torch.long)),
-    ]
-    together = run(TWO_IMAGES, CONDITIONS).loss_sum
-    torch.testing.assert_close(together, run(apart[0], CONDITIONS[1:]).loss_sum + run(apart[1], CONDITIONS[:1]).loss_sum)
-
-
 def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
     stage = build_stage(GRAPH, "painter")
     hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
@@ -115,61 +106,6 @@ def test_a_flow_is_learnt_between_data_and_noise() -> None:
     )
     torch.testing.assert_close(seen, unseen, msg="at time 1 nothing of the data is seen")
     assert not torch.allclose(made.predicted, unseen)
-
-
-def test_a_layer_is_modulated_by_the_time_of_its_own_item() -> None:
-    """DiT's block in torch: norm, shift and scale, branch, gate."""
-    stage, path = flow_stage(), two_paths()
-    hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
-    given = stage.prepare(replace(TWO_IMAGES, path=path), CONDITIONS)
-    found, layer = stage.run_layer(1, hidden, given), stage.layers["1"]
-    assert layer.modulation(path.times).unique(dim=0).shape[0] == 2
-    for item, rows in enumerate((slice(0, 4), slice(4, 6))):
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = layer.modulation(path.times)[item].chunk(6)
-        one = PackedInput((rows.stop - rows.start,), POSITIONS[rows])
-        alone = stage.prepare(one, None)
-        attended, bias = layer.self_attention(
-            layer.input_layernorm(hidden[rows]) * (1 + scale) + shift,
-            attention_mask=None,
-            rotary_pos_emb=alone.frequencies,
-            packed_seq_params=alone.lengths,
-        )
-        expected = hidden[rows] + gate * (attended if bias is None else attended + bias)
-        mapped, bias = layer.mlp(layer.pre_mlp_layernorm(expected) * (1 + mlp_scale) + mlp_shift)
-        torch.testing.assert_close(found[rows], expected + mlp_gate * (mapped if bias is None else mapped + bias))
-
-
-def test_conditions_have_weights_of_their_own_and_attend_with_patches() -> None:
-    """MMDiT's block in torch: each kind of row by its own maps, one attention."""
-    stage = flow_stage(condition_tokens=3, has_joint_attention=True)
-    path, is_patch = two_paths((6, 4)), torch.tensor([0, 0, 1, 1, 1, 1, 0, 0, 1, 1]).bool()
-    hidden = torch.randn(10, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
-    places = torch.zeros(10, 2, dtype=torch.long)
-    batch = PackedInput((6, 4), places, target_rows=is_patch.nonzero()[:, 0], path=path)
-    found, layer = stage.run_layer(1, hidden, stage.prepare(batch, None)), stage.layers["1"]
-    of_items = layer.modulation(path.times).unflatten(0, (2, 2))
-
-    def mapped(linear: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
-        parts = [torch.nn.functional.linear(rows, each.weight, each.bias) for each in (linear.conditions, linear)]
-        return torch.where(is_patch[:, None], parts[1], parts[0])
-
-    values = of_items[(~is_patch).long(), path.items]
-    shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values.chunk(6, dim=1)
-    rows = hidden[:, 0]
-    attention = layer.self_attention
-    qkv = mapped(attention.linear_qkv, layer.input_layernorm(rows) * (1 + scale) + shift)
-    query, key, value = qkv.view(10, attention.num_query_groups_per_partition, -1).split((8, 8, 8), dim=2)
-    context = torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(*(each[part].transpose(0, 1) for each in (query, key, value)))
-            for part in (slice(0, 6), slice(6, 10))
-        ],
-        dim=1,
-    )
-    rows = rows + gate * mapped(attention.linear_proj, context.transpose(0, 1).flatten(1))
-    gated, up = mapped(layer.mlp.linear_fc1, layer.pre_mlp_layernorm(rows) * (1 + mlp_scale) + mlp_shift).chunk(2, dim=1)
-    expected = rows + mlp_gate * mapped(layer.mlp.linear_fc2, torch.nn.functional.silu(gated) * up)
-    torch.testing.assert_close(found[:, 0], expected)
 
 
 @pytest.mark.parametrize("kind", ["generator_projector", "modulated_transformer", "generator_head"])

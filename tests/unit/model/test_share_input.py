@@ -25,11 +25,6 @@ def test_bytes_are_normalised_channel_by_channel(constants: dict[str, tuple[floa
     np.testing.assert_array_equal(normalised_patches(torch.from_numpy(patches), image).numpy(), expected)
 
 
-def test_no_bytes_become_no_values() -> None:
-    """A context parallel rank of an encoder may have none of a small image's patches."""
-    assert normalised_patches(torch.empty((0, 12), dtype=torch.uint8), ImageInput(patch_size=2)).shape == (0, 12)
-
-
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_parts_are_consecutive_and_alike_the_larger_ones_last(num_rows: int, num_parts: int) -> None:
     parts = sequence_parts(num_rows, num_parts=num_parts)
