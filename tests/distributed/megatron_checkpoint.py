@@ -1,4 +1,4 @@
-"""Writes a checkpoint of one of megatron-core's models by its own dist_checkpointing, and holds a second one against it."""
+"""Trains one of megatron-core's models, writes checkpoints by its own dist_checkpointing, and holds others against them."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
@@ -142,52 +142,24 @@ def sharded(model: Module, kind: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if "_extra_state" not in key}
 
 
-def loaded(kind: str, folder: Path) -> Module:
-    model = build(kind)
-    state = sharded(model, "" if folder.name == "back" else kind)
-    model.load_state_dict(dist_checkpointing.load(state, str(find_folder(folder))), strict=False)
-    return model.eval()
-
-
-@torch.no_grad()
 def encode_image(folder: Path, pixels: Tensor) -> Tensor:
     """Return what LLaVAModel makes of an image, [3, height, width]: [num_patches, hidden_size of the LLM]."""
     with megatron():
-        model: Any = loaded("llava", folder)
+        model: Any = Trained("llava", torch.float32).load(folder).model.eval()
         for layer in model.vision_model.decoder.layers:  # local layers of 0.16 mask as in an LLM, which later versions mend
             layer.self_attention.attn_mask_type = AttnMaskType.no_mask
             layer.self_attention.core_attention.scale_mask_softmax.attn_mask_type = AttnMaskType.no_mask
         patches = model.vision_model(pixels[None])[:, model.vision_model.class_token_len :]
         projected: Tensor = model.vision_projection(patches.transpose(0, 1).contiguous())[:, 0]
-        return projected
-
-
-def write(kind: str, path: Path, tensor_size: int, pipeline_size: int) -> None:
-    """Write a rank's part of iter_0000007 into a folder, as a run of Megatron does."""
-    may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
-    with megatron(tensor_size, pipeline_size), may_have_children:
-        torch.manual_seed(dist.get_rank())
-        model = build(kind)
-        with torch.no_grad():
-            for parameter in model.parameters():  # replicated ones are written by the first rank that has them
-                parameter.normal_()
-        (path / "iter_0000007").mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save({"model": sharded(model, kind), "iteration": 7}, str(path / "iter_0000007"))
-        (path / "latest_checkpointed_iteration.txt").write_text("7")
-
-
-def compare(kind: str, path: Path) -> None:
-    """Hold what a model gets from a folder against what it gets from the folder `back` in it."""
-    with megatron():
-        first, second = (dict(loaded(kind, each).named_parameters()) for each in (path, path / "back"))
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
-    assert all(parameter.std() > 0.5 for parameter in first.values())
+        return projected.detach()
 
 
 class Trained:
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         self.kind, self.model = kind, build(kind, dtype).to(dtype)
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # replicated ones are written by the first rank that has them
+                parameter.normal_()
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.wrapped = DistributedDataParallel(self.model.config, ddp, self.model)
         config = OptimizerConfig(

@@ -1,6 +1,5 @@
 """Checkpoints that megatron-core writes of its own models become Braid's and go back, bit for bit, under any of its sizes."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import LEFT_OUT, train, working_flags
 from tools.convert import main as convert_main
 
-SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+SHAPE = megatron_checkpoint.SHAPE
 BIASED = {**SHAPE, "normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}
 LLM: dict[str, Any] = {"role": "backbone", **SHAPE}
 IMAGE = {"patch_size": 14, "merge_size": 1, "image_size": 28, "class_token": "dropped", "has_pre_norm": True}
@@ -40,6 +39,8 @@ UNITS: dict[str, dict[str, Any]] = {
         "llm": LLM,
     },
 }
+Sizes = tuple[int, int, int]
+"""Tensor, pipeline and expert parallel."""
 QKV = "self_attention.linear_qkv"
 NAMES = {
     "groups": {"llm.layers.2.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 1)},
@@ -61,11 +62,13 @@ NAMES = {
 """Some names here -> those in a checkpoint, and which part of it."""
 
 
-def write_checkpoint(ranks: RankPool, folder: Path, kind: str, sizes: tuple[int, int] = (1, 1)) -> Path:
-    """Write a checkpoint by megatron-core, and the model file; returns the model file."""
+def write_checkpoint(
+    ranks: RankPool, folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, sizes: Sizes = (1, 1, 1), num_ranks: int = 1
+) -> Path:
+    """Train by megatron-core, which writes a checkpoint, and write the model file; returns the model file."""
     model = folder.parent / "model.yaml"
     model.write_text(yaml.safe_dump({"units": UNITS[kind]}, sort_keys=False))
-    ranks.run(megatron_checkpoint.write, kind, folder, *sizes, world_size=math.prod(sizes))
+    ranks.run(megatron_checkpoint.train, kind, folder, dtype, sizes, world_size=num_ranks)
     return model
 
 
@@ -73,28 +76,19 @@ def convert(*words: str | Path) -> None:
     assert convert_main([*map(str, words)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes"), [("groups", (2, 1)), ("tied", (1, 2)), ("experts", (1, 1)), ("llava", (1, 1)), ("mimo", (1, 1))], ids=str
-)
-def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
-    folder = tmp_path / "run"
-    model = write_checkpoint(ranks, folder, kind, sizes)
-    convert("--load-megatron", folder, "--model", model, "--save", tmp_path / "braid")
-    convert("--load", tmp_path / "braid", "--save-megatron", folder / "back")
-    ranks.run(megatron_checkpoint.compare, kind, folder, world_size=1)
-
+def assert_named(kind: str, folder: Path, checkpoint: Path) -> None:
+    """Hold some of the weights of a converted folder against those of the checkpoint by their names."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    dcp_to_torch_save(folder / "iter_0000007", tmp_path / "whole.pt")
-    theirs = torch.load(tmp_path / "whole.pt", weights_only=False)
-    with open_model(tmp_path / "braid") as (session, _):
+    dcp_to_torch_save(checkpoint, folder.parent / "whole.pt")
+    theirs = torch.load(folder.parent / "whole.pt", weights_only=False)
+    with open_model(folder) as (session, _):
         ours = {tensor.key.removeprefix("model."): tensor for tensor in model_tensors(session.state)}
         for name, (key, index) in NAMES[kind].items():
             values = torch.cat([piece.values.flatten() for piece in ours[name].pieces])
             assert torch.equal(values, theirs[key][index].flatten()), name
 
 
-@pytest.mark.deep(when=lambda kind: kind not in ("groups", "experts"))  # the weights of all of them are above
 @pytest.mark.parametrize(
     ("kind", "dtype", "sizes", "num_ranks"),
     [
@@ -107,13 +101,14 @@ def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Pat
     ids=str,
 )
 def test_a_run_of_megatron_goes_on(
-    ranks: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype, sizes: tuple[int, int, int], num_ranks: int
+    ranks: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype, sizes: Sizes, num_ranks: int
 ) -> None:
-    folder, model = tmp_path / "run", tmp_path / "model.yaml"
-    model.write_text(yaml.safe_dump({"units": UNITS[kind]}, sort_keys=False))
-    ranks.run(megatron_checkpoint.train, kind, folder, dtype, sizes, world_size=num_ranks)
+    """Its weights go in and out bit for bit, and so does its optimizer's state, also behind a step that is done here."""
+    folder = tmp_path / "run"
+    model = write_checkpoint(ranks, folder, kind, dtype=dtype, sizes=sizes, num_ranks=num_ranks)
     convert("--load-megatron", folder, "--model", model, "--save", tmp_path / "braid")
     convert("--load", tmp_path / "braid", "--save-megatron", tmp_path / "back")
+    assert_named(kind, tmp_path / "braid", folder / "iter_0000007")
     optimizer = build_optimizer_config(lr=1, min_lr=0, weight_decay=0, betas=(0.9, 0.999), eps=1e-8, clip_grad=0, dtype=dtype)
     with empty_session(find_checkpoint(tmp_path / "braid"), optimizer=optimizer) as session:
         loaded = load_checkpoint(tmp_path / "braid", session=session, load_optimizer=True, load_rng=False)
@@ -132,14 +127,14 @@ def test_a_run_of_megatron_goes_on(
 
 def test_an_optimizer_of_other_weights_is_refused(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As megatron-core writes that of tied embeddings on two pipeline stages."""
-    folder, model, target = tmp_path / "run", tmp_path / "model.yaml", tmp_path / "braid"
-    model.write_text(yaml.safe_dump({"units": UNITS["tied"]}))
-    ranks.run(megatron_checkpoint.train, "tied", folder, torch.float32, (1, 2, 1), world_size=2)
+    folder, target = tmp_path / "run", tmp_path / "braid"
+    model = write_checkpoint(ranks, folder, "tied", sizes=(1, 2, 1), num_ranks=2)
     words = [*map(str, ("--load-megatron", folder, "--model", model, "--save", target))]
     assert convert_main(words) == 2
     assert "the optimizer's state of embedding.word_embeddings.weight does not belong to these weights" in capsys.readouterr().err
     assert not target.exists()
     convert(*words, "--no-load-optim")
+    assert_named("tied", target, folder / "iter_0000007")
 
 
 def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path: Path) -> None:
