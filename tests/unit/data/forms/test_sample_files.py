@@ -20,106 +20,27 @@ from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
 from tests.unit.data.conftest import DataFolder, assert_same
 
-ASK, SAY = {"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cats"}
-USER, ASSISTANT = {"role": "user", "content": "what?"}, {"role": "assistant", "content": "cats"}
-IMAGE = {"type": "image", "path": "a.png"}
-ASKED, SAID = ("user", "what?"), ("assistant", "cats")
+ASSISTANT = {"role": "assistant", "content": "cats"}
 
 
-def shown(image: Any, *turns: Any) -> dict[str, Any]:
-    return {"image": image, "conversations": list(turns or (ASK, SAY))}
+def shown(image: str) -> dict[str, Any]:
+    asked, said = {"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "cats"}
+    return {"image": image, "conversations": [asked, said]}
 
 
 def asked(content: Any, **beside: Any) -> dict[str, Any]:
     return {**beside, "messages": [{"role": "user", "content": content}, ASSISTANT]}
 
 
-def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
-    return [segment.path if isinstance(segment, FileSegment) else (segment.role, segment.text) for segment in segments]
+def spoken(segments: tuple[Any, ...]) -> list[list[str] | str]:
+    return [segment.path if isinstance(segment, FileSegment) else [segment.role, segment.text] for segment in segments]
 
 
-def human(text: str) -> dict[str, str]:
-    return {"from": "human", "value": text}
+CHATS = [json.loads(line) for line in (ROOT / "tests" / "golden" / "chats.txt").read_text().splitlines()]
+"""Samples, each before the paths and the turns that are read of it."""
 
 
-@pytest.mark.parametrize(
-    ("entry", "expected"),
-    [
-        (shown("a.png"), ["a.png", ASKED, SAID]),
-        (
-            {**shown(["a.png", "b.png"], human("<image>\n<image>\nor <image>"), SAY), "images": "c"},
-            ["a.png", "b.png", ("user", "or "), "c", SAID],
-        ),
-        (shown("a.png", human("what?\n<image>"), SAY, human("why?"), SAY), [ASKED, "a.png", SAID, ("user", "why?"), SAID]),
-        ({"id": 3, "conversations": [{"from": "system", "value": "be"}, human(""), SAY]}, [("system", "be"), ("user", ""), SAID]),
-        ({"id": 1, "instruction": "a", "input": "what?", "output": "cats"}, [("user", "a\nwhat?"), SAID]),
-        (
-            {"query": "<image>why?", "response": "so", "images": ["a.png"], "history": [["what?", "cats"]], "system": "be"},
-            [("system", "be"), ASKED, SAID, "a.png", ("user", "why?"), ("assistant", "so")],
-        ),
-        (
-            {"texts": [{"user": "what?", "assistant": "cats"}] * 2, "images": ["a.png", "b.png"], "relevance_ratings": [5, 4]},
-            ["a.png", "b.png", ASKED, SAID, ASKED, SAID],
-        ),
-        ({"instruction": "", "input": "what?", "output": "cats"}, [ASKED, SAID]),
-        ({"texts": [{"user": "<image>what?", "assistant": "cats"}], "images": "a.png"}, ["a.png", ASKED, SAID]),
-        ({"text": "once", "url": "u"}, [("document", "once")]),
-        (
-            {"texts": ["once", None, "upon"], "images": [None, {"path": "a.png", "bytes": None}, None], "general_metadata": "{}"},
-            [("document", "once"), "a.png", ("document", "upon")],
-        ),
-        (
-            {"text_list": ["once", "upon"], "url": "u", "similarity_matrix": [[0.5, 0.1]]}
-            | {"image_info": [{"image_name": "a.png", "raw_url": "u", "matched_text_index": 1, "matched_sim": 0.1}]},
-            [("document", "once"), "a.png", ("document", "upon")],
-        ),
-        ({"messages": [USER, ASSISTANT, USER]}, [ASKED, SAID, ASKED]),
-        (
-            {"messages": [{**USER, "content": "<audio>\nand <image>\nwhat?<video>"}, {**ASSISTANT, "id": 7}]}
-            | {
-                "images": ["a.png"],
-                "audios": ["b.wav"],
-                "videos": ["c.mp4"],
-                "source": "x",
-                "metadata": {"videos": 1},
-                "_own": 1,
-            },
-            ["b.wav", ("user", "and "), "a.png", ("user", "\nwhat?"), "c.mp4", SAID],
-        ),
-        (
-            asked(
-                [
-                    {"type": "image", "image": "file://a.png", "text": None},
-                    {"type": "text", "text": "<image>"},
-                    {"type": "image"},
-                    {"type": "image_url", "image_url": {"url": "b.png"}},
-                    {"type": "audio", "audio": "c.wav"},
-                    {"type": "video", "video": "file://e.mp4"},
-                ],
-                images=["d.png"],
-                conversations=None,
-            ),
-            ["a.png", ("user", "<image>"), "d.png", "b.png", "c.wav", "e.mp4", SAID],
-        ),
-        (  # LLaMA-Factory's system; a prompt that is said again; MiniCPM-V's turns; weights that say what is learnt anyway
-            {"system": "be", "prompt": "<image>\nwhat?", "image": {"path": "a.png", "bytes": None}, "pair_id": "x"}
-            | {"conversations": [{**USER, "content": "<image>\nwhat?", "weight": 0.0}, {**ASSISTANT, "loss": True}]},
-            [("system", "be"), "a.png", ASKED, SAID],
-        ),
-        ({"messages": [human("what?"), SAY]}, [ASKED, SAID]),
-        (asked([{"type": "image", "index": 0, "text": None}], images=["a"]), ["a", SAID]),
-        *[  # marks that are letters
-            (
-                {"messages": [{**USER, "content": question}, {**ASSISTANT, "content": answer}]},
-                [("user", question), ("assistant", answer)],
-            )
-            for question, answer in (
-                ("what is `<audio>`, or '<image>'?", "a `<image>` in SVG"),
-                ("a page?", "<body><video>\n</video><img><audio></audio>"),
-            )
-        ],
-    ],
-)
+@pytest.mark.parametrize(("entry", "expected"), zip(CHATS[::2], CHATS[1::2], strict=True), ids=map(str, range(len(CHATS) // 2)))
 def test_chats_become_segments(data: DataFolder, entry: dict[str, Any], expected: list[Any]) -> None:
     for name, lines in (("data.jsonl", [1, 2]), ("data.json", [2, 1 + json.dumps([entry], indent=1).count("\n")])):
         path = data.entries([entry, entry], name)
@@ -128,10 +49,11 @@ def test_chats_become_segments(data: DataFolder, entry: dict[str, Any], expected
         assert [sample.where.split(" (")[0] for sample in found] == [f"{path}, line {line}" for line in lines]
 
 
-SEGMENTS = [{"type": "text", "role": role, "text": text} for role, text in (ASKED, SAID)]
+TURNS = ("user", "what?"), ("assistant", "cats")
+SEGMENTS = [{"type": "text", "role": role, "text": text} for role, text in TURNS]
 PAIR = {"user": "what?", "assistant": "cats"}
 ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "manifest.jsonl": lambda name: {"id": name, "segments": [{**IMAGE, "path": name}, *SEGMENTS]},
+    "manifest.jsonl": lambda name: {"id": name, "segments": [{"type": "image", "path": name}, *SEGMENTS]},
     "llava.json": shown,
     "llava.jsonl": shown,
     "parts.jsonl": lambda name: asked([{"type": "image", "path": name}, {"type": "text", "text": "what?"}]),
@@ -422,4 +344,4 @@ def test_the_page_shows_one_sample_in_each_form(data: DataFolder) -> None:
     for name, text in files:
         (data.path / name).write_text(text)
         found = spoken(*(sample.segments for sample in open_sample_files(data.path / name).samples()))
-        assert found == ["a.png", ("user", "What?"), ("assistant", "Cats.")], name
+        assert found == ["a.png", ["user", "What?"], ["assistant", "Cats."]], name
