@@ -156,27 +156,6 @@ def test_a_tower_sees_what_transformers_see(folders: Path, ranks: RankPool, tmp_
         assert torch.allclose(torch.from_numpy(found), eye(pixels[None]).last_hidden_state[0, 3:], atol=1e-12)
 
 
-@pytest.mark.deep  # test_hugging_face_families.py has these layers
-def test_the_layers_of_a_whisper_are_trained_here(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
-    encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
-    graph = multimodal.compose(llm=folders / "llm", encoders=encoders, merge_size=3, output=output)
-    audio = graph.unit("audio")
-    assert (audio.layers, audio.projector_norm) == (("audio_embedding", "transformer", "transformer", "projector"), "patches")
-    assert graph == read_model(output)
-    sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
-    (expected,) = ranks.run(run_and_save, comparison.case_of(graph, CLIPS, sizes), str(tmp_path / "alone"), world_size=1)
-    plans = {"audio tp 2 and pp 2": {"audio": (2, 2, 1), "llm": (1, 2, 1)}, "replicas": {"audio": (1, 1, 2), "llm": (2, 1, 1)}}
-    for name, chosen in plans.items():
-        case, run = comparison.case_of(graph, CLIPS, chosen), partial(run_and_save, target=str(tmp_path / name))
-        assert_matches(case, ranks, run=run, expected=expected)
-    for name in ("alone", *plans):
-        for part, source in (("llm", "llm"), ("audio", "whisper")):
-            theirs = (folders / source / "model.safetensors").read_bytes()
-            assert (tmp_path / name / part / "model.safetensors").read_bytes() == theirs, f"{part} under {name}"
-        projector = load_file(tmp_path / name / "projectors" / "model.safetensors")
-        assert not [key for key in projector if "mlp.linear_fc" not in key], "the norm is Whisper's"
-
-
 def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Two clips of the longest length, behind which nothing is, in one microbatch: the same rows, behind the norm."""
     graph = multimodal.compose(llm=folders / "llm", encoders={"audio": folders / "whisper"}, output=tmp_path / "model.yaml")

@@ -18,11 +18,11 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.model.layers.opaque import find_unused
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.validate import validate_plan
 from tests.distributed import hugging_face_comparison as comparison
+from tests.distributed.dealt_case import dealt
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import run_and_save
@@ -39,8 +39,7 @@ SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidd
 IMAGE = {"image_size": 8, "patch_size": 2, "in_channels": 3, "merge_size": 2}
 ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
 SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
-ITEMS = [[(0, 0), (1, 0)], [(1, 1)], [(3, 0)]]
-GROUPS = [[(0, -1), (1, -1)], [(2, -1), (3, -1)], [(4, -1)]]
+GROUPS = ([0, 1], [2, 3], [4])
 
 
 def dinov2() -> Any:
@@ -76,13 +75,8 @@ def describe(folder: Path, **vision: Any) -> ModelGraph:
 def case_of(graph: ModelGraph, **changes: Any) -> GradientCase:
     sizes = {"vision": (1, 1, 2), "llm": (2, 1, 1), **changes.pop("sizes", {})}
     plan = build_plan(graph, colocated=changes.pop("colocated", False), **sizes)
-    dealt = {"vision": ITEMS, "llm": GROUPS}
-    counts = {name: unit.data_parallel_size for name, unit in plan.units.items()}
-    assignment = Assignment.from_dict(
-        {name: [dealt[name][index::count] for index in range(count)] for name, count in counts.items()}
-    )
     source = RandomSource(graph, SAMPLES, changes.pop("vocab_size", 12))
-    return GradientCase(graph, plan, assignment, source, **changes)
+    return GradientCase(graph, plan, dealt(source, plan, GROUPS), source, **changes)
 
 
 def test_gradients_equal_one_process_under_plans(graph: ModelGraph, ranks: RankPool) -> None:
