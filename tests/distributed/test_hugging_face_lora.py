@@ -1,9 +1,11 @@
 """Adapters of a Llama: what PEFT's files say, applied by torch alone to transformers' model, gives the same under any plan."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from tests.distributed.hugging_face_comparison import FromFolder, Plans, case_of
 from tests.distributed.hugging_face_models import LLAVAS, TEXT_MODELS, TEXTS, llama, samples_of_one_size
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.wide_transformers import build_wide_model, double_precision
+from tests.unit.golden_answers import Kinds, differing, write
 from tools import convert
 
 RANK, ALPHA = 2, 6.0
@@ -267,43 +270,29 @@ def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: P
             assert np.abs(mine - expected).max() < 1e-12, merged
 
 
-@pytest.mark.parametrize(
-    ("config", "tensors", "message"),
-    [
-        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', and only 'LORA' can be trained here"),
-        ({"use_dora": True}, {}, "use_dora is True"),
-        ({"lora_alpha": None}, {}, "lora_alpha is None, expected a number"),
-        ({"lora_alpha": 10**400}, {}, "lora_alpha is 1000+, expected a number"),
-        ({"alpha_pattern": {"(([a-z_.0-9]+)+)+X": 4}}, {}, "alpha_pattern has the key .*the name of a module, or its end"),
-        ({"alpha_pattern": [7]}, {}, r"alpha_pattern is \[7\], expected a mapping from names of modules to numbers"),
-        ({"alpha_pattern": {"v_proj": "4"}}, {}, "expected a mapping from names of modules to numbers"),
-        ({"rank_pattern": {"v_proj": 0}}, {}, "expected a mapping from names of modules to positive integers"),
-        ({"rank_pattern": {}}, {}, r"v_proj.lora_A.weight has shape \[3, \d+\], but adapter_config.json gives it the rank 2"),
-        ({"r": 4}, {}, r"has shape \[2, \d+\], but adapter_config.json gives it the rank 4"),
-        ({"init_lora_weights": "pissa_niter_4"}, {}, "is 'pissa_niter_4', and only True or False or 'gaussian'"),
-        ({"alora_invocation_tokens": [7]}, {}, r"alora_invocation_tokens is \[7\], and only None"),
-        ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, {}, "target_modules names 'o_proj', of which"),
-        ({"target_modules": ["q_proj"]}, {}, "target_modules does not name .*(v|down)_proj, which has one"),
-        ({"target_modules": "nothing"}, {}, "target_modules does not name model.layers.0"),
-        ({"target_modules": 7}, {}, "target_modules is 7, expected a list of names"),
-        ({"lora_dropout": "some"}, {}, "lora_dropout is 'some', expected a number from 0 to 1"),
-        ({}, {"model.embed_tokens.lora_A.weight": (2, 24)}, "model.embed_tokens is no linear layer of the model|has no lora_B"),
-        ({}, {"model.layers.0.mlp.up_proj.lora_A.weight": (2, 24)}, "model.layers.0.mlp.up_proj has no lora_B.weight"),
-    ],
-)
-def test_adapters_that_are_no_lora_of_the_model_are_refused(
-    config: Any, tensors: Mapping[str, tuple[int, ...]], message: str, tmp_path: Path
-) -> None:
-    model = llama()
-    model.save_pretrained(tmp_path / "model")
-    write_peft(model, tmp_path / "peft")
-    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(described | config))
-    added = {PREFIX + key: torch.zeros(shape) for key, shape in tensors.items()}
-    path = tmp_path / "peft" / "adapter_model.safetensors"
-    save_file(load_file(path) | added, path)
-    with pytest.raises(ConfigError, match=message):
-        read_peft_adapter(tmp_path / "peft", graph=read_model(tmp_path / "model"), base=tmp_path / "model")
+@cache
+def small_llama() -> Any:
+    return llama()
+
+
+def read_adapters(document: Mapping[str, Any]) -> None:
+    """Read adapters of PEFT, beside a model, with other values in their config and with tensors of some shapes added."""
+    small_llama().save_pretrained("model")
+    shutil.rmtree("peft", ignore_errors=True)
+    write_peft(small_llama(), Path("peft"))
+    described = json.loads(Path("peft/adapter_config.json").read_text())
+    Path("peft/adapter_config.json").write_text(json.dumps(described | document["config"]))
+    added = {PREFIX + key: torch.zeros(shape) for key, shape in document["tensors"].items()}
+    save_file(load_file("peft/adapter_model.safetensors") | added, "peft/adapter_model.safetensors")
+    read_peft_adapter(Path("peft"), graph=read_model(Path("model")), base=Path("model"))
+
+
+ADAPTERS: Kinds = {"adapters": ({"config": {}, "tensors": {}}, read_adapters)}
+
+
+def test_adapters_that_are_no_lora_of_the_model_are_refused() -> None:
+    """`python -m tests.distributed.test_hugging_face_lora` writes the answers of tests/golden/adapters.txt anew."""
+    assert differing("adapters.txt", ADAPTERS) == []
 
 
 def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
@@ -346,3 +335,7 @@ def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -
     save_file(changed | {f"{PREFIX}model.tower.weight": torch.zeros(2)}, path)
     with pytest.raises(RankError, match="the model has nothing that is called base_model.model.model.tower.weight"):
         ranks.run(WithAdapters(folder, tmp_path / "third", adapter=path.parent), case, world_size=3)
+
+
+if __name__ == "__main__":
+    write("adapters.txt", ADAPTERS)

@@ -43,7 +43,7 @@ def answer(read: Callable[[Any], object], document: Any) -> str:
         told = f"{type(problem).__name__}: {problem}".replace(f"{Path.cwd()}/", "")
         assert "\n" not in told, told
         return told
-    return found if isinstance(found, str) else "taken"
+    return found.replace(f"{Path.cwd()}/", "") if isinstance(found, str) else "taken"
 
 
 def answers(name: str, kinds: Kinds) -> Iterator[str]:

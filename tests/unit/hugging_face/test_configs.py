@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from multimodal.cost.layers.registry import read_model
+from multimodal.hugging_face.composition import compose
 from multimodal.hugging_face.llava import LLAVA, is_unused
 from multimodal.hugging_face.processors import write_video_processor
 from multimodal.hugging_face.registry import architecture_of, check_same_model, with_vocab_size
@@ -27,6 +28,8 @@ PUBLISHED: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "golden" / "
 """A small Llama, and what llava-1.5-7b-hf, pixtral-12b, InternVL3-1B, Qwen2-VL, Qwen2.5-VL-3B, Qwen3-VL-4B, Qwen2-Audio-7B and
 Qwen2.5-Omni-7B say, without what computes nothing."""
 
+Build = Callable[[dict[str, Any]], ModelGraph]
+
 
 def write_folder(folder: Path, document: dict[str, Any]) -> Path:
     """Write a folder's files; what a document has beside its config are `processor` and `video_processor`."""
@@ -39,11 +42,15 @@ def write_folder(folder: Path, document: dict[str, Any]) -> Path:
     return folder
 
 
+def read_folder(document: dict[str, Any]) -> ModelGraph:
+    return read_model(write_folder(Path(), document))
+
+
 def flattened(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield from flattened(part, f"{place}.{key}")
-    elif value not in (None, False, []):
+    elif value not in (None, False, [], ()):
         yield place, rounded(value)
 
 
@@ -54,38 +61,69 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
-def facts_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return all that is read from a folder, and what is written of it, by places; what is absent, none or false has none."""
-    graph = read_model(write_folder(Path(), document))
+def compose_llava(document: dict[str, Any]) -> ModelGraph:
+    """Compose a tower of a folder of its own with a Llama."""
+    folders = {name: Path(name) for name in ("llm", "vision")}
+    for name, folder in folders.items():
+        folder.mkdir(exist_ok=True)
+        write_folder(folder, document[name])
+    return compose(
+        llm=folders["llm"], encoders={"vision": folders["vision"]}, output=Path("model.yaml"), **document.get("options", {})
+    )
+
+
+def facts_of(document: dict[str, Any], build: Build) -> dict[str, Any]:
+    """Return all that is read from folders, and what is written of it, by places; what is absent, none or false has none."""
+    graph = build(document)
     assert ModelGraph.from_dict(graph.to_dict()) == graph
-    architecture = architecture_of(graph)
-    assert architecture.to_config is not None
-    config = architecture.to_config(graph)
-    assert with_vocab_size(config, 7) != config
-    found = {"family": architecture.name}
+    found = {}
     for unit in graph.units:
         found |= flattened(graph.to_dict()["units"][unit.name], unit.name)
         found[f"{unit.name}.layers"] = ", ".join(f"{len([*run])} {kind}" for kind, run in groupby(unit.layers))
+    try:
+        architecture = architecture_of(graph)
+    except ModelError:
+        return found
+    assert architecture.to_config is not None
+    config = architecture.to_config(graph)
+    assert with_vocab_size(config, 7) != config
     again = ModelGraph.from_dict(architecture.to_graph({**document, **config}))
     processors = {"processor": architecture.to_processor(graph), "video_processor": write_video_processor(graph)}
     written = {place: value for name, part in {"written": config, **processors}.items() for place, value in flattened(part, name)}
     for unit in again.units:
         read = dict(flattened(again.to_dict()["units"][unit.name], unit.name))
         written |= {f"again.{place}": value for place, value in read.items() if found.get(place) != value}
-    return found | written
+    return {"family": architecture.name} | found | written
 
 
-def read(document: dict[str, Any], *, base: dict[str, Any]) -> str:
+def read(document: dict[str, Any], *, base: dict[str, Any], build: Build = read_folder) -> str:
     """Answer with the facts that are otherwise than the base's, or all of the base's own."""
-    found = facts_of(document)
-    usual = {} if document == base else facts_of(base)
+    found = facts_of(document, build)
+    usual = {} if document == base else facts_of(base, build)
     told = {place: value for place, value in found.items() if usual.get(place) != value}
     if lost := [place for place in usual if place not in found]:
         told["-"] = lost
     return json.dumps(told)
 
 
-CONFIGS: Kinds = {name: (config, partial(read, base=config)) for name, config in PUBLISHED.items()}
+DINOV2: dict[str, Any] = {
+    "llm": {**PUBLISHED["llama"], "vocab_size": 100},
+    "vision": {"architectures": ["Dinov2Model"], "model_type": "dinov2", "hidden_size": 384, "image_size": 518, "patch_size": 14}
+    | {"num_attention_heads": 6, "num_hidden_layers": 12},
+    "options": {},
+}
+DINOV2["vision"]["processor"] = {
+    "image_mean": [0.485, 0.456, 0.406],
+    "image_std": [0.229, 0.224, 0.225],
+    "size": {"shortest_edge": 256},
+    "do_center_crop": True,
+    "crop_size": {"height": 224, "width": 224},
+}
+"""Of all published sizes: 16 x 16 of the 37 x 37 patches that have a position each are cut out."""
+CONFIGS: Kinds = {
+    **{name: (config, partial(read, base=config)) for name, config in PUBLISHED.items()},
+    "dinov2 before a llama": (DINOV2, partial(read, base=DINOV2, build=compose_llava)),
+}
 
 
 def graph_of(folder: Path, name: str, **changes: Any) -> ModelGraph:

@@ -1,5 +1,6 @@
 """Strategies for schedules of every builder and pass, and for broken ones; and costs for the simulator."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -166,7 +167,7 @@ class UniformCosts(ActionCosts):
     latency: float = 0.0
     occupied: float = 0.0
     link: int = -1
-    collective: float = 0.0
+    collective: float | Callable[[Action], float] = 0.0
     model_flops: float = 0.0
     peak_flops_per_second: float = 0.0
 
@@ -178,7 +179,7 @@ class UniformCosts(ActionCosts):
         return TransferCost(self.latency, self.occupied, self.link)
 
     def collective_seconds(self, action: Action) -> float:
-        return self.collective
+        return self.collective(action) if callable(self.collective) else self.collective
 
     def activation_bytes(self, place: Place) -> int:
         return 10
@@ -189,10 +190,21 @@ class UniformCosts(ActionCosts):
 
 @dataclass(frozen=True)
 class GivenCosts(UniformCosts):
-    seconds: Callable[[Action], float] = lambda action: 1.0
+    seconds: Callable[[Action], float | ComputeCost] = lambda action: 1.0
+    kept: Callable[[Place], int] = lambda place: 10
+    static: int | None = None
+    """Bytes of weights on every rank."""
+    memory_bytes: float = math.inf
 
     def compute(self, action: Action) -> ComputeCost:
-        return ComputeCost(self.seconds(action))
+        found = self.seconds(action)
+        return found if isinstance(found, ComputeCost) else ComputeCost(found)
+
+    def activation_bytes(self, place: Place) -> int:
+        return self.kept(place)
+
+    def static_bytes(self, lane: int) -> int:
+        return super().static_bytes(lane) if self.static is None else self.static
 
 
 def costs_of(*, backward: float = 2.0, **forward_seconds: float) -> GivenCosts:

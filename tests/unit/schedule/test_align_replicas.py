@@ -258,16 +258,12 @@ def test_layers_that_are_not_trained_are_not_reduced():
     assert [(*action[2:4], action.covers) for action in reduced] == [(0, 1, LayerRange(3, 6)), (1, 1, LayerRange(0, 3))]
 
 
-class ReductionSeconds(UniformCosts):
-    def collective_seconds(self, action: Action) -> float:
-        return float(action.covers.end - action.covers.first)
-
-
 def test_a_range_is_reduced_when_all_who_hold_it_have_come_to_it():
     """The second replica's only microbatch is done long before the first one's three."""
     schedule = BUILDERS["1f1b"](build_step(build_graph(), counts=(3, 1)))
     assert not execute_lanes(schedule).stuck
-    events = simulate_schedule(schedule, ReductionSeconds()).timeline.events
+    costs = UniformCosts(collective=lambda action: float(action.covers.end - action.covers.first))
+    events = simulate_schedule(schedule, costs).timeline.events
     last = max(event.end_seconds for event in events if event.action[:4] == (ActionKind.BACKWARD, "llm", 0, 1))
     reduced = {
         event.action[2:4]: event.end_seconds

@@ -2,25 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
-from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
-from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, PlacedCase, build_graph, one_unit
+from tests.unit.schedule.schedule_cases import SHAPE, PlacedCase, build_graph
 
-FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
-COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
 Ranks = Sequence[Sequence[int]]
 """Per replica the rank of every stage."""
 
@@ -53,20 +47,6 @@ def on_ranks(ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_micro
     return Assignment(groupings).shape(graph, Plan(units))
 
 
-def seconds(action: Action) -> float:
-    return {ActionKind.FORWARD: FORWARD_SECONDS, ActionKind.BACKWARD: BACKWARD_SECONDS}.get(action.kind, 0.0)
-
-
-def run(case: StepShape, builder: str) -> list[TimelineEvent]:
-    schedule = BUILDERS[builder](case)
-    execution = execute_lanes(schedule, seconds=np.array([seconds(action) for action in schedule.work.computed]))
-    return [event for event in execution.events if event.action.kind in COMPUTED]
-
-
-def total(events: Sequence[TimelineEvent]) -> float:
-    return max(event.end_seconds for event in events)
-
-
 def computed(lane: Lane) -> list[tuple[str, str, int, int]]:
     return [
         (action.kind.value, action.unit, action.stage, action.microbatch) for action in lane.actions if action.microbatch >= 0
@@ -85,26 +65,6 @@ def test_backwards_of_an_encoder_go_by_the_last_microbatch_that_each_serves() ->
     lane, _ = build_breadth_first(placed.shape(graph, plan)).lanes
     order = [(stage, microbatch) for kind, _, stage, microbatch in computed(lane) if kind == "B"]
     assert order == [(1, 1), (1, 0), (0, 1), (0, 0)]
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 2), (4, 9)])
-def test_one_range_per_stage_is_gpipe(num_stages: int, num_microbatches: int) -> None:
-    case = one_unit(num_stages, num_microbatches)
-    assert build_breadth_first(case) == BUILDERS["gpipe"](case)
-
-
-def test_gradients_of_every_range_but_the_first_are_complete_early() -> None:
-    num_stages, chunks, num_microbatches = 2, 4, 6
-    case = one_unit(num_stages, num_microbatches, chunks=chunks)
-
-    def seconds_left(builder: str) -> list[float]:
-        """Per virtual stage of the first lane: how long before the end of the step its last backward ends."""
-        events = [event for event in run(case, builder) if event.action.kind is ActionKind.BACKWARD and event.lane == 0]
-        last = [max(event.end_seconds for event in events if event.action.stage == c * num_stages) for c in range(chunks)]
-        return [total(events) - each for each in last]
-
-    assert seconds_left("breadth-first") == pytest.approx([c * num_microbatches * BACKWARD_SECONDS for c in range(chunks)])
-    assert seconds_left("interleaved-1f1b") == pytest.approx([c * num_stages * BACKWARD_SECONDS for c in range(chunks)])
 
 
 def test_an_encoder_in_the_llms_first_lane_and_a_generator_in_its_last_share_its_rounds() -> None:

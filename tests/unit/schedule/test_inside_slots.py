@@ -20,7 +20,7 @@ from multimodal.values.action import Action, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import RandomCosts, UniformCosts, filled_schedules
+from tests.unit.schedule.built_schedules import GivenCosts, RandomCosts, filled_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
 
@@ -78,18 +78,11 @@ def test_the_options_of_a_run_decide_what_fits(options: RunOptions, message: str
         check(TOGETHER, beside(), options=options)
 
 
-class Costs(UniformCosts):
-    """An LLM's forwards take 4 s, of which it waits 1 s two times; an encoder's 1.5 s in replica 0, 0.5 s in replica 1."""
-
-    def compute(self, action: Action) -> ComputeCost:
-        if action.unit == "llm":
-            return ComputeCost(4.0, 2.5, (1.0, 1.0))
-        return ComputeCost(0.5 if action.replica else 1.5)
-
-
 def test_a_wait_is_as_long_as_what_fills_it_in_any_lane() -> None:
-    schedule = insert_communication(schedule_from_text(APART, apart()))
-    found = simulate_schedule(schedule, Costs())
+    """An LLM's forwards take 4 s, of which it waits 1 s two times; an encoder's 1.5 s in replica 0, 0.5 s in replica 1."""
+    of_units = {("llm", 0): ComputeCost(4.0, 2.5, (1.0, 1.0)), ("vision", 0): 1.5, ("vision", 1): 0.5}
+    costs = GivenCosts(seconds=lambda action: of_units[action.unit, action.replica])
+    found = simulate_schedule(insert_communication(schedule_from_text(APART, apart())), costs)
     events = {(action_to_text(event.action), event.lane): event for event in found.timeline.events}
     times = {key: (event.start_seconds, event.end_seconds) for key, event in events.items()}
     interval = 2 / 3

@@ -43,16 +43,6 @@ def test_a_lean_schedule_keeps_at_most_twice_what_1f1b_keeps() -> None:
     assert built("optimus-lean", frozen, costs) == built("optimus", frozen, costs), "it keeps nothing"
 
 
-@dataclass(frozen=True)
-class LimitedCosts(GivenCosts):
-    """A rank's memory, of which weights take 1,000 bytes and a microbatch takes 10 in each stage."""
-
-    memory_bytes: float = float("inf")
-
-    def static_bytes(self, lane: int) -> int:
-        return 1000
-
-
 @pytest.mark.parametrize(("schedule", "limit"), [("optimus", 16), ("optimus-zb", 16), ("optimus-lean", 6)])
 def test_an_encoder_on_its_own_rank_keeps_what_fits_into_its_memory(schedule: str, limit: int) -> None:
     """1F1B keeps one microbatch of its own and the two of the LLM, which is so slow that the encoder could encode all ahead."""
@@ -61,7 +51,7 @@ def test_an_encoder_on_its_own_rank_keeps_what_fits_into_its_memory(schedule: st
     (lane,) = step.lanes_of("vision", 0, 0)
     assert most_kept(built("1f1b", step, UniformCosts()), "vision")[lane] == 3
     for room, expected in ((math.inf, limit), (59, 5), (0, 3)):
-        costs = LimitedCosts(seconds=costs_of(llm=1.0, vision=0.1).seconds, memory_bytes=(1000 + room) / 0.9)
+        costs = replace(costs_of(llm=1.0, vision=0.1), static=1000, memory_bytes=(1000 + room) / 0.9)
         assert most_kept(built(schedule, step, costs), "vision")[lane] == expected
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -178,20 +177,12 @@ def test_later_passes_see_whole_reductions_and_leave_cut_ones() -> None:
     )
 
 
-@dataclass(frozen=True)
-class ReductionCosts(UniformCosts):
-    whole: float = 1.0
-
-    def collective_seconds(self, action: Action) -> float:
-        assert action.kind is ActionKind.REDUCE_GRADIENTS
-        return self.whole * (1.0 if action.covers is None else 0.25 if action.covers == LayerRange(0, 1) else 0.75)
-
-
 @pytest.mark.parametrize("whole", [0.4, 2.0, 8.0])
 def test_a_cut_reduction_hides_behind_the_last_backward(whole: float) -> None:
     """With F = 1 and B = 2: what is not hidden is the last layer, or what takes longer than the backward."""
     case = llm(dp=3, num_microbatches=4)
-    costs = ReductionCosts(forward=1.0, backward=2.0, whole=whole)
+    shares = {None: 1.0, LayerRange(0, 1): 0.25, LayerRange(1, 10): 0.75}
+    costs = UniformCosts(collective=lambda action: whole * shares[action.covers])
 
     def seconds(*, by_layer: bool) -> float:
         schedule = BUILDERS["1f1b"](case)

@@ -1,20 +1,19 @@
 """Weight gradients and forwards ahead in the idle time of pipelines: what a step takes, and what is kept within memory."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
-from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import FACTORS, MEMORY_SHARE, factors_within_memory, forward_limits
 from multimodal.schedule.encoder_ranges import split_in_line, weights_before_forwards
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import UniformCosts, built, costs_of, most_kept, seconds_of
+from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
 from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, with_generator
 from tests.unit.schedule.schedule_text import schedule_to_text
 
@@ -112,25 +111,19 @@ def unlike_ranges() -> StepShape:
     return build_case(build_graph(), {"llm": (2, 4, 1)}, {"llm": deal(32, 2)}, layouts={"llm": {"chunks": 2}})
 
 
-@dataclass(frozen=True)
-class UnlikeCosts(UniformCosts):
-    """Ranges and microbatches take unlike times, and keep 10 bytes each."""
+def unlike_costs(room: float = math.inf, **given: float) -> GivenCosts:
+    """Ranges and microbatches take unlike times, and keep 10 bytes each; room: for these, beside 1,007 of the fullest lane."""
 
-    room: float = math.inf
-    """Bytes for what they keep, beside 1,007 that the fullest lane always has."""
-
-    def compute(self, action: Action) -> ComputeCost:
+    def seconds(action: Action) -> float:
         stage, microbatch = action.stage, action.microbatch
         forward = 0.5 + (7 * microbatch**2 + 5 * stage**2 + 3 * microbatch * stage) % 11 / 4
-        return ComputeCost(forward * (2.0 if action.kind is ActionKind.BACKWARD else 1.0))
+        return forward * (2.0 if action.kind is ActionKind.BACKWARD else 1.0)
 
-    @property
-    def memory_bytes(self) -> float:
-        return (1007 + self.room) / MEMORY_SHARE
+    return GivenCosts(seconds=seconds, memory_bytes=(1007 + room) / MEMORY_SHARE, **given)
 
 
 def test_weight_gradients_fill_where_lanes_wait_for_longer_ranges() -> None:
-    step, costs = unlike_ranges(), UnlikeCosts(collective=0.25)
+    step, costs = unlike_ranges(), unlike_costs(collective=0.25)
     schedules = [built(name, step, costs) for name in ("interleaved-1f1b", "interleaved-zb")]
     plain, filled = (simulate_schedule(schedule, costs) for schedule in schedules)
     lanes = split_in_line(BUILDERS["interleaved-1f1b"](step), ()).lanes
@@ -148,7 +141,7 @@ def test_weight_gradients_wait_no_longer_than_memory_allows() -> None:
     most = max(most_kept(BUILDERS["interleaved-1f1b"](step)))
     kept, seconds = [], []
     for num_more in (0, 1, 4, 64):
-        costs = UnlikeCosts(room=10 * (most + num_more))
+        costs = unlike_costs(10 * (most + num_more))
         schedule = built("interleaved-zb", step, costs)
         kept.append(max(most_kept(schedule)) - most)
         seconds.append(simulate_schedule(schedule, costs).iteration_seconds)
@@ -156,22 +149,11 @@ def test_weight_gradients_wait_no_longer_than_memory_allows() -> None:
     assert seconds == sorted(set(seconds), reverse=True)
 
 
-@dataclass(frozen=True)
-class MemoryCosts(UniformCosts):
-    """Microbatch k keeps k + 1 bytes in every stage, or the same of all; weights take 100."""
-
-    room: float = 0.0
-    grows: bool = True
-
-    @property
-    def memory_bytes(self) -> float:
-        return (100 + self.room + 1e-6) / MEMORY_SHARE
-
-    def activation_bytes(self, place: Place) -> int:
-        return place.microbatch + 1 if self.grows else 1
-
-    def static_bytes(self, lane: int) -> int:
-        return 100
+def memory_costs(room: float, *, grows: bool = False) -> GivenCosts:
+    """Microbatch k keeps a byte in every stage, or k + 1; weights take 100."""
+    unlike = costs_of(llm=1.0, vision=1.0)
+    memory_bytes = (100 + room + 1e-6) / MEMORY_SHARE
+    return replace(unlike, kept=lambda place: place.microbatch * grows + 1, static=100, memory_bytes=memory_bytes)
 
 
 def llm_step(num_microbatches: int = 8) -> StepShape:
@@ -192,7 +174,7 @@ def llm_step(num_microbatches: int = 8) -> StepShape:
 )
 def test_the_largest_microbatches_fit_beside_the_weights(room: int, factor: float) -> None:
     step = llm_step()
-    found = factors_within_memory(step, forward_limits(step), costs=MemoryCosts(room=room))
+    found = factors_within_memory(step, forward_limits(step), costs=memory_costs(room, grows=True))
     assert list(found.values()) == [factor] * 4
 
 
@@ -209,7 +191,7 @@ def test_a_lane_holds_what_all_its_stages_keep_and_its_pipeline_goes_by_it() -> 
         {"vision": [[[0], [1], [2]]], "llm": [[[0], [1], [2]], [[3], [4], [5]]]},
         colocated=True,
     )
-    found = factors_within_memory(case, dict.fromkeys(case.stages, 1), costs=MemoryCosts(room=3, grows=False))
+    found = factors_within_memory(case, dict.fromkeys(case.stages, 1), costs=memory_costs(3))
     assert found == {
         ("vision", 0, 0): 1.75,  # two microbatches of each would be four
         ("llm", 0, 0): 1.75,
@@ -233,7 +215,7 @@ def deferring_step(num_microbatches: int = 8) -> StepShape:
 @pytest.mark.parametrize("room", [0, 5, 7, 10])
 def test_what_is_kept_fits_where_1f1b_would(builder: str, room: int, splits: bool) -> None:
     step, passes = deferring_step(), (split_backward,) if splits else ()
-    costs = MemoryCosts(room=room, grows=False)
+    costs = memory_costs(room)
     schedule = build_schedule(BUILDERS[builder].with_costs(costs), step, passes=passes, costs=costs)
     kept = simulate_schedule(schedule, costs).peak_memory_bytes - 100
     assert kept <= max(room, max(forward_limits(step).values()))
@@ -244,7 +226,7 @@ def test_without_room_it_stores_no_more_and_with_room_it_is_no_slower(builder: s
     step = deferring_step(16)
     seconds = {}
     for name, row, room in (("plain", plain, 0), ("full", builder, 0), ("roomy", builder, 100)):
-        costs = MemoryCosts(room=room, grows=False)
+        costs = memory_costs(room)
         schedule = build_schedule(BUILDERS[row].with_costs(costs), step, costs=costs)
         seconds[name] = simulate_schedule(schedule, costs).iteration_seconds
     assert seconds["full"] == seconds["plain"]
