@@ -86,6 +86,9 @@ class Conversion:
             self.note(MODEL, name)
         for name in command.unset:
             self.report[TO_DO].append(f"the script uses {name}, which nothing sets: give it behind the script's name")
+        if "recipe" in command.program:
+            what = "a recipe's code is not read; what overrides do not say is Megatron's default in model.yaml: correct it there"
+            self.report[TO_DO].append(f"model: {what}")
         if self.flags.text("position-embedding-type") != "rope" and "use-rotary-position-embeddings" not in self.flags:
             self.report[TO_DO].append("positions: Megatron's default, learned ones, is not there; the model file has rotary ones")
         multiple = self.flags.number("make-vocab-size-divisible-by", default=128)
@@ -115,7 +118,7 @@ class Conversion:
         config["micro-batch-size"] = flags.number("micro-batch-size", default=1)
         dp = self._replicas()
         config["global-batch-size"] = flags.number("global-batch-size", default=config["micro-batch-size"] * dp)
-        for name in ("train-samples", "lr-decay-samples", "lr-warmup-samples"):
+        for name in ("train-samples", "lr-decay-samples", "lr-warmup-samples", "lr-wsd-decay-samples"):
             if name in flags:
                 self.rename(name, name.replace("samples", "iters"), int(flags.number(name)) // config["global-batch-size"])
         if "packing-seq-length" in flags and flags.number("packing-seq-length") > 0:
@@ -157,7 +160,7 @@ class Conversion:
             self.note(KEPT if name == "data-path" else RENAMED, name, "one of the forms of docs/data.md must be there")
             self.report[TO_DO].append("data: Energon's is read, Megatron's indexed data are not; see docs/data.md")
         kind = flags.text("tokenizer-type")
-        if kind in ("", "NullTokenizer", "NullMultimodalTokenizer") or flags.is_mock:
+        if kind.startswith("Null") or flags.is_mock or not (kind or {"tokenizer-model", "vocab-file"} & flags.keys()):
             config["tokenizer-type"] = "ByteTokenizer"
         else:
             config["tokenizer-type"] = "HuggingFaceTokenizer"
@@ -243,15 +246,16 @@ class Conversion:
                 self.rename(name, _BY_VALUE[name], value)
             elif name == "fp16":
                 self.rename(name, "bf16", True)
-            elif name in ("recompute-vision", "recompute-method", "recompute-num-layers"):
+            elif name in ("recompute-vision", "recompute-method", "recompute-num-layers", "recompute-modules"):
                 self.rename(name, "recompute-granularity", flags.text("recompute-granularity", default="full"))
             elif f"--{name}" in FREEZES or f"--{name}" in spellings:
                 self.config[name] = value
                 self.note(KEPT, name)
             else:
                 answer = explain_unknown(f"--{name}", spellings=spellings, graph=self.graph)
-                if (same := re.fullmatch(r"use --(\S+) (\S+) here", answer)) and same[2] != "digits":
-                    self.rename(name, same[1], same[2])
+                same = re.fullmatch(r"use --(\S+)(?: (\S+))? here", answer)
+                if same and same[2] != "digits" and (same[2] or spellings[f"--{same[1]}"].nargs == 0):
+                    self.rename(name, same[1], same[2] or True)
                     continue
                 section = next((section for start, section in _ANSWERS.items() if answer.startswith(start)), UNKNOWN)
                 self.note(section, name, re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer))

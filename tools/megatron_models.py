@@ -217,8 +217,9 @@ def _image(flags: Flags, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if flags.has("use-tiling"):
         image["max_tiles"] = flags.number("max-num-tiles", default=1)
     num_tokens = flags.number("class-token-len", default=_CLASS_TOKENS.get(kind, 0))
+    is_dropped = flags.has("disable-vision-class-token") or merge > 1
     if num_tokens:
-        image["class_token"] = "dropped" if flags.has("disable-vision-class-token") or merge > 1 else "kept"
+        image["class_token"] = "dropped" if is_dropped else "kept"
         image |= {"num_registers": num_tokens - 1} if num_tokens > 1 else {}
     return image
 

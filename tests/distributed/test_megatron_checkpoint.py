@@ -189,10 +189,16 @@ def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert abs(steps[0]["loss"] - all_steps[0]["loss"]) > 1e-9
 
+    model = tmp_path / "pairs.yaml"  # of frames
+    model.write_text((tmp_path / "model.yaml").read_text().replace("patch_size: 8", "patch_size: 8\n      num_frames: 2"))
     for changes, message in (
         ({"--load-megatron": tmp_path}, "no metadata.json"),
         ({"--dtype": "bfloat16"}, "is in float64, and this run in bfloat16; give --dtype float64, or --finetune"),
         ({"--save-megatron": tmp_path}, "is not empty, and holds no run of Megatron; give a new folder"),
+        (
+            {"--save-megatron": tmp_path / "no", "--model": model},
+            "vision.layers.0.weight: nothing in Megatron's models is like it",
+        ),
     ):
         done = launch(
             {**working_flags(tmp_path), "--dtype": "float64", **load, "--save": tmp_path / "new", **changes}, num_ranks=2

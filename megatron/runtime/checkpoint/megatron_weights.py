@@ -246,7 +246,6 @@ def save_megatron(
     graph, what = session.graph, f"saving to {folder}"
     session.complete_parameters()
     on_first_rank(lambda: check_megatron_target(folder, graph=graph), what=what)
-    prefixes = _own_prefixes(graph)
     has_adapters = any(unit.lora is not None for unit in graph.units)
     weights = list(merged_tensors(session.state, adapters))
     states = [] if has_adapters else optimizer_tensors(session.state)
@@ -257,19 +256,7 @@ def save_megatron(
     held = [*weights, *(each for each in states if not each.key.startswith("step."))] if len(steps) == 1 else weights
     if len(steps) == 1:
         held += [replace(each, key=each.key.replace("model.", "main.", 1)) for each in weights if each.key[6:] in stepped - mains]
-    tensors = []
-    for tensor in held:
-        kind, _, rest = tensor.key.partition(".")
-        places = list(find_places(f"model.{rest}", graph, prefixes))
-        unit = graph.unit(rest.split(".")[0])
-        is_uniform = len({*unit.layers[1:-1]}) < 2 and (unit is graph.backbone or len(graph.encoders) < 2 or _STACKS_IN_MIMO)
-        # under both names of norms, which Transformer Engine's and local layers may call differently
-        for place in places[::2] if is_uniform or len(places) == 1 else places[1::2]:
-            shape = (*place.sizes, *_shape_there(tensor, graph))
-            key = place.key if kind == "model" else f"optimizer.state.{'param' if kind == 'main' else kind}.{place.key}"
-            tensors.append(_placed(tensor, place._replace(key=key), shape, folder=folder))
-        if not places:
-            raise CheckpointError(f"{tensor.key}: nothing in Megatron's models is like it; save to --save-hf instead")
+    tensors = list(_tensors_there(held, graph, folder=folder))
     name = f"iter_{step:07d}" if len(steps) == 1 else "release"
     partial = folder / f".{name}.partial"
     common: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": step}
@@ -297,6 +284,28 @@ def save_megatron(
     on_first_rank(begin, what=what)
     write_folder(partial, tensors, what=what)
     on_first_rank(complete, what=what)
+
+
+def check_megatron_weights(folder: Path, *, session: Session) -> None:
+    """Raise CheckpointError on every rank, before training, if Megatron's models have nothing like a weight; collective."""
+    tensors = merged_tensors(session.state, {})
+    on_this_rank(lambda: [*_tensors_there(tensors, session.graph, folder=folder)], what=f"saving to {folder}")
+
+
+def _tensors_there(held: Iterable[HeldTensor], graph: ModelGraph, *, folder: Path) -> Iterator[HeldTensor]:
+    """Yield tensors under the names, and in the shapes, of Megatron's models; raises CheckpointError if these have none."""
+    prefixes = _own_prefixes(graph)
+    for tensor in held:
+        kind, _, rest = tensor.key.partition(".")
+        places, inner = list(find_places(f"model.{rest}", graph, prefixes)), _shape_there(tensor, graph)
+        if not places or math.prod(inner) != math.prod(tensor.shape):
+            raise CheckpointError(f"{tensor.key}: nothing in Megatron's models is like it; save to --save-hf instead")
+        unit = graph.unit(rest.split(".")[0])
+        is_uniform = len({*unit.layers[1:-1]}) < 2 and (unit is graph.backbone or len(graph.encoders) < 2 or _STACKS_IN_MIMO)
+        # under both names of norms, which Transformer Engine's and local layers may call differently
+        for place in places[::2] if is_uniform or len(places) == 1 else places[1::2]:
+            key = place.key if kind == "model" else f"optimizer.state.{'param' if kind == 'main' else kind}.{place.key}"
+            yield _placed(tensor, place._replace(key=key), (*place.sizes, *inner), folder=folder)
 
 
 def _common_state(session: Session, scheduler: Mapping[str, Any], *, step: float) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
-from megatron.runtime.checkpoint.megatron_weights import check_megatron_target
+from megatron.runtime.checkpoint.megatron_weights import check_megatron_target, check_megatron_weights
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.agreement import BadSamples
 from megatron.runtime.feed.data_sets import (
@@ -218,6 +218,8 @@ def build_run(
     """Build this rank's part of a plan, newly initialised; collective. check: as for `Trainer`."""
     config = prepared.config
     session = Session(prepared.options, plan=plan)
+    if (folder := config.checkpoint.save_megatron) is not None:
+        check_megatron_weights(folder, session=session)
     scheduler = build_scheduler(config.optimizer, session, train_iters=config.training.train_iters)
     trainer = Trainer(session, scheduler=scheduler, settings=config.optimizer, peak_tflops=prepared.peak_tflops, check=check)
     exchanges = None

@@ -233,20 +233,28 @@ def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
         for medium in _MEDIA
         if (found := [value for kind, value in parts.items() if _MEDIUM.get(kinds[kind]) == medium])
     }
-    described = parts.get("json")
-    if others := [kind for kind, end in kinds.items() if end not in {*_MEDIUM, *_TEXTS, "cls", "id", "__key__"}]:
-        raise DataError(f"{where}: {shown(others[0])} is no image, sound, video or text, and would be lost; remove it there")
-    if isinstance(described, dict) and {"messages", "conversations"} & described.keys():
+    described = parts["json"] if isinstance(parts.get("json"), dict) else {}
+    if others := [kind for kind, end in kinds.items() if end not in _MEDIUM and kind not in {*_TEXTS, "cls", "id", "__key__"}]:
+        raise DataError(
+            f"{where}: {shown(others[0])} is no image, sound or video, nor 'txt' or 'json', and would be lost; remove it there"
+        )
+    is_chat = bool({"messages", "conversations"} & described.keys())
+    found = [parts.get("txt"), *([] if is_chat else map(described.get, ("caption", "text")))]
+    texts = [each for each in found if isinstance(each, str)]
+    if len({each.strip() for each in texts}) + is_chat > 1:
+        raise DataError(
+            f"{where}: has several texts, {shown(texts[0])} and another one, of which one alone would be learnt; remove the "
+            "others, or name the one by Energon's field_map"
+        )
+    if is_chat:
         outside = {name for medium in listed for name in (medium, f"{medium}s")}  # what those were called outside
         return {**{key: value for key, value in described.items() if key not in outside}, **listed}
-    texts = [parts.get("txt"), *(described.get(key) for key in ("caption", "text") if isinstance(described, dict))]
-    text = next((each for each in texts if isinstance(each, str)), None)
-    if text is None or not listed:
+    if not texts or not listed:
         raise DataError(
             f"{where}: found {shown_keys(dict(parts))}; expected images, sound or a video beside a 'txt', or a 'json' with "
             "'messages', 'conversations' or 'caption'"
         )
-    return _asked(listed, "", text)
+    return _asked(listed, "", texts[0])
 
 
 def _asked(listed: Mapping[str, list[Any]], question: str, answer: str) -> dict[str, Any]:

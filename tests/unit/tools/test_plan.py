@@ -293,7 +293,7 @@ COMMANDS = {
     "vlm": f"{VLM} --mock-data --tokenizer-type NullTokenizer --tensor-model-parallel-size 2",
     "vlm, own sizes": f"{VLM} --mock-data --encoder-tensor-model-parallel-size 1 --encoder-pipeline-model-parallel-size 1",
     "gpt": f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --fp16 --num-experts 4 "
-    "--sequence-parallel",
+    "--sequence-parallel --vocab-file v.json --no-rope-fusion --lr-decay-style WSD --lr-wsd-decay-samples 16",
     "bridge": BRIDGE,
 }
 
@@ -350,6 +350,10 @@ def test_a_job_s_processes_and_a_gated_quick_gelu(tmp_path: Path) -> None:
     assert "--nproc-per-node 2 " in report and config["data-path"] == MOCK and "script uses" not in report
     config, _, report = convert("gpt", tmp_path)
     assert "--sequence-parallel: Megatron, too, leaves it out" in report and "sequence-parallel" not in config
+    assert (config["tokenizer-model"], config["lr-wsd-decay-iters"], config["no-kernel-fusion"]) == ("v.json", 2, True)
+    assert "left to do:\n  model: a recipe's code is not read" in convert("bridge", tmp_path)[2]
+    config, _, report = convert("yi and siglip", tmp_path)
+    assert "file:" in report.partition("--disable-vision-class-token")[0].rpartition("\n\n")[2], "which has none anyway"
 
 
 def test_sizes_of_a_module_become_a_plan(tmp_path: Path) -> None:

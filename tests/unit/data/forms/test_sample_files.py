@@ -279,7 +279,10 @@ def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound, video or text"),
+        ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound or video, nor 'txt'"),
+        ({"a.png": b"x", "a.en.txt": "s", "a.txt": "t"}, "data.tar, a: 'en.txt' is no image"),
+        ({"a.png": b"x", "a.txt": "t", "a.json": CHAT}, "data.tar, a: has several texts, 't' and another one"),
+        ({"a.png": b"x", "a.txt": "t", "a.json": {"caption": "s"}}, "data.tar, a: has several texts"),
         ({"a.png": b"x", "a.PNG": b"y", "a.txt": "t"}, "data.tar, a: has two files of a kind, of which one would be lost"),
         ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images, sound or a video beside"),
         ({"a.png": b"x", "a.json": b"{"}, "data.tar, a.json: cannot be read"),
