@@ -1,9 +1,10 @@
-"""Claim: what `auto` is predicted to gain over the data's own order, it gains when the step really runs.
+"""Claim: what `auto` and `--plan auto` are predicted to gain over packed samples in the data's order, real steps gain.
 
 Eight processes run the real executor, broker and messages, with timed waits as computations: a vision encoder with 2 replicas of
-one stage and an LLM with 2 replicas of 3 stages. Both balancers place the same batches of real lengths (generated ones where
-there are none); waits are those of the cost model on a machine that is slow enough for this one. Measured and predicted seconds,
-and the gain, side by side.
+one stage and an LLM with 2 replicas of 3 stages, under 1F1B, as a user of megatron-core's MIMO would lay them out, with packed
+microbatches. `auto` places the samples of the same batches of real lengths (generated ones where there are none) under the same
+plan; `--plan auto` is what its search makes for eight ranks, with its own schedule, balancer and microbatches. Waits are those of
+the cost model for a node of H100 that is slower in everything. Measured and predicted seconds, and the gain, side by side.
 
 Run `python benchmarks/balanced_emulation.py [--lengths L.csv.gz] [--num-batches N] [--json]`.
 """
@@ -26,55 +27,82 @@ from rich.table import Table
 
 from benchmarks.balanced_iteration import LENGTHS, MODEL, ROOT, VOCAB_SIZE, long_tailed
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
+from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.data.length_table import read_length_table
+from multimodal.plan.planners import PLANNERS, plan_or_advise
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
-from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
+from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 
 SIZES = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(data_parallel_size=2, pipeline_parallel_size=3)}
-GLOBAL_BATCH_SIZE, NUM_MICROBATCHES, SCHEDULE = 32, 8, "eager-1f1b"
-TARGET_SECONDS = 3.0
+GLOBAL_BATCH_SIZE, NUM_MICROBATCHES, SCHEDULE, NUM_RANKS = 32, 8, "1f1b", 8
+TARGET_SECONDS = 6.0
 """Seconds of a step in the data's order: long enough that this machine's own work is small beside the waits."""
 
 
-def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[str, dict[str, float]]:
-    """Return balancer -> measured and predicted seconds."""
+def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster, planned: PlannedRun) -> dict[str, dict[str, float]]:
+    """Return run -> measured and predicted seconds."""
     graph = ModelGraph.from_dict({"units": MODEL})
-    plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
+    by_hand = PlannedRun(plan_disaggregated(graph, sizes=SIZES, world_size=NUM_RANKS), schedule=SCHEDULE, micro_batch_size=2)
     found = {}
-    for name in ("none", "auto"):
-        predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
-        options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
-        assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-        shape = assignment.shape(graph, plan)
-        schedule = build_schedule(BUILDERS[SCHEDULE], shape)
+    for name, run in {"none": by_hand, "auto": replace(by_hand, balance="auto"), "--plan auto": planned}.items():
+        schedules = ScheduleCache(graph, run.plan, BUILDERS[run.schedule], passes_named(",".join(run.passes)))
+        predictor = StepPredictor(schedules, cluster, VOCAB_SIZE)
+        options = BalanceOptions(micro_batch_size=run.micro_batch_size, vocab_size=VOCAB_SIZE, predictor=predictor)
+        assignment = BALANCERS[run.balance](lengths, graph=graph, plan=run.plan, options=options)
+        shape = schedules.shape(assignment)
         costs = ModelCosts(shape, assignment, lengths, cluster, VOCAB_SIZE)
-        predicted = simulate_schedule(schedule, costs).iteration_seconds
+        schedule = schedules.find(shape, costs).to_run(costs)
         timelines = emulate(EmulatedRun(schedule, assignment, costs, num_iterations=3))
         found[name] = {
-            "predicted": predicted,
+            "predicted": simulate_schedule(schedule, costs).iteration_seconds,
             "measured": statistics.median(timeline.duration_seconds for timeline in timelines),
         }
     return found
 
 
+def plan_auto(samples: Sequence[SampleLengths], cluster: Cluster) -> PlannedRun:
+    """Return what the search of `--plan auto` chooses for these samples."""
+    graph = ModelGraph.from_dict({"units": MODEL})
+    request = PlanningRequest(
+        graph, cluster, NUM_RANKS, GLOBAL_BATCH_SIZE, tuple(samples), vocab_size=VOCAB_SIZE, sharding="optim"
+    )
+    return plan_or_advise(PLANNERS["braid"], request).run
+
+
 def slow_cluster(lengths: Sequence[SampleLengths]) -> Cluster:
-    """Return a cluster on which the step of these samples takes about TARGET_SECONDS."""
+    """Return a node of H100 on which everything is slower, so that the step of these samples takes about TARGET_SECONDS."""
     cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
     graph = ModelGraph.from_dict({"units": MODEL})
-    plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
+    plan = plan_disaggregated(graph, sizes=SIZES, world_size=NUM_RANKS)
     options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE)
     assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=options)
     predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
-    return replace(cluster, peak_tflops=cluster.peak_tflops * predictor.predict(assignment, lengths).seconds / TARGET_SECONDS)
+    speed = predictor.predict(assignment, lengths).seconds / TARGET_SECONDS
+    link, memory = cluster.intra_node, cluster.memory_bandwidth_gbytes_per_second
+    assert memory is not None
+    return replace(
+        cluster,
+        peak_tflops=cluster.peak_tflops * speed,
+        memory_bandwidth_gbytes_per_second=memory * speed,
+        intra_node=replace(
+            link,
+            bandwidth_gbytes_per_second=link.bandwidth_gbytes_per_second * speed,
+            latency_us=link.latency_us / speed,
+        ),
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -87,19 +115,22 @@ def main(argv: Sequence[str]) -> int:
     graph = ModelGraph.from_dict({"units": MODEL})
     samples = read_length_table(given.lengths, graph=graph) if given.lengths.is_file() else long_tailed()
     batches = list(draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=given.num_batches, seed=0))
-    results = [emulate_batch(lengths, slow_cluster(lengths)) for lengths in batches]
+    planned = plan_auto(samples[:MOST_SAMPLES], slow_cluster(batches[0]))
+    sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
+    print(f"--plan auto: {sizes}; {planned.flags}", file=sys.stderr)
+    results = [emulate_batch(lengths, slow_cluster(lengths), planned) for lengths in batches]
     print(json.dumps(results)) if given.json else print_table(results)
     return 0
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
-    """Print one row per batch."""
-    table = Table("batch", "none: measured (predicted)", "auto: measured (predicted)", "gain: measured (predicted)", box=None)
+    """Print one row per batch and run."""
+    table = Table("batch", "run", "measured", "predicted", "gain: measured (predicted)", box=None)
     for index, found in enumerate(results):
-        none, auto = found["none"], found["auto"]
-        cells = [f"{each['measured']:.3f} s ({each['predicted']:.3f})" for each in (none, auto)]
-        gain = f"{none['measured'] / auto['measured']:.3f}x ({none['predicted'] / auto['predicted']:.3f}x)"
-        table.add_row(str(index), *cells, gain)
+        measured, predicted = found["none"]["measured"], found["none"]["predicted"]
+        for name, each in found.items():
+            gain = f"{measured / each['measured']:.3f}x ({predicted / each['predicted']:.3f}x)"
+            table.add_row(str(index), name, f"{each['measured']:.3f} s", f"{each['predicted']:.3f} s", gain)
     Console(width=130, highlight=False).print(table)
 
 
