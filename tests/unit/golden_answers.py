@@ -58,7 +58,7 @@ def answers(name: str, kinds: Kinds) -> Iterator[str]:
                 document, read = kinds[kind]
                 yield line
                 yield answer(read, changed(document, yaml.safe_load(f"{{{line[1:]}}}")))
-            elif line.startswith("== ") or not line:
+            elif line.startswith(("== ", "#")) or not line:
                 yield line
 
 

@@ -140,14 +140,6 @@ def test_no_microbatch_of_several_samples_has_more(graph, build_plan, build_samp
     assert most < 5000 or len(microbatches) <= 2
 
 
-def test_in_order_a_microbatch_takes_samples_while_it_has_room(graph, build_plan, build_sample):
-    lengths = [build_sample(index, each) for index, each in enumerate(TOKENS)]
-    options = BalanceOptions(tokens_per_microbatch=320)
-    assigned = BALANCERS["none"](lengths, graph=graph, plan=build_plan(vision=1, audio=1, llm=1), options=options)
-    found = [[TOKENS[atom.sample_id] for atom in microbatch] for microbatch in assigned.units["llm"][0]]
-    assert found == [[10, 300], [20, 50, 200, 40], [60, 30, 80, 10, 120], [90]]
-
-
 def test_each_replica_of_the_llm_deals_its_microbatches_among_its_own_pipelines():
     """Two replicas of the LLM with eight microbatches each; of the encoder's four, numbers 0 and 2 belong to the first."""
     dealt = deal(np.arange(17), np.arange(16), num_replicas=4, shares=(3, 1))

@@ -20,55 +20,6 @@ from multimodal.values.errors import AssignmentError
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import THREE, TWO, random_lengths
 
-
-def _batch(build_sample):
-    return [
-        build_sample(7, 5, ("vision", 8)),
-        build_sample(3, 5, ("audio", 4), ("vision", 8), ("vision", 4)),
-        build_sample(5, 5),
-        build_sample(1, 5),
-        build_sample(2, 5, ("vision", 16)),
-    ]
-
-
-def test_microbatches_are_dealt_round_robin(place, build_sample):
-    assignment = place("none", _batch(build_sample), vision=2, llm=2, micro_batch_size=2)
-    assert assignment.units["llm"] == (((Atom(7), Atom(3)), (Atom(2),)), ((Atom(5), Atom(1)),))
-    # The LLM's microbatch 1 has no images, so the second vision replica idles.
-    assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)), (Atom(2, 0),)), ())
-    assert assignment.units["audio"] == (((Atom(3, 0),),),)
-
-
-TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}
-
-
-def test_tokens_are_balanced_over_replicas_and_microbatches(place, build_sample):
-    texts = [10, 60, 20, 30, 20, 20]
-    assignment = place(
-        "orchmllm",
-        [build_sample(index, tokens) for index, tokens in enumerate(texts)],
-        llm=2,
-        micro_batch_size=2,
-        unit_costs=TOKENS,
-    )
-    # 60 + 20 against 30 + 20 + 20 + 10, and both in two microbatches: the latter as 30 + 10 against 20 + 20.
-    assert assignment.units["llm"] == (((Atom(1),), (Atom(5),)), ((Atom(0), Atom(3)), (Atom(2), Atom(4))))
-
-
-def test_items_leave_their_sample_and_come_in_the_order_of_need(place, build_sample):
-    lengths = [
-        build_sample(0, 4, ("vision", 8), ("vision", 8), ("vision", 16)),
-        build_sample(1, 90, ("vision", 24)),
-        build_sample(2, 50, ("vision", 4)),
-    ]
-    assignment = place(
-        "orchmllm", lengths, vision=2, micro_batch_size=1, unit_costs=TOKENS, encoder_micro_batch_sizes={"vision": 1}
-    )
-    assert assignment.units["llm"] == (((Atom(1),), (Atom(2),), (Atom(0),)),)
-    # 24 + 8 against 16 + 8 + 4; sample 1 is needed first, sample 0 last.
-    assert assignment.units["vision"] == (((Atom(1, 0),), (Atom(0, 1),)), ((Atom(2, 0),), (Atom(0, 0),), (Atom(0, 2),)))
-
-
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
 LENGTHS = random_lengths(TWO, count=48)
 PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, groups=(TWO.unit_names,)).build_plan(TWO)
@@ -102,19 +53,6 @@ def test_items_stay_with_their_samples() -> None:
     assert routes and all(route.source.replica == route.target.replica for route in routes)
 
 
-def test_encoders_stay_beside_the_llm_where_replicas_have_unequally_many_microbatches(graph, build_plan, build_sample):
-    tokens = [900, 100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
-    lengths = [build_sample(index, each, ("vision", 4 * each)) for index, each in enumerate(tokens)]
-    plan = build_plan(vision=3, audio=1, llm=3)
-    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()))
-    assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=options)
-    assert len({len(replica) for replica in assigned.units["llm"]}) > 1
-    for encoded, run in zip(assigned.units["vision"], assigned.units["llm"], strict=True):
-        assert {atom.sample_id for microbatch in encoded for atom in microbatch} == {
-            atom.sample_id for microbatch in run for atom in microbatch
-        }
-
-
 SKEWED = [900, 40, 40, 40, 40, 40, 40, 40]
 """One sample holds most of the encoder's work: K_eff is 1."""
 
@@ -136,37 +74,16 @@ class CountingPredictor:
         return [SimpleNamespace(seconds=abs(count - self.favourite), least_seconds=0.0) for count in counts]
 
 
-def test_the_number_of_microbatches_is_as_given_effective_or_predicted(graph, build_plan, build_sample):
+def test_the_number_of_microbatches_is_the_predicted_best(graph, build_plan, build_sample):
     def found(**options):
         return len(count_microbatches(graph, build_plan, build_sample, **options).units["llm"][0])
 
-    assert found() == 4
-    assert found(microbatch_count=MicrobatchCount.EFFECTIVE) == 1
-    assert found(microbatch_count=MicrobatchCount.PREDICTED) == 4
     for favourite in (1, 2, 4):
         predictor = CountingPredictor(favourite)
         assert found(microbatch_count=MicrobatchCount.PREDICTED, predictor=predictor) == favourite
         assert predictor.seen == [4, 2, 1]
     unasked = CountingPredictor(1)
     assert (found(predictor=unasked), unasked.seen) == (4, [])
-
-
-def test_merged_encoders_are_balanced_by_the_sum_of_their_work(graph, build_plan, build_sample):
-    """Three large pictures and three small sounds, in two microbatches: even for each encoder, or for both together."""
-    tokens, kinds = [200, 600, 600, 200, 300, 600], ["audio", "vision", "vision", "audio", "audio", "vision"]
-    lengths = [build_sample(index, 10, (kind, each)) for index, (kind, each) in enumerate(zip(kinds, tokens, strict=True))]
-    plan = build_plan(vision=1, audio=1, llm=1)
-
-    def sums(**options):
-        assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(num_microbatches=2, **options))
-        found = [0, 0]
-        for microbatches in (assigned.units["vision"][0], assigned.units["audio"][0]):
-            for index, microbatch in enumerate(microbatches):
-                found[index] += sum(tokens[atom.sample_id] for atom in microbatch)
-        return sorted(found)
-
-    assert sums() == [900, 1600]
-    assert sums(merges_encoders=True) == [1200, 1300]
 
 
 @pytest.mark.parametrize("name", ["disttrain", "entrain"])
@@ -199,6 +116,8 @@ def test_a_generator_without_work_is_no_stage_of_the_pipeline() -> None:
 
 
 class Favouring:
+    """Predicts that the assignment with a number is the shortest."""
+
     def __init__(self, favourite):
         self.favourite, self.seen = favourite, []
 
@@ -232,13 +151,6 @@ def test_heavy_microbatches_stand_in_the_middle() -> None:
     sizes = np.array([5.0, 1.0, 4.0, 2.0, 3.0, 9.0])
     assert sizes[np.asarray(_light_outside(sizes, slice(0, 5)))].tolist() == [1.0, 3.0, 5.0, 4.0, 2.0]
     assert np.asarray(_light_outside(sizes, slice(4, 6))).tolist() == [0, 1]
-
-
-def test_samples_without_any_work_keep_their_order(graph, build_plan, build_sample):
-    plan = build_plan(vision=1, audio=1, llm=1)
-    lengths = [build_sample(index, 0) for index in range(4)]
-    assignment = BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
-    assert assignment.placed["llm"].sample_ids.tolist() == [0, 1, 2, 3]
 
 
 UNIT_TOKENS = {"llm": LengthCost(), "vision": LengthCost(CostForm.PADDED)}

@@ -1,5 +1,6 @@
 """Small graphs, plans and assignments for the schedule tests, and strategies for random ones."""
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -221,55 +222,69 @@ def reduced_together(action: Action, step: StepShape) -> list[Action]:
     return found
 
 
+def written_unit(text: str, num_layers: int) -> UnitPlan:
+    """Read where a unit lies: "0|1 (0-4|4-10) / 2,3|4,5 (0-7|7-10)"; / stands between replicas, | between stages.
+
+    Behind the ranks stand the layer ranges of each stage; without them, layers are divided evenly.
+    """
+    replicas = []
+    for replica in text.split(" / "):
+        ranks, _, written = replica.partition(" ")
+        held = [tuple(map(int, stage.split(","))) for stage in ranks.split("|")]
+        layers = [[re.findall(r"\d+", each) for each in stage.split(",")] for stage in written.split("|")] if written else []
+        ranges = [tuple((int(first), int(end)) for first, end in stage) for stage in layers]
+        ranges = ranges or [(each,) for each in split_layers(("",) * num_layers, num_stages=len(held))]
+        replicas.append(Replica(tuple(Stage(each, own, len(each)) for each, own in zip(held, ranges, strict=True))))
+    sizes = {stage.tensor_parallel_size for replica in replicas for stage in replica.stages}
+    return UnitPlan(tuple(replicas), sizes.pop() if len(sizes) == 1 else 1)
+
+
+def written_case(plan: Mapping[str, str], samples: Mapping[str, str], **frozen: Sequence[str]) -> PlacedCase:
+    """Read a case: where each unit lies, and its samples, "0|2 3 / 1" (| between microbatches); one item of each for an encoder.
+
+    A unit `painter` is a generator behind the LLM.
+    """
+    graph = build_graph(*(name for name in plan if name not in ("llm", "painter")), **frozen)
+    if "painter" in plan:
+        graph = ModelGraph((*graph.units, Unit("painter", Role.GENERATOR, SHAPE)), (*graph.edges, ("llm", "painter")))
+    units = {name: written_unit(text, len(graph.unit(name).layers)) for name, text in plan.items()}
+    item = {unit.name: index if unit.role is Role.ENCODER else -1 for index, unit in enumerate(graph.units)}
+    assignment = Assignment.from_dict(
+        {
+            name: [
+                [[(int(sample), item[name]) for sample in group.split()] for group in replica.split("|") if group.strip()]
+                for replica in text.split("/")
+            ]
+            for name, text in samples.items()
+        }
+    )
+    return PlacedCase(assignment.shape(graph, Plan(units)), assignment)
+
+
+FOUR = {"vision": "0|1|2|3", "llm": "0|1|2|3"}
+GOLDEN: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
+    "one_unit": ({"llm": "0|1|2"}, {"llm": "0|1|2|3|4"}),
+    "encoder_dp2_llm_pp2": ({"vision": "0 / 1", "llm": "2|3"}, {**FOUR, "vision": "0|2 / 1|3"}),
+    "encoder_dp1_llm_dp2_unequal": ({"vision": "0", "llm": "1 / 2"}, {"vision": "0 1|2 3|4", "llm": "0|1|2 / 3 4"}),
+    "frozen_encoder": ({"vision": "0|1", "llm": "2|3"}, FOUR),
+    "colocated_one_rank": ({"vision": "0", "llm": "0"}, {"vision": "0|1|2", "llm": "0|1|2"}),
+    "colocated_different_tp": ({"vision": "0 / 1", "llm": "0,1"}, {"vision": "0 / 1", "llm": "0|1"}),
+    "encoder_copies": ({"vision": "0 / 1", "llm": "0|1"}, {**FOUR, "vision": "0|2 / 1|3"}),
+    "crossed_groupings": ({"vision": "0 / 1", "llm": "2"}, {"vision": "0|1 / 2|3", "llm": "3|2|0|1"}),
+    "interleaved_llm": ({"vision": "0", "llm": "1|2 (0-3,5-7|3-5,7-10)"}, FOUR),
+    "v_shaped_llm": ({"vision": "0", "llm": "1|2 (0-3,7-10|3-5,5-7)"}, FOUR),
+    "two_encoders": (dict.fromkeys(("vision", "audio", "llm"), "0|1"), dict.fromkeys(("vision", "audio", "llm"), "0|1|2")),
+}
+"""The small cases whose schedules are compared with golden text."""
+
+
 def golden_cases() -> dict[str, StepShape]:
     return {name: case.shape for name, case in placed_golden_cases().items()}
 
 
 def placed_golden_cases() -> dict[str, PlacedCase]:
-    """The small cases whose schedules are compared with golden text."""
-    vision = build_graph("vision")
-    frozen = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
-    crossed = {"vision": [[[0], [1]], [[2], [3]]], "llm": [[[3], [2], [0], [1]]]}
-    return {
-        "one_unit": placed_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(5, 1)}),
-        "encoder_dp2_llm_pp2": placed_case(
-            vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}
-        ),
-        "encoder_dp1_llm_dp2_unequal": placed_case(
-            vision,
-            {"vision": (1, 1, 1), "llm": (2, 1, 1)},
-            {"vision": [[[0, 1], [2, 3], [4]]], "llm": [[[0], [1], [2]], [[3, 4]]]},
-        ),
-        "frozen_encoder": placed_case(frozen, {"vision": (1, 2, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)}),
-        "colocated_one_rank": placed_case(
-            vision, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(3, 1), "llm": deal(3, 1)}, colocated=True
-        ),
-        "colocated_different_tp": placed_case(
-            vision, {"vision": (2, 1, 1), "llm": (1, 1, 2)}, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True
-        ),
-        "encoder_copies": placed_case(
-            vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}, colocated=True
-        ),
-        "crossed_groupings": placed_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
-        "interleaved_llm": placed_case(
-            vision,
-            {"vision": (1, 1, 1), "llm": (1, 2, 1)},
-            {"vision": deal(4, 1), "llm": deal(4, 1)},
-            layouts={"llm": {"chunks": 2}},
-        ),
-        "v_shaped_llm": placed_case(
-            vision,
-            {"vision": (1, 1, 1), "llm": (1, 2, 1)},
-            {"vision": deal(4, 1), "llm": deal(4, 1)},
-            layouts={"llm": {"v_shaped": True}},
-        ),
-        "two_encoders": placed_case(
-            build_graph("vision", "audio"),
-            {"vision": (1, 2, 1), "audio": (1, 2, 1), "llm": (1, 2, 1)},
-            {"vision": deal(3, 1), "audio": deal(3, 1), "llm": deal(3, 1)},
-            colocated=True,
-        ),
-    }
+    frozen = {"frozen": ["vision"], "frozen_projectors": ["vision"]}
+    return {name: written_case(*given, **frozen if name == "frozen_encoder" else {}) for name, given in GOLDEN.items()}
 
 
 def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:

@@ -16,9 +16,7 @@ from multimodal.schedule.align_replicas import Join, Joins, align_replicas, chec
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import UnitCosts, execute_lanes
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
@@ -32,7 +30,6 @@ from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.cost.cost_cases import cluster_of
 from tests.unit.schedule.built_schedules import UniformCosts
 from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, placed_case
-from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 
 LLM = build_graph()
 
@@ -218,44 +215,6 @@ def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1)) -> StepShape
     samples = iter(range(sum(counts)))
     placed = {"llm": tuple(tuple((Atom(next(samples)),) for _ in range(count)) for count in counts)}
     return Assignment(placed).shape(graph, Plan({"llm": UnitPlan((DEEP, WIDE))}))
-
-
-WHOLE = """\
-lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0[0:4]
-lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; B llm/0/1/1; RG llm/0/1[3:6]; RG llm/0/1[0:3]
-lane 2,3: F llm/1/0/0; B llm/1/0/0; RG llm/1/0[4:7]; RG llm/1/0[0:4]
-lane 4,5: F llm/1/1/0; B llm/1/1/0; RG llm/1/1[0:3]
-"""
-BY_LAYER = """\
-lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; RG llm/0/0[1:4]; B llm/0/0/1; RG llm/0/0[0:1]
-lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; RG llm/0/1[4:6]; RG llm/0/1[3:4]; RG llm/0/1[1:3]; \
-B llm/0/1/1; RG llm/0/1[0:1]
-lane 2,3: F llm/1/0/0; RG llm/1/0[5:7]; RG llm/1/0[4:5]; RG llm/1/0[1:4]; B llm/1/0/0; RG llm/1/0[0:1]
-lane 4,5: F llm/1/1/0; RG llm/1/1[1:3]; B llm/1/1/0; RG llm/1/1[0:1]
-"""
-
-
-@pytest.mark.parametrize(("passes", "text"), [((), WHOLE), ((reduce_by_layer,), BY_LAYER)], ids=["whole", "by layer"])
-def test_reductions_are_cut_where_any_replica_is(passes, text):
-    step = build_step(build_graph())
-    schedule = BUILDERS["1f1b"](step)
-    for rewrite in passes:
-        schedule = rewrite(schedule)
-    validate_schedule(schedule)
-    assert schedule_to_text(schedule) == text
-    read = schedule_from_text(text, step)
-    assert read == schedule and read.shape.cuts == schedule.shape.cuts
-
-
-def test_layers_that_are_not_trained_are_not_reduced():
-    """Of a frozen encoder the projector alone, in its last layer."""
-    graph = build_graph("vision", frozen=["vision"])
-    vision = UnitPlan((DEEP, WIDE))
-    llm = UnitPlan((Replica((Stage((6,), ((0, 10),)),)),))
-    nothing = Assignment({"vision": ((), ()), "llm": ((),)})
-    work = BUILDERS["gpipe"](nothing.shape(graph, Plan({"vision": vision, "llm": llm}))).work
-    reduced = [action for action in work.computed if action.kind is ActionKind.REDUCE_GRADIENTS and action.unit == "vision"]
-    assert [(*action[2:4], action.covers) for action in reduced] == [(0, 1, LayerRange(3, 6)), (1, 1, LayerRange(0, 3))]
 
 
 def test_a_range_is_reduced_when_all_who_hold_it_have_come_to_it():

@@ -1,9 +1,11 @@
 """Names and text of schedules, and builders and the insertion of communication against the text in tests/golden/schedule.
 
-After a change that is meant, print the new text with `schedule_to_text` and review the difference.
+After a change that is meant, print the new text with `schedule_to_text` and review the difference. Orders that single policies,
+builders and passes give are in tests/golden/orders.txt; `python -m tests.unit.schedule.test_golden_schedules` writes them anew.
 """
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,52 @@ import pytest
 from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, Place
-from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_graph, builders_for, cases, golden_cases, one_unit
+from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.schedule.schedule_cases import builders_for, cases, golden_cases, one_unit, written_case
 from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
+
+
+def order_of(document: dict[str, Any]) -> str:
+    """Return a schedule, its lanes behind each other: lanes as they are given, of a policy or a builder, rewritten by passes.
+
+    Both dialects are valid: no action is lost, none stands twice, and nothing waits in a circle.
+    """
+    frozen = {key: document[key] for key in ("frozen", "frozen_projectors")}
+    case = written_case(document["plan"], document["samples"], **frozen).shape
+    shape = replace(case, forward_only=document["forward_only"])
+    if document["lanes"]:
+        schedule = schedule_from_text("\n".join(document["lanes"]), shape)
+    elif document["policy"]:
+        limits = {name: {(unit, 0, 0): count for unit, count in each.items()} for name, each in document["policy"].items()}
+        schedule = list_schedule(shape, Policy(**limits))
+    else:
+        schedule = BUILDERS[document["builder"]](shape)
+    for name in document["passes"]:
+        schedule = PASSES[name](schedule)
+    lowered = insert_communication(schedule)
+    for each in (schedule, lowered):
+        validate_schedule(each)
+        assert schedule_from_text(schedule_to_text(each), shape, lowered=each.lowered) == each
+    return " // ".join(map(str, (lowered if document["lowered"] else schedule).lanes))
+
+
+NOTHING: dict[str, Any] = {"lanes": [], "policy": {}, "builder": "1f1b", "passes": [], "frozen": [], "frozen_projectors": []}
+NOTHING |= {"lowered": False, "forward_only": False}
+ORDERS: Kinds = {"order": ({"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING}, order_of)}
+
+
+def test_every_order_is_as_written() -> None:
+    assert differing("orders.txt", ORDERS) == []
 
 
 SHOWN = sorted(path.name.split(".")[:2] for path in GOLDEN.glob("*.txt") if path.name.count(".") == 2)
@@ -51,36 +87,6 @@ def test_communication_insertion_turns_golden_compute_text_into_golden_lowered_t
     after = insert_communication(before)
     assert schedule_to_text(after) == (GOLDEN / f"{name}.1f1b.lowered.txt").read_text()
     validate_schedule(after)
-
-
-def test_receives_are_hoisted_transitively_over_shared_lanes() -> None:
-    """The first consumer needs only the last message, but lane 1 sent another before it, and lane 0 one before that."""
-    graph = build_graph("first", "second", "third")
-    layers = ((0, 10),)
-    ranks = {"first": (0,), "second": (0, 1), "third": (1, 2), "llm": (3,)}
-    plan = Plan({unit: UnitPlan((Replica((Stage(group, layers),)),), len(group)) for unit, group in ranks.items()})
-    placed = {"first": ((Atom(2, 0),),), "second": ((Atom(1, 0),),), "third": ((Atom(0, 0),),)}
-    assignment = Assignment(
-        {
-            **{unit: (microbatches,) for unit, microbatches in placed.items()},
-            "llm": (tuple((Atom(sample),) for sample in range(3)),),
-        }
-    )
-    before = """\
-lane 0: F first/0/0/0; F second/0/0/0
-lane 1: F second/0/0/0; F third/0/0/0
-lane 2: F third/0/0/0
-lane 3: F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
-"""
-    after = """\
-lane 0: F first/0/0/0; SF first/0/0/0>llm/0/0/2; F second/0/0/0; SF second/0/0/0>llm/0/0/1
-lane 1: F second/0/0/0; SF second/0/0/0>llm/0/0/1; F third/0/0/0; SF third/0/0/0>llm/0/0/0
-lane 2: F third/0/0/0; SF third/0/0/0>llm/0/0/0
-lane 3: RF llm/0/0/2<first/0/0/0; RF llm/0/0/1<second/0/0/0; RF llm/0/0/0<third/0/0/0; F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
-"""
-    lowered = insert_communication(schedule_from_text(before, assignment.shape(graph, plan, forward_only=True)))
-    assert schedule_to_text(lowered) == after
-    validate_schedule(lowered)
 
 
 TEXT = """\
@@ -142,3 +148,7 @@ def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepSh
         message = rf"{builder} (needs .* found .* in the plan, or|runs encoders as one, .*;) choose "
         with pytest.raises(ScheduleError, match=message):
             BUILDERS[builder](case)
+
+
+if __name__ == "__main__":
+    write("orders.txt", ORDERS)

@@ -15,12 +15,10 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
-from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import UniformCosts
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
-from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.values.work.dependencies import dependencies, needs_message
 
 
@@ -31,150 +29,15 @@ def deferred() -> StepShape:
     )
 
 
-def run(name: str, case: StepShape, text: str) -> list[str]:
-    schedule = PASSES[name](schedule_from_text(text, case))
-    check(schedule)
-    return schedule_to_text(schedule).splitlines()
-
-
 def check(schedule: Schedule) -> None:
     """Both dialects are valid: no action is lost, none stands twice, and nothing waits in a circle."""
     validate_schedule(schedule)
     validate_schedule(insert_communication(schedule))
 
 
-def test_split_backward_runs_a_subset_as_soon_as_its_gradient_is_there() -> None:
-    before = (
-        "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; RG vision/0/0\n"
-        "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
-    )
-    assert run("split-backward", deferred(), before) == [
-        "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0#0; B vision/0/0/0#1; B vision/0/0/1; RG vision/0/0",
-        "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0",
-    ]
-
-
-def test_fill_puts_weight_gradients_into_receive_waits() -> None:
-    case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(2, 1)})
-    before = (
-        "lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0\n"
-        "lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; B llm/0/1/1; RG llm/0/1"
-    )
-    # The first stage has weight gradients only, so its backward is not split; the last backward waits for nothing.
-    assert run("fill", case, before) == [
-        "lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0",
-        "lane 1: F llm/0/1/0; I llm/0/1/0; {W llm/0/1/0} F llm/0/1/1; B llm/0/1/1; RG llm/0/1",
-    ]
-
-
-def test_defer_receives_runs_what_is_ready_while_a_message_is_on_its_way() -> None:
-    case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(2, 1)})
-    before = (
-        "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0\n"
-        "lane 1: F llm/0/1/0; B llm/0/1/0; F llm/0/1/1; B llm/0/1/1; RG llm/0/1"
-    )
-    after = run("defer-receives", case, before)
-    assert after[0] == "lane 0: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0"
-
-
-def test_delay_forward_shortens_the_warm_up_of_an_eager_schedule_and_keeps_its_length() -> None:
-    case = build_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(6, 1)})
-    lines = ["lane 0: " + eager("llm/0/0", 5), "lane 1: " + eager("llm/0/1", 4), "lane 2: " + eager("llm/0/2", 1)]
-    after = schedule_from_text("\n".join(run("delay-forward", case, "\n".join(lines))), case)
-    lengths = [duration_of(schedule) for schedule in (schedule_from_text("\n".join(lines), case), after)]
-    assert lengths[1] == lengths[0]
-    assert [warm_up(after, lane) for lane in range(3)] == [3, 2, 1]
-
-
-def eager(stage: str, num_warm_up: int) -> str:
-    actions = [f"F {stage}/{microbatch}" for microbatch in range(num_warm_up)]
-    for microbatch in range(6):
-        actions.append(f"B {stage}/{microbatch}")
-        if num_warm_up + microbatch < 6:
-            actions.append(f"F {stage}/{num_warm_up + microbatch}")
-    return "; ".join([*actions, f"RG {stage}"])
-
-
-def warm_up(schedule: Schedule, lane: int) -> int:
-    kinds = [action.kind for action in schedule.lanes[lane].actions]
-    return kinds.index(ActionKind.BACKWARD)
-
-
 def llm(*, dp: int = 2, pp: int = 1, num_microbatches: int = 2, **layout: int) -> StepShape:
     groupings = {"llm": deal(num_microbatches * dp, dp)}
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, groupings, layouts={"llm": layout})
-
-
-def rewrite(case: StepShape, text: str) -> list[str]:
-    after = reduce_by_layer(schedule_from_text(text, case))
-    validate_schedule(after)
-    assert schedule_from_text(schedule_to_text(after), case) == after
-    return schedule_to_text(after).splitlines()
-
-
-def test_the_first_part_stands_before_the_last_backward() -> None:
-    before = (
-        "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0\n"
-        "lane 1: F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; B llm/1/0/1; RG llm/1/0"
-    )
-    assert rewrite(llm(), before) == [
-        "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; RG llm/0/0[1:10]; B llm/0/0/1; RG llm/0/0[0:1]",
-        "lane 1: F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; RG llm/1/0[1:10]; B llm/1/0/1; RG llm/1/0[0:1]",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("first", "why"),
-    [
-        ("F llm/0/0/0; F llm/0/0/1; B llm/0/0/1; B llm/0/0/0; RG llm/0/0", "microbatches end in another order"),
-        ("F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; I llm/0/0/1; W llm/0/0/1; RG llm/0/0", "weight gradients come apart"),
-    ],
-)
-def test_where_one_replica_cannot_all_stay_whole(first: str, why: str) -> None:
-    other = "F llm/1/0/0; F llm/1/0/1; B llm/1/0/0; B llm/1/0/1; RG llm/1/0"
-    schedule = schedule_from_text(f"lane 0: {first}\nlane 1: {other}", llm())
-    assert reduce_by_layer(schedule) == schedule, why
-
-
-def test_a_reduction_behind_another_one_stays_whole() -> None:
-    case = llm(chunks=2)
-    text = "; ".join(
-        [
-            *(f"F llm/{{replica}}/{stage}/{microbatch}" for stage in range(2) for microbatch in range(2)),
-            *(f"B llm/{{replica}}/{stage}/{microbatch}" for microbatch in range(2) for stage in (1, 0)),
-            "RG llm/{replica}/1",
-            "RG llm/{replica}/0",
-        ]
-    )
-    lines = [f"lane {replica}: {text.format(replica=replica)}" for replica in range(2)]
-    assert rewrite(case, "\n".join(lines)) == lines
-
-
-def test_fillers_stay_what_they_are() -> None:
-    case = llm(dp=1, num_microbatches=1, chunks=2)
-    schedule = schedule_from_text(
-        "lane 0: F llm/0/0/0; F llm/0/1/0; I llm/0/1/0; {W llm/0/1/0} B llm/0/0/0; RG llm/0/1; RG llm/0/0", case
-    )
-    after = reduce_by_layer(schedule)
-    assert after == schedule
-    text = "lane 0: F llm/0/0/0; F llm/0/1/0; B llm/0/1/0; RG llm/0/1; I llm/0/0/0; W llm/0/0/0; RG llm/0/0"
-    cut = schedule_to_text(reduce_by_layer(schedule_from_text(text, case)))
-    assert "RG llm/0/1[1:5]; B llm/0/1/0; RG llm/0/1[0:1]; I llm/0/0/0" in cut
-
-
-def test_later_passes_see_whole_reductions_and_leave_cut_ones() -> None:
-    """Entrain's case: the encoder's last backward is cut in two, and the reduction has to begin with the second half."""
-    groupings = {"vision": [[[0, 1]]], "llm": [[[0], [1]]]}
-    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, groupings)
-    schedule = reduce_by_layer(BUILDERS["gpipe"](case))
-    assert schedule_to_text(schedule).startswith(
-        "lane 0: F vision/0/0/0; RG vision/0/0[1:10]; B vision/0/0/0; RG vision/0/0[0:1]"
-    )
-    after = PASSES["split-backward"](schedule)
-    validate_schedule(after)
-    assert schedule_to_text(after).startswith(
-        "lane 0: F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0[1:10]; B vision/0/0/0#1; RG vision/0/0[0:1]"
-    )
 
 
 @pytest.mark.parametrize("whole", [0.4, 2.0, 8.0])
@@ -296,11 +159,3 @@ def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepS
         assert seconds(twice) <= seconds(once)
     else:
         assert twice == once
-
-
-@pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])
-def test_a_filler_that_is_no_weight_gradient_is_refused(name: str) -> None:
-    case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(2, 1)})
-    schedule = schedule_from_text("lane 0: {F llm/0/0/1} F llm/0/0/0; B llm/0/0/0; B llm/0/0/1; RG llm/0/0", case)
-    with pytest.raises(ScheduleError, match="lane 0: F llm/0/0/1 fills a wait, but .* apply them before"):
-        PASSES[name](schedule)

@@ -12,53 +12,11 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_limits
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.schedule import Lane
 from tests.unit.schedule.built_schedules import most_kept
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
-from tests.unit.schedule.schedule_text import schedule_to_text
-
-ENCODER, STAGE = ("vision", 0, 0), ("llm", 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("groupings", "policy", "first_lane"),
-    [
-        # One LLM microbatch needs two encoder microbatches, of which only one may be in flight: a limit gives way to a deadlock.
-        (
-            {"vision": [[[0], [1], [2]]], "llm": [[[0, 1], [2]]]},
-            Policy(forward_limits={ENCODER: 1}),
-            "F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; F vision/0/0/2; B vision/0/0/2; RG vision/0/0",
-        ),
-        # A limit holds where it can.
-        (
-            {"vision": [[[0], [1]]], "llm": [[[0], [1]]]},
-            Policy(forward_limits={ENCODER: 1}),
-            "F vision/0/0/0; B vision/0/0/0; F vision/0/0/1; B vision/0/0/1; RG vision/0/0",
-        ),
-        # A backward below its floor waits for forwards until none is left.
-        (
-            {"llm": [[[0], [1], [2]]]},
-            Policy(forward_floors={STAGE: 2}),
-            "F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; F llm/0/0/2; B llm/0/0/1; B llm/0/0/2; RG llm/0/0",
-        ),
-        # A floor above the limit gives way.
-        (
-            {"llm": [[[0], [1]]]},
-            Policy(forward_floors={STAGE: 2}, forward_limits={STAGE: 1}),
-            "F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0",
-        ),
-    ],
-    ids=["deadlock", "limit", "floor", "floor above limit"],
-)
-def test_limits_and_floors_hold_where_they_can(groupings, policy: Policy, first_lane: str) -> None:
-    case = build_case(build_graph(*set(groupings) - {"llm"}), dict.fromkeys(groupings, (1, 1, 1)), groupings)
-    schedule = list_schedule(case, policy)
-    validate_schedule(schedule)
-    assert schedule_to_text(schedule).splitlines()[0] == f"lane 0: {first_lane}"
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -42,12 +42,6 @@ def long_request(**changes):
     return request(TWO, **{"lengths": (DOCUMENT,), "global_batch_size": 2, "num_gpus": 32, "time_budget_seconds": 2.0, **changes})
 
 
-def test_planners_that_share_a_grid_share_its_context_parallel_size():
-    for name in ("megatron", "megatron-balanced", "encoders-replicated"):
-        run = COMPARED[name](request(TWO, fixed_sizes=FIXED))
-        assert {unit.context_parallel_size for unit in run.plan.units.values()} == {2}, name
-
-
 def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
     asked = long_request(most_context_parallel=8)
     assert context_parallel_sizes(asked, "llm") == (1, 2, 4, 8)
@@ -153,7 +147,6 @@ def test_units_of_other_context_parallel_sizes_share_ranks():
 SHAPE = replace(LLM.transformer, num_layers=2, experts=Experts(8, ffn_hidden_size=8192))
 MANY = replace(LLM, transformer=SHAPE)
 GRAPH = ModelGraph((MANY,))
-BESIDE = replace(TWO, units=(TWO.unit("vision"), MANY))
 ONE_STAGE = {"llm": FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)}
 
 
@@ -170,15 +163,6 @@ def test_experts_are_shared_where_memory_asks_for_it(name: str) -> None:
     """Two layers of 8 experts with 25 M weights each: 0.4 B, whose weights and gradients alone take 2.4 GB."""
     asked = request(GRAPH, fixed_sizes=ONE_STAGE, num_gpus=8)
     assert shared_by(name, with_memory(asked, 3.2)) > 1
-
-
-@pytest.mark.parametrize("name", [name for name in COMPARED if name != "braid"])
-def test_every_planner_plans_with_a_given_sharing(name: str) -> None:
-    fixed = {"llm": FixedSizes(expert_parallel_size=2)}
-    asked = request(BESIDE, fixed_sizes=fixed)
-    run = COMPARED[name](asked)
-    assert run.plan.units["llm"].expert_parallel_size == 2
-    assert run.plan.units["llm"].data_parallel_size % 2 == 0
 
 
 def test_a_model_without_experts_is_planned_once() -> None:

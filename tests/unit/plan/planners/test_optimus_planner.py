@@ -52,17 +52,6 @@ def test_every_rank_holds_the_llm_and_encoders_whose_sizes_divide_its_own(graph)
         assert num_inside(plan, unit.name) == dealt, "microbatches dealt in turn stay beside the LLM"
 
 
-def test_fixed_sizes_of_encoders_are_kept_each_encoder_by_itself():
-    fixed = {"llm": PIPELINE, "vision": FixedSizes(1, 2), "audio": FixedSizes(2, 1, virtual_stages=2)}
-    units = planned(TWO_ENCODERS, fixed_sizes=fixed).plan.units
-    sizes = {
-        name: (units[name].tensor_parallel_size, len(units[name].replicas[0].stages), units[name].data_parallel_size)
-        for name in ("vision", "audio")
-    }
-    assert sizes == {"vision": (1, 2, 4), "audio": (2, 1, 4)}
-    assert units["audio"].num_virtual_stages == 2
-
-
 def test_where_no_rank_waits_for_another_there_is_nothing_to_fill():
     alone = FixedSizes(1, 1)
     run = planned(fixed_sizes={"llm": alone, "vision": alone}, num_gpus=2)

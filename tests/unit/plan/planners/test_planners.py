@@ -24,14 +24,13 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import Experts, ModelGraph
+from multimodal.values.model_graph import Experts
 from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_plan
 from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.plan.planners.planning_cases import (
     CLUSTER,
     GRAPHS,
-    LLM,
     THREE,
     TWO,
     frozen,
@@ -39,10 +38,9 @@ from tests.unit.plan.planners.planning_cases import (
     request,
     with_memory,
 )
+from tests.unit.plan.test_plans_of_sizes import placement
 from tests.unit.schedule.built_schedules import GivenCosts
 from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case
-
-FAST = tuple(name for name in COMPARED if name != "braid")
 
 
 def is_deep(name, graph, context):
@@ -109,19 +107,6 @@ def test_an_interrupted_search_gives_the_best_plan_so_far(monkeypatch):
     assert said and all("best so far" in line for line in said)
 
 
-@pytest.mark.parametrize("name", [name for name in FAST if name != "fsdp"])
-def test_fixed_sizes_are_kept(name):
-    fixed = FixedSizes(tensor_parallel_size=2, data_parallel_size=1)
-    sizes = dict.fromkeys(TWO.unit_names, fixed)
-    if name == "encoders-replicated":
-        sizes = {"llm": fixed, "vision": FixedSizes(tensor_parallel_size=2)}
-    run = COMPARED[name](request(TWO, fixed_sizes=sizes))
-    for unit in sizes:
-        assert run.plan.units[unit].tensor_parallel_size == 2
-        if sizes[unit].data_parallel_size:
-            assert run.plan.units[unit].data_parallel_size == 1
-
-
 def test_frozen_aware_partition_gives_a_frozen_encoder_fewer_stages():
     """Cornstarch, figure 7: without a backward, an encoder's layers are cheap."""
     graph = frozen(TWO, "vision", "llm")
@@ -133,30 +118,25 @@ def test_frozen_aware_partition_gives_a_frozen_encoder_fewer_stages():
     assert aware_ratio < unaware_ratio
 
 
-def test_megatron_balanced_puts_encoder_and_llm_layers_on_one_grid():
-    fixed = {unit: FixedSizes(tensor_parallel_size=1, data_parallel_size=1, virtual_stages=2) for unit in TWO.unit_names}
-    fixed["llm"] = replace(fixed["llm"], pipeline_parallel_size=4)
-    run = COMPARED["megatron-balanced"](request(TWO, fixed_sizes=fixed))
-    assert run.num_gpus == 4 and run.schedule == "interleaved-1f1b"
-    assert set(run.plan.units["vision"].ranks) < set(run.plan.units["llm"].ranks) == set(range(4))
-
-
-def test_flops_ratio_divides_gpus_by_flops():
-    run = COMPARED["flops-ratio"](request(TWO, num_gpus=16))
-    assert len(run.plan.units["llm"].ranks) > len(run.plan.units["vision"].ranks)
-
-
-def plan(document: dict[str, Any]) -> None:
-    """Plan for two units, or for an LLM with experts; `fault_tolerance` is one of templates."""
-    given = {name: value for name, value in document.items() if name not in ("planner", "fault_tolerance", "experts")}
+def plan(document: dict[str, Any]) -> str | None:
+    """Say how a planner places a model's units and what they run; experts: of the LLM; `fault_tolerance` is one of templates."""
+    given = {name: value for name, value in document.items() if name not in ("planner", "fault_tolerance", "experts", "graph")}
     given["fixed_sizes"] = {unit: FixedSizes(**sizes) for unit, sizes in given.get("fixed_sizes", {}).items()}
-    mixed = replace(LLM.transformer, experts=Experts(document.get("experts", 1)))
-    graph = ModelGraph((replace(LLM, transformer=mixed),)) if "experts" in document else TWO
+    graph = GRAPHS[document.get("graph", "text-only" if "experts" in document else "two")]
+    if "experts" in document:
+        mixed = replace(graph.backbone, transformer=replace(graph.backbone.transformer, experts=Experts(document["experts"])))
+        graph = replace(graph, units=tuple(mixed if unit is graph.backbone else unit for unit in graph.units))
     asked = request(graph, **given)
-    if document.get("fault_tolerance") is None:
-        COMPARED[document["planner"]](asked)
-    else:
+    if document.get("fault_tolerance") is not None:
         TEMPLATE_PLANNERS[document["planner"]](asked, fault_tolerance=document["fault_tolerance"])
+        return None
+    run = COMPARED[document["planner"]](asked)
+    context, experts = (
+        {unit: getattr(each, name) for unit, each in run.plan.units.items() if getattr(each, name) > 1}
+        for name in ("context_parallel_size", "expert_parallel_size")
+    )
+    told = [run.schedule, *run.passes, run.sharding, f"cp {context}" * bool(context), f"experts {experts}" * bool(experts)]
+    return f"{' '.join(filter(None, told))}; {placement(run.plan)}"
 
 
 REQUESTS: Kinds = {
@@ -172,29 +152,6 @@ REQUESTS: Kinds = {
 def test_every_request_is_answered_as_written():
     """`python -m tests.unit.plan.planners.test_planners` writes the answers anew."""
     assert differing("requests.txt", REQUESTS) == []
-
-
-def test_a_unit_beside_megatron_s_grid_may_have_sizes_of_its_own():
-    fixed = {"vision": FixedSizes(1, 2, 4), "llm": FixedSizes(2, 1, 2)}
-    run = COMPARED["megatron"](request(TWO, num_gpus=12, fixed_sizes=fixed))
-    assert [size_of(run.plan.units[name]) for name in ("vision", "llm")] == [(1, 2, 4), (2, 1, 2)]
-    assert COMPARED["megatron"](request(TWO, fixed_sizes={"llm": FixedSizes(2)})).plan.units["vision"].tensor_parallel_size == 2
-
-
-def size_of(unit):
-    return unit.tensor_parallel_size, len(unit.replicas[0].stages), unit.data_parallel_size
-
-
-def test_megatron_s_encoders_are_replicated_inside_tensor_parallel_groups():
-    run = COMPARED["megatron-replicated"](request(THREE, num_gpus=32, fixed_sizes={"llm": FixedSizes(4, 2, 2)}))
-    assert size_of(run.plan.units["llm"]) == (4, 2, 2)
-    assert size_of(run.plan.units["vision"]) == size_of(run.plan.units["generator"]) == (1, 1, 8)
-
-
-def test_fsdp_shares_weights_on_all_ranks():
-    run = COMPARED["fsdp"](request(TWO, transformer_impl="local"))
-    assert run.sharding == "optim_grads_params" and run.passes == ()
-    assert all(size_of(unit) == (1, 1, 8) and set(unit.ranks) == set(range(8)) for unit in run.plan.units.values())
 
 
 def test_alpa_finds_the_least_latency_of_all_meshes():
@@ -316,14 +273,6 @@ def test_ranked_allocations_begin_with_the_best():
     assert ranked[0].seconds == best and len({choice.llm_row for choice in ranked}) == len(ranked) > 1
     assert [choice.seconds for choice in ranked] == sorted(choice.seconds for choice in ranked)
     assert ranked[-1].seconds <= 1.5 * best
-
-
-def test_virtual_stages_are_dealt_in_turn():
-    fixed = {"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=2)}
-    run = plan_disttrain(request(TWO, fixed_sizes=fixed))
-    assert run.schedule == "interleaved-1f1b"
-    stages = run.plan.units["llm"].replicas[0].stages
-    assert [stage.layer_ranges for stage in stages] == [((0, 3), (5, 7)), ((3, 5), (7, 10))]
 
 
 @pytest.mark.parametrize("name", ["three", "two-encoders"])

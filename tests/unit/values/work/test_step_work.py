@@ -1,5 +1,4 @@
 import pickle
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, ActionKind, Resource, action_to_text
+from multimodal.values.action import ACTION_TABLE, Resource
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import group_rows_reference
 from multimodal.values.assignment import Assignment, Atom
@@ -20,9 +19,6 @@ from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
 from tests.unit.schedule.schedule_cases import (
     PlacedCase,
-    build_case,
-    build_graph,
-    deal,
     golden_cases,
     placed_cases,
     placed_golden_cases,
@@ -106,44 +102,6 @@ def test_shapes_differ_by_counts_routes_cuts_and_direction_and_not_by_samples() 
 def unequal() -> StepShape:
     """One encoder with items of samples 0 1 | 2 3 | 4 before two LLM replicas with samples 0 | 1 | 2 and 3 4."""
     return golden_cases()["encoder_dp1_llm_dp2_unequal"]
-
-
-@pytest.mark.parametrize(
-    ("frozen", "frozen_projectors", "with_backward", "with_reduction"),
-    [
-        ([], [], {"vision 0", "vision 1", "llm 0"}, {"vision 0", "vision 1", "llm 0"}),
-        (["vision"], [], {"vision 1", "llm 0"}, {"vision 1", "llm 0"}),
-        (["vision"], ["vision"], {"llm 0"}, {"llm 0"}),
-        (["llm"], [], {"vision 0", "vision 1", "llm 0"}, {"vision 0", "vision 1"}),
-        (["vision", "llm"], [], {"vision 1", "llm 0"}, {"vision 1"}),
-        (["vision", "llm"], ["vision"], set(), set()),
-    ],
-)
-def test_backwards_and_reductions_exist_where_something_is_trained(
-    frozen: list[str], frozen_projectors: list[str], with_backward: set[str], with_reduction: set[str]
-) -> None:
-    graph = build_graph("vision", frozen=frozen, frozen_projectors=frozen_projectors)
-    case = build_case(graph, {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
-    actions = step_work(case).computed
-    stages = {kind: {f"{a.unit} {a.stage}" for a in actions if a.kind is kind} for kind in ActionKind}
-    assert stages[ActionKind.FORWARD] == {"vision 0", "vision 1", "llm 0"}
-    assert stages[ActionKind.BACKWARD] == with_backward
-    assert stages[ActionKind.REDUCE_GRADIENTS] == with_reduction
-
-
-def test_a_replica_without_microbatches_still_reduces() -> None:
-    case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]})
-    assert [action_to_text(action) for action in step_work(case).computed if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
-
-
-def test_forward_only_has_forwards_only() -> None:
-    step = replace(unequal(), forward_only=True)
-    assert {action.kind for action in step_work(step).computed} == {ActionKind.FORWARD}
-    assert {action.kind for action in step_work(step).actions} == {
-        ActionKind.FORWARD,
-        ActionKind.SEND_FORWARD,
-        ActionKind.RECEIVE_FORWARD,
-    }
 
 
 @given(step=placed_cases())
