@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
+import yaml
 
 from multimodal.data.image_processing import patch_positions
 from tests.distributed.hugging_face_comparison import VOCABULARY, PaddedSource
@@ -23,10 +25,6 @@ LARGER = 12
 MAX_TOKENS = 20
 """Of the longest clip."""
 
-LAYERS = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.3}
-PLAIN = {**LAYERS, "hidden_size": 24, "vocab_size": VOCABULARY, "num_key_value_heads": 2}
-SHAPE = {**PLAIN, "rope_theta": 5000.0}
-
 
 def build(name: str, **config: Any) -> Any:
     kind = getattr(transformers, name)
@@ -37,122 +35,32 @@ def tiny(name: str, **config: Any) -> Callable[..., Any]:
     return partial(build, name, **config)
 
 
-def scaled(kind: str, **factors: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **factors}}
+_WRITTEN = yaml.safe_load((Path(__file__).parent / "tiny_models.yaml").read_text())
 
 
-llama = tiny("LlamaForCausalLM", **SHAPE, attention_bias=True, mlp_bias=True)
-FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-"""In the upper layers."""
-OF_QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False}
-"""Weights of the chosen experts are their share among all, and those of the published models among the chosen ones."""
-GEMMA = {**PLAIN, "hidden_size": 16, "head_dim": 8, "query_pre_attn_scalar": 6, "num_hidden_layers": 4, "sliding_window": 3}
-GEMMA["pad_token_id"] = None  # transformers never train the row of the token that pads
-TEXT_MODELS: Mapping[str, Callable[..., Any]] = {
-    "llama": llama,
-    # Llama 3.2: low frequencies are slowed down, and word embeddings tied.
-    "llama of long contexts": tiny(
-        "LlamaForCausalLM", **PLAIN | {"num_attention_heads": 2}, **scaled("llama3", **LLAMA3), tie_word_embeddings=True
-    ),
-    # YaRN: the pairs between those that turn often and rarely are divided by something between 1 and the factor.
-    "llama with biases in its mlp": tiny(
-        "LlamaForCausalLM",
-        **{**PLAIN, "head_dim": 16, "max_position_embeddings": 128, "mlp_bias": True},
-        **scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
-    ),
-    # LongRoPE: sequences of more than 6 tokens, which most samples are, have factors of their own.
-    "llama of two lengths": tiny(
-        "LlamaForCausalLM",
-        **{**PLAIN, "max_position_embeddings": 24, "attention_bias": True},
-        **scaled("longrope", **FACTORS, original_max_position_embeddings=6),
-    ),
-    # Scores and logits are bounded by values that they exceed; every second layer has windows.
-    "gemma2": tiny(
-        "Gemma2ForCausalLM",
-        **{**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
-    ),
-    # Layers with windows rotate by another base; the others' positions are scaled.
-    "gemma3": tiny(
-        "Gemma3ForCausalLM",
-        **GEMMA,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-        },
-        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
-    ),
-    "mistral": tiny("MistralForCausalLM", **SHAPE, sliding_window=3),  # samples are several windows long
-    # Queries, keys and values in one tensor, gate and up in another; LongRoPE's factors of short sequences.
-    "phi3": tiny(
-        "Phi3ForCausalLM",
-        **{**PLAIN, "max_position_embeddings": 128, "original_max_position_embeddings": 32},
-        **scaled("longrope", **FACTORS, original_max_position_embeddings=32),
-        pad_token_id=None,
-        sliding_window=4,
-    ),
-    # Positions would slow down in sequences of more than 64 tokens.
-    "qwen2": tiny(
-        "Qwen2ForCausalLM",
-        **{**PLAIN, **WINDOW, "max_position_embeddings": 64, "tie_word_embeddings": True},
-        rope_parameters={"rope_type": "dynamic", "rope_theta": SHAPE["rope_theta"], "factor": 2.0},
-    ),
-    "qwen3": tiny("Qwen3ForCausalLM", **SHAPE, head_dim=8),
-    # Positions divided by one factor.
-    "qwen3 with biases": tiny("Qwen3ForCausalLM", **PLAIN, **scaled("linear", factor=3.0), head_dim=8, attention_bias=True),
-}
-mixtral = tiny("MixtralForCausalLM", **SHAPE, num_local_experts=4, experts_implementation="eager")
-qwen3_moe = tiny("Qwen3MoeForCausalLM", **SHAPE, **OF_QWEN3_MOE, head_dim=8, experts_implementation="eager")
-MODELS_WITH_EXPERTS: Mapping[str, Callable[..., Any]] = {
-    "mixtral": mixtral,
-    "qwen3 with experts": qwen3_moe,
-    "mixtral with windows": partial(mixtral, sliding_window=3),
-    # In all layers, whatever max_window_layers says.
-    "qwen3 with experts and windows": partial(qwen3_moe, **WINDOW | {"max_window_layers": 2}),
-}
+def filled(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the bases that it names, and those of its parts, filled in."""
+    found: dict[str, Any] = {}
+    for base in config.get("base", ()):
+        found |= filled(_WRITTEN["bases"][base])
+    return found | {key: filled(part) if isinstance(part, dict) else part for key, part in config.items() if key != "base"}
 
-PATCHES = {**LAYERS, "patch_size": PATCH, "image_size": GRID * PATCH}
-CLIP = {"model_type": "clip_vision_model", **PATCHES}
-SIGLIP = {"model_type": "siglip_vision_model", **PATCHES}
-DINOV2 = {key: value for key, value in PATCHES.items() if key != "intermediate_size"} | {"layerscale_value": 0.7}
-LLAMA = {**LAYERS, "model_type": "llama", "vocab_size": VOCABULARY}
-QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
-INTERNVIT = {**LAYERS, "patch_size": [PATCH, PATCH], "image_size": [GRID * PATCH, GRID * PATCH]}
-TO_THE_END = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
-llava = tiny("LlavaForConditionalGeneration", image_token_index=IMAGE_TOKEN)
-OF_INTERNVL = {"image_token_id": IMAGE_TOKEN, "tie_word_embeddings": False, "downsample_ratio": 0.5}
-internvl = tiny("InternVLForConditionalGeneration", **OF_INTERNVL)
-LLAVAS: Mapping[str, Callable[..., Any]] = {
-    "clip and llama": partial(llava, vision_config=CLIP, text_config=LLAMA),
-    "clip with its class token": partial(llava, vision_config=CLIP, text_config=LLAMA, **TO_THE_END),
-    "siglip and qwen2": partial(
-        llava,
-        vision_config={**SIGLIP, "image_size": GRID * PATCH + 1},  # no whole number of patches
-        text_config=QWEN2,
-        vision_feature_select_strategy="full",
-    ),
-    "siglip to its end": partial(llava, vision_config=SIGLIP, text_config=LLAMA, **TO_THE_END),
-    "dinov2 and qwen2": partial(llava, vision_config={"model_type": "dinov2", **DINOV2, "mlp_ratio": 2}, text_config=QWEN2),
-    # With a gate in the MLP, and positions of larger images, between which those of the ones that are given lie.
-    "registers and llama": partial(
-        llava,
-        vision_config={**DINOV2, "model_type": "dinov2_with_registers", "image_size": LARGER, "num_register_tokens": 3}
-        | {"use_swiglu_ffn": True, "mlp_ratio": 3},
-        text_config=LLAMA,
-        vision_feature_select_strategy="full",
-    ),
-    "internvl": partial(internvl, vision_config={**INTERNVIT, "attention_bias": True}, text_config=QWEN2),
-    # RMSNorm, also of the queries and keys of all heads, which have no bias.
-    "internvl of six billion": partial(
-        internvl,
-        vision_config={**INTERNVIT, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
-        text_config=LLAMA,
-    ),
-}
+
+def written(kind: str) -> Mapping[str, Callable[..., Any]]:
+    """Return the models of a kind; what they are called with changes their configuration."""
+    configs = {name: filled(config) for name, config in _WRITTEN[kind].items()}
+    return {name: tiny(config.pop("class"), **config) for name, config in configs.items()}
+
+
+PLAIN, SHAPE, WINDOW, QWEN2, PATCHES, TO_THE_END = (
+    filled(_WRITTEN["bases"][name]) for name in ("plain", "shape", "window", "qwen2", "clip", "to the end")
+)
+TEXT_MODELS, MODELS_WITH_EXPERTS, LLAVAS = (written(kind) for kind in ("texts", "texts with experts", "images of one size"))
+llama, mixtral = TEXT_MODELS["llama"], MODELS_WITH_EXPERTS["mixtral"]
 ROTATED = {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}, "hidden_act": "silu", "num_attention_heads": 2}
-pixtral = partial(
-    llava,
+pixtral = tiny(
+    "LlavaForConditionalGeneration",
+    image_token_index=IMAGE_TOKEN,
     vision_config={**PATCHES, **ROTATED, "model_type": "pixtral"},
     text_config={**QWEN2, "model_type": "mistral", "sliding_window": None},
     **TO_THE_END,

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from PIL import Image
 from scipy.io import wavfile
 
 from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
 from tests.distributed.small_run import MODEL, manifest_entries
+
+_SOUND_HEADERS = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text())["sound headers"]
 
 
 def manifest_mutations() -> Iterator[Mutation]:
@@ -132,23 +135,7 @@ def sound_mutations() -> Iterator[Mutation]:
     """Give the encoder sound in place of images, one clip of which is changed."""
     for name, change in _BYTES.items():
         yield Mutation(f"sound: {name}", partial(_give_sound, change=change), ("2.wav",), must_be_refused=True)
-    for name, (place, value, size) in {
-        "another form": (8, 0x58585858, 4),
-        "a form that is not known": (20, 999, 2),
-        "no channels": (22, 0, 2),
-        "many channels": (22, 999, 2),
-        "no rate": (24, 0, 4),
-        "a rate of one": (24, 1, 4),
-        "a huge rate": (24, 2**32 - 1, 4),
-        "samples of no bytes": (32, 0, 2),
-        "samples of 7 bits": (34, 7, 2),
-        "samples of 32 bits in two bytes": (34, 32, 2),
-        "a header beyond the file": (16, 2**32 - 1, 4),
-        "a header of no bytes": (16, 0, 4),
-        "more samples than bytes": (40, 2**32 - 1, 4),
-        "no samples": (40, 0, 4),
-        "half a sample": (40, 3, 4),
-    }.items():
+    for name, (place, value, size) in _SOUND_HEADERS.items():
         apply = partial(_give_sound, change=partial(_set_bytes, place=place, value=value.to_bytes(size, "little")))
         yield Mutation(f"sound: {name}", apply, ("2.wav",))
     for dtype in ("uint8", "int32", "float32", "float64", "int64"):

@@ -1,7 +1,6 @@
 """Mutations of a folder of Hugging Face that the run starts from, and of adapters of PEFT: their configs and weights."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from importlib.util import find_spec
@@ -9,78 +8,13 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, text_mutations
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 
-MODEL_KEYS = (
-    *("model_type", "architectures", "image_token_index", "text_config", "vision_config", "vision_feature_layer"),
-    *("projector_hidden_act", "text_config.model_type", "text_config.hidden_size", "text_config.num_hidden_layers"),
-    *("text_config.num_attention_heads", "text_config.vocab_size", "text_config.rms_norm_eps", "vision_config.patch_size"),
-    *("vision_config.image_size", "vision_config.num_hidden_layers", "text_config.tie_word_embeddings"),
-)
-ADAPTER_KEYS = (
-    *("peft_type", "r", "lora_alpha", "target_modules", "bias", "base_model_name_or_path", "use_dora", "task_type", "use_rslora"),
-    *("rank_pattern", "alpha_pattern", "modules_to_save", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "lora_bias"),
-    *(
-        "layers_pattern",
-        "exclude_modules",
-        "megatron_config",
-        "trainable_token_indices",
-        "target_parameters",
-        "init_lora_weights",
-    ),
-)
-_PATTERNS: dict[str, Any] = {
-    "a name and no rank": {"rank_pattern": {"q_proj": "2"}},
-    "another rank": {"rank_pattern": {"q_proj": 3}},
-    "no expression": {"rank_pattern": {"(": 2}},
-    "an expression that runs for ever": {"alpha_pattern": {"(x+x+)+y": 2.0}},
-    "alpha of a layer that is not there": {"alpha_pattern": {"layers.99.q_proj": 2.0}},
-    "an infinite alpha": {"alpha_pattern": {"q_proj": math.inf}},
-    "targets by an expression that runs for ever": {"target_modules": "(.*a)*(.*b)*(.*c)*(.*d)*x"},
-    "one target of several": {"target_modules": ["q_proj"]},
-    "a target of no layer beside the others": {"target_modules": ["nobody", *(f"{name}_proj" for name in "qkvo")]},
-}
-OPTIONAL_KEYS: dict[str, tuple[str, ...]] = {
-    "preprocessor_config.json": (
-        *("image_mean", "image_std", "size", "do_resize", "do_normalize", "do_rescale", "rescale_factor", "resample", "do_pad"),
-        *("crop_size", "do_center_crop", "image_processor_type", "min_pixels", "patch_size", "crop_to_patches"),
-    ),
-    "tokenizer_config.json": ("bos_token", "eos_token", "tokenizer_class", "chat_template", "add_bos_token", "model_max_length"),
-    "generation_config.json": ("eos_token_id", "transformers_version"),
-}
-"""Files that say how data are read; a run without one of them may train."""
-NEEDED_KEYS: dict[str, tuple[str, ...]] = {
-    "model.safetensors.index.json": ("weight_map", "metadata", "metadata.total_size"),
-    "tokenizer.json": (
-        *(
-            "version",
-            "truncation",
-            "padding",
-            "normalizer",
-            "pre_tokenizer",
-            "post_processor",
-            "decoder",
-            "added_tokens",
-            "model",
-        ),
-        *("model.type", "model.vocab", "model.merges", "model.unk_token", "model.vocab.a", "model.byte_fallback"),
-    ),
-}
-TEMPLATES: dict[str, str] = {
-    "empty": "",
-    "cut off": "{% for message in messages %}{{ message",
-    "of an unknown filter": "{{ messages | no_such_filter }}",
-    "raises": "{{ raise_exception('no conversation pleases') }}",
-    "reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "includes a file": "{% include '/etc/passwd' %}",
-    "calls itself": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-    "says nothing of the answer": "{{ messages[0]['content'] }}",
-    "divides by nothing": "{{ 1 // 0 }}",
-    "asks otherwise than it taught": "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}?{% endif %}",
-    "is nested deeply": "{% if true %}" * 5000,
-}
+_WRITTEN: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text())
+TEMPLATES: dict[str, str] = {**_WRITTEN["templates"], "is nested deeply": "{% if true %}" * 5000}
 Header = dict[str, Any]
 
 
@@ -89,19 +23,19 @@ def folder_mutations() -> Iterator[Mutation]:
     if find_spec("transformers") is None:
         return
     for given, config, weights, keys in (
-        (Given.FOLDER, "config.json", "model.safetensors", MODEL_KEYS),
-        (Given.ADAPTER, "adapter_config.json", "adapter_model.safetensors", ADAPTER_KEYS),
+        (Given.FOLDER, "config.json", "model.safetensors", "model keys"),
+        (Given.ADAPTER, "adapter_config.json", "adapter_model.safetensors", "adapter keys"),
     ):
-        yield from _json_mutations(given, given, config, keys)
+        yield from _json_mutations(given, given, config, _WRITTEN[keys].split())
         for name, change in WEIGHTS.items():
             apply = partial(rewrite, find=partial(_file, given=given, name=weights), change=change)
             yield Mutation(f"{given}: weights {name}", apply, must_be_refused=True, given=given)
         yield from place_mutations(given, partial(_file, given=given, name=weights), file=weights, given=given)
-    for name, values in _PATTERNS.items():
+    for name, values in _WRITTEN["adapters"].items():
         yield Mutation(f"adapter: {name}", partial(_update, values=values), given=Given.ADAPTER)
-    for file, keys in (OPTIONAL_KEYS | NEEDED_KEYS).items():
+    for file, keys in (_WRITTEN["optional files"] | _WRITTEN["needed files"]).items():
         area = next((area for area in ("tokenizer", "preprocessor") if file.startswith(area)), Given.FOLDER)
-        yield from _json_mutations(area, Given.CHAT, file, keys, is_optional=file in OPTIONAL_KEYS)
+        yield from _json_mutations(area, Given.CHAT, file, keys.split(), is_optional=file in _WRITTEN["optional files"])
     template = partial(_file, given=Given.CHAT, name="chat_template.jinja")
     for name, text in TEMPLATES.items():
         apply = partial(rewrite, find=template, change=lambda _, text=text: text.encode())
