@@ -16,13 +16,12 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 import transformers
+import yaml
 from PIL import Image
 
 from tests.distributed.hugging_face_models import (
-    GRID,
     LLAVAS,
     MODELS_WITH_EXPERTS,
-    PATCH,
     TEXT_MODELS,
     omni_thinker,
     pixtral,
@@ -35,71 +34,26 @@ from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert
 
 PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-SQUARE = {"size": {"height": GRID * PATCH, "width": GRID * PATCH}}
-BOUNDS = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 16, "longest_edge": 400}}
-TOKENS = {
-    "LlavaProcessor": {"image_token": "<image>"},
-    "PixtralProcessor": {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
-    "InternVLProcessor": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
-    "Qwen2AudioProcessor": {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"},
-    "Qwen2_5OmniProcessor": {
-        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "audio", "video")},
-        **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")},
-    },
-}
-QWEN_TOKENS = {f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "video")}
-QWEN_TOKENS |= {f"vision_{end}_token": f"<|vision_{end}|>" for end in ("start", "end")}
+MODELS = {**LLAVAS, "qwen2-vl": qwen2_vl, "qwen2.5-vl": qwen2_5_vl, "qwen3-vl": qwen3_vl, "pixtral": pixtral}
+MODELS |= {"qwen2.5-omni": omni_thinker, "qwen2-audio": partial(qwen2_audio, max_tokens=50)}
 
 
 class Family(NamedTuple):
-    make: Callable[[], Any]
+    """An entry of exported_folders.yaml."""
+
+    model: str
     processor: str
     marks: str
-    """What the chat template writes for an item."""
-    ids: dict[str, str]
-    """Fields of config.json that name tokens."""
+    tokens: Mapping[str, str]
+    ids: Mapping[str, str]
     described: Mapping[str, Any]
-    """preprocessor_config.json."""
     options: Mapping[str, Any] = MappingProxyType({})
-    """processor_config.json."""
     needs_torchvision: bool = False
-    """As its processor takes videos, too."""
     hears: bool = False
 
 
-def qwen(make: Callable[[], Any], processor: str, image_processor: str = "Qwen2VLImageProcessor") -> Family:
-    ids = {f"{name}_id": token for name, token in QWEN_TOKENS.items()}
-    described = {**BOUNDS, "image_processor_type": image_processor}
-    return Family(make, processor, "<|vision_start|><|image_pad|><|vision_end|>", ids, described, needs_torchvision=True)
-
-
-EAR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 4, "chunk_length": 1, "padding_side": "right"}
-CLIP = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False, **SQUARE}
-STRIDES = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-GOT_OCR = {"image_processor_type": "GotOcr2ImageProcessor", **SQUARE}
-ROWS = {"image_processor_type": "PixtralImageProcessor", "patch_size": PATCH, "size": {"longest_edge": 10}}
-PIXTRAL = Family(pixtral, "PixtralProcessor", "[IMG]", {"image_token_index": "[IMG]"}, ROWS, {"patch_size": PATCH})
-INTERNVL = Family(LLAVAS["internvl"], "InternVLProcessor", "<IMG_CONTEXT>", {"image_token_id": "<IMG_CONTEXT>"}, GOT_OCR)
-THINKER = {f"{kind}_token_index": f"<|{kind.upper()}|>" for kind in ("image", "audio")}
-THINKER |= {f"{kind}_start_token_id": f"<|{kind}_bos|>" for kind in ("vision", "audio")}
-THINKER |= {f"{kind}_end_token_id": f"<|{kind}_eos|>" for kind in ("vision", "audio")}
-EYE_AND_EAR = {**EAR, **BOUNDS, "image_processor_type": "Qwen2VLImageProcessor"}
-OMNI = Family(omni_thinker, "Qwen2_5OmniProcessor", "<|vision_bos|><|IMAGE|><|vision_eos|>", THINKER, EYE_AND_EAR)
-SOUND = "<|audio_bos|><|AUDIO|><|audio_eos|>", {"audio_token_index": "<|AUDIO|>"}, EAR
 FAMILIES = {
-    "llava": Family(LLAVAS["clip and llama"], "LlavaProcessor", "<image>", {"image_token_index": "<image>"}, CLIP, STRIDES),
-    "qwen2-vl": qwen(qwen2_vl, "Qwen2VLProcessor"),
-    "qwen2.5-vl": qwen(qwen2_5_vl, "Qwen2_5_VLProcessor"),
-    "qwen3-vl": qwen(qwen3_vl, "Qwen3VLProcessor"),
-    "internvl": INTERNVL._replace(options={"image_seq_length": (GRID // 2) ** 2}, needs_torchvision=True),
-    "pixtral": PIXTRAL._replace(needs_torchvision=True),
-    "qwen2.5-omni": OMNI._replace(needs_torchvision=True),
-    "qwen2-audio": Family(partial(qwen2_audio, max_tokens=50), "Qwen2AudioProcessor", *SOUND, hears=True),
+    name: Family(**entry) for name, entry in yaml.safe_load(Path(__file__).with_name("exported_folders.yaml").read_text()).items()
 }
 
 
@@ -124,7 +78,7 @@ def write_text_model(folder: Path, make: Callable[[], Any], tokens: Mapping[str,
 
 def write_source(folder: Path, family: Family) -> None:
     """Write the folder of a model as it is published: weights, tokenizer, template, processor."""
-    model, tokenizer = write_text_model(folder, family.make, TOKENS.get(family.processor, QWEN_TOKENS))
+    model, tokenizer = write_text_model(folder, MODELS[family.model], family.tokens)
     for key, token in family.ids.items():
         setattr(model.config, key, tokenizer.convert_tokens_to_ids(token))
     model.save_pretrained(folder)
