@@ -19,7 +19,7 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Lane
+from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.schedule.schedule_cases import builders_for, cases, golden_cases, one_unit, written_case
@@ -28,8 +28,8 @@ from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_tex
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
 
-def order_of(document: dict[str, Any]) -> str:
-    """Return a schedule, its lanes behind each other: lanes as they are given, of a policy or a builder, rewritten by passes.
+def schedule_of(document: dict[str, Any]) -> Schedule:
+    """Return a schedule: lanes as they are given, of a policy or a builder, rewritten by passes.
 
     Both dialects are valid: no action is lost, none stands twice, and nothing waits in a circle.
     """
@@ -49,7 +49,12 @@ def order_of(document: dict[str, Any]) -> str:
     for each in (schedule, lowered):
         validate_schedule(each)
         assert schedule_from_text(schedule_to_text(each), shape, lowered=each.lowered) == each
-    return " // ".join(map(str, (lowered if document["lowered"] else schedule).lanes))
+    return lowered if document["lowered"] else schedule
+
+
+def order_of(document: dict[str, Any]) -> str:
+    """Return a schedule, its lanes behind each other."""
+    return " // ".join(map(str, schedule_of(document).lanes))
 
 
 NOTHING: dict[str, Any] = {"lanes": [], "policy": {}, "builder": "1f1b", "passes": [], "frozen": [], "frozen_projectors": []}

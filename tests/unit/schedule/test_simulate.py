@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -10,22 +11,23 @@ from hypothesis import assume, given, settings
 
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule import simulate_events as events_module
-from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import BUBBLE_KINDS, simulate_schedule, timeline_of_unit_costs
+from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events
-from multimodal.values.action import Action, ActionKind, Place, action_to_text
+from multimodal.values.action import Action, Place, action_to_text
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
+from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, broken_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.schedule_text import schedule_from_text
+from tests.unit.schedule.test_golden_schedules import NOTHING, schedule_of
 
 
 def lower(case: StepShape, builder: str = "1f1b", *passes: str) -> Schedule:
@@ -59,46 +61,28 @@ def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_mi
     assert (found.num_lanes, found.num_microbatches) == (pp, num_microbatches)
 
 
-@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
-def test_1f1b_of_two_stages_pays_a_round_trip_for_every_two_microbatches(num_microbatches: int) -> None:
-    case = pipeline(pp=2, num_microbatches=num_microbatches)
-    found = simulate_schedule(lower(case), UniformCosts(latency=0.25))
-    assert found.iteration_seconds == (num_microbatches + 1) * 3 + num_microbatches * 0.25
-
-
-def test_replicas_share_a_link_only_if_they_are_said_to() -> None:
-    case = pipeline(pp=2, num_microbatches=1, dp=2)
-    seconds = [simulate_schedule(lower(case), UniformCosts(occupied=0.5, link=link)).iteration_seconds for link in (-1, 7)]
-    assert seconds == [6 + 1.0, 6 + 1.5]  # Shared, the second forward comes 0.5 late; the gradients then do not meet.
-
-
-def test_reductions_and_gathers_overlap_with_computations() -> None:
-    text = "GP vision/0/0; GP llm/0/0; F vision/0/0/0; F llm/0/0/0; B llm/0/0/0; RG llm/0/0; B vision/0/0/0; RG vision/0/0"
-    found = simulate_schedule(
-        schedule_from_text(f"lane 0: {text}", one_sample(colocated=True), lowered=True), UniformCosts(collective=5.0)
-    )
-    assert [(action_to_text(event.action), event.start_seconds, event.end_seconds) for event in found.timeline.events] == [
-        ("GP vision/0/0", 0, 5),
-        ("F vision/0/0/0", 5, 6),
-        ("GP llm/0/0", 5, 10),
-        ("F llm/0/0/0", 10, 11),
-        ("B llm/0/0/0", 11, 13),
-        ("B vision/0/0/0", 13, 15),
-        ("RG llm/0/0", 13, 18),
-        ("RG vision/0/0", 18, 23),
+def simulated(document: dict[str, Any]) -> str:
+    """Say how long a step takes, which lanes idle why, what they keep at most and, where asked for, what happens when."""
+    schedule = schedule_of({**document, "lowered": True})
+    found = simulate_schedule(schedule, UniformCosts(**document["costs"]))
+    idle = {kind: float(f"{share:.6g}") for kind, share in found.bubble.items() if share}
+    told = [
+        f"{found.iteration_seconds:g} s",
+        f"idle {idle}",
+        f"keeps {[*found.peak_activation_bytes]} of {[*found.peak_total_bytes]}",
     ]
-    expected = {"dp_all_gather": 9 / 23, "dp_reduce_scatter": 8 / 23}
-    assert found.bubble == pytest.approx({kind: expected.get(kind, 0.0) for kind in BUBBLE_KINDS})
+    if document["events"]:
+        told += (f"{action_to_text(each.action)} {each.start_seconds:g}-{each.end_seconds:g}" for each in found.timeline.events)
+    return "; ".join(told)
 
 
-def test_ranks_begin_gathers_in_the_order_of_their_lanes() -> None:
-    """The LLM's parameters are gathered by one lane, the encoder's, which go first, by two: the first lane waits for no other."""
-    step = build_schedule(BUILDERS["1f1b"], copies(2, 2), passes=(PASSES["gather-parameters"],))
-    found = simulate_schedule(step, UniformCosts(collective=5.0)).timeline.events
-    starts = {
-        (each.lane, each.action.unit): each.start_seconds for each in found if each.action.kind is ActionKind.GATHER_PARAMETERS
-    }
-    assert starts == {(lane, unit): 5.0 * (unit == "llm") for lane in (0, 1) for unit in ("vision", "llm")}
+ONE = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING, "costs": {}, "events": False}
+SIMULATIONS: Kinds = {"simulation": (ONE, simulated)}
+
+
+def test_every_simulation_is_as_written() -> None:
+    """`python -m tests.unit.schedule.test_simulate` writes tests/golden/simulations.txt anew."""
+    assert differing("simulations.txt", SIMULATIONS) == []
 
 
 def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:
@@ -107,27 +91,6 @@ def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:
     found = simulate_schedule(lower(case), costs)
     assert found.iteration_seconds == 5
     assert found.bubble["dp_reduce_scatter"] == pytest.approx((3 + 1) / 10)
-
-
-def test_collectives_inside_layers_are_idle_time() -> None:
-    case = pipeline(pp=1, num_microbatches=2)
-    found = simulate_schedule(lower(case), UniformCosts(tensor_parallel_share=0.25))
-    assert (found.iteration_seconds, found.busy_seconds, found.bubble["tp"]) == (6.0, (4.5,), 0.25)
-
-
-def test_peaks_follow_the_microbatches_in_flight() -> None:
-    case = pipeline(pp=4, num_microbatches=8)
-    assert simulate_schedule(lower(case), UniformCosts()).peak_activation_bytes == (40, 30, 20, 10)
-    found = simulate_schedule(lower(case, "gpipe"), UniformCosts())
-    assert found.peak_activation_bytes == (80,) * 4
-    assert found.peak_total_bytes == (1080, 1081, 1082, 1083)
-    assert found.peak_memory_bytes == 1083
-
-
-def test_a_stage_without_a_backward_keeps_nothing() -> None:
-    graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
-    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)})
-    assert simulate_schedule(lower(case), UniformCosts()).peak_activation_bytes == (10, 10)
 
 
 def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
@@ -300,3 +263,7 @@ def test_lanes_that_wait_for_each_other_stop():
     assert times.positions.tolist() == [1, 0]
     gate = build_arrays([[1, 2, 3], [2, 0]], seconds=[1, 4, 0, 1], needs={2: [0]}, kinds={2: GATE})
     assert simulate_events(gate).positions.tolist() == [1, 0], "what it needs comes behind it"
+
+
+if __name__ == "__main__":
+    write("simulations.txt", SIMULATIONS)
