@@ -66,6 +66,32 @@ def _with_cuda_type_names(original: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
+def _with_states_of_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        adam = self.optimizer
+        if isinstance(adam, torch.optim.Adam) and not adam.state:
+            for parameter in (each for group in adam.param_groups for each in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.zeros(()), **moments}
+        return original(self)
+
+    return state_dict
+
+
+def _with_own_step(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: Any) -> None:
+        if isinstance(self.optimizer, torch.optim.Adam):
+            own = self._get_main_param_and_optimizer_states(model_param)
+            step = self.optimizer.state[own["param"]]["step"] = own["step"].clone()
+            tensors = {**tensors, "step": step}
+        with torch.no_grad():
+            original(self, model_param, tensors)
+
+    return set_states
+
+
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "torch.cuda:current_device",
@@ -81,6 +107,17 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
         _with_cuda_type_names,
         "it tells parameters apart by type names such as torch.cuda.FloatTensor",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+        _with_states_of_adam,
+        "loading asks it for a step, which torch's Adam keeps in states that it does not have before it made one",
+    ),
+    Replacement(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+        _with_own_step,
+        "it gives all parameters one step, which torch's Adam counts up for each, looks for it where none was loaded, and "
+        "writes into weights that require gradients",
     ),
 )
 
