@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -100,13 +100,22 @@ def train_on_schedule(
         with (
             patch.object(WeightGradientQueue, "put", autospec=True, side_effect=put) as deferred,
             patch.object(schedules, "torch", CpuTorch(torch)) if schedule is None else nullcontext(),
-            patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
-            patch.object(Tensor, "cuda", lambda tensor: tensor),
-            patch.object(transformer_block, "get_cpu_offload_context", None),  # which asks for streams
+            without_cuda(),
         ):
             return replace(train(case, parts, under_plan=model is not None), num_deferred=deferred.call_count)
     finally:
         patches.undo()
+
+
+@contextmanager
+def without_cuda() -> Iterator[None]:
+    """Replace what layers need CUDA for: random states, copies of embeddings, and streams for offloading."""
+    with (
+        patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
+        patch.object(Tensor, "cuda", lambda tensor: tensor),
+        patch.object(transformer_block, "get_cpu_offload_context", None),
+    ):
+        yield
 
 
 def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -> LoopResult:
@@ -121,14 +130,14 @@ def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -
             virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
         )
     try:
-        chunks = _build_chunks(case, parts)
+        chunks = build_chunks(case, parts)
         patches.copy_weights(chunks)
-        num_synchronizations = _connect(chunks, case)
+        num_synchronizations = connect(chunks, case)
         losses, forwards = [], []
         for step in range(NUM_STEPS):
             for chunk in chunks:
                 chunk.zero_grad_buffer()
-            losses.append(_run_step(chunks, case, step, partial(_forward_step, forwards)))
+            losses.append(_run_step(chunks, case, step, partial(forward_step, forwards)))
             if not case.forward_only:
                 _update(chunks)
         return LoopResult(losses, _gradients(chunks), num_synchronizations[0], forwards, 0)
@@ -138,7 +147,7 @@ def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -
 
 
 def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, forward_step: Callable[..., Any]) -> list[float]:
-    iterators = [_microbatches(case, step) for _ in chunks]
+    iterators = [microbatches(case, step) for _ in chunks]
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -152,7 +161,7 @@ def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, 
     return [float(entry["lm loss"]) for entry in found]
 
 
-def _build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDataParallel]:
+def build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDataParallel]:
     config = TransformerConfig(
         num_layers=case.num_layers or case.pipeline_parallel_size * case.num_chunks,
         hidden_size=16,
@@ -174,7 +183,8 @@ def _build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDat
     )
     config.delay_wgrad_compute = case.delays_weight_gradients
     build = partial(build_llava, parts) if case.has_images else partial(_build_gpt, case.has_engine)
-    return [_build_chunk(config, build, index if case.num_chunks > 1 else None) for index in range(case.num_chunks)]
+    num_chunks = case.num_chunks if parts.get("add_decoder", True) else 1
+    return [_build_chunk(config, build, index if num_chunks > 1 else None) for index in range(num_chunks)]
 
 
 def _build_gpt(has_engine: bool, config: TransformerConfig, **ends: Any) -> GPTModel:
@@ -235,12 +245,12 @@ def fill_weights(model: Any, vp_stage: int | None = None) -> None:
     """Give a model weights that follow from their names and their stage."""
     for name, parameter in model.named_parameters():
         is_tied = name.endswith(("embedding.word_embeddings.weight", "output_layer.weight"))
-        place = "tied" if is_tied else f"{name} {parallel_state.get_pipeline_model_parallel_rank()} {vp_stage}"
+        place = "tied" if is_tied else f"{name} {parallel_state.get_pipeline_model_parallel_rank()} {vp_stage or 0}"
         values = np.random.default_rng(zlib.crc32(place.encode())).normal(size=tuple(parameter.shape), scale=0.1)
         parameter.data.copy_(torch.from_numpy(values))
 
 
-def _connect(chunks: list[DistributedDataParallel], case: LoopCase) -> list[int]:
+def connect(chunks: list[DistributedDataParallel], case: LoopCase) -> list[int]:
     """Tell Megatron's config about the wrapped chunks, as its training script does; returns a counter of synchronizations."""
     config, counter = chunks[0].config, [0]
     config.finalize_model_grads_func = finalize_model_grads
@@ -276,7 +286,7 @@ def _gradients(chunks: list[DistributedDataParallel]) -> dict[str, np.ndarray]:
     }
 
 
-def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     for index in range(case.num_microbatches):
         random = np.random.default_rng((step, index, parallel_state.get_data_parallel_rank()))
         length = SEQUENCE_LENGTH - (index + step + parallel_state.get_data_parallel_rank()) % 4 * case.options.get(
@@ -288,7 +298,7 @@ def _microbatches(case: LoopCase, step: int) -> Iterator[tuple[Tensor, Tensor, T
         yield tokens[0], tokens[1], is_target
 
 
-def _forward_step(
+def forward_step(
     forwards: list[Any], batches: Iterator[tuple[Tensor, Tensor, Tensor]], model: Any, checkpoint: bool | None = None
 ) -> Any:
     token_ids, labels, is_target = next(batches)

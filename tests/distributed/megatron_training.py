@@ -133,15 +133,15 @@ def language_arguments(case: ComparedCase) -> dict[str, Any]:
     }
 
 
-def load_language_weights(model: GPTModel, case: ComparedCase, weights: Mapping[str, np.ndarray], *, stage: int) -> None:
-    """Give a pipeline stage of equal ones the weights that Braid's LLM begins with, and rotary angles in float64.
+def load_language_weights(model: GPTModel, case: ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
+    """Give a pipeline stage the weights that Braid's LLM begins with, and rotary angles in float64.
 
     Tensor parallel ranks all get the first of them.
     """
     shape = case.graph.backbone.transformer
     channels = torch.arange(0, shape.head_channels, 2, dtype=torch.float64)
     model.rotary_pos_emb.inv_freq = 1.0 / shape.rotary_base ** (channels / shape.head_channels)
-    first_layer = stage * shape.num_layers // model.config.pipeline_model_parallel_size
+    first_layer = model.decoder.layers[0].layer_number - 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             whole = torch.from_numpy(weights[_braid_name(name, case, first_layer=first_layer)])
@@ -155,7 +155,7 @@ def _build_model(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> GPTMo
         post_process=parallel_state.is_pipeline_last_stage(),
         **language_arguments(case),
     ).double()
-    load_language_weights(model, case, weights, stage=dist.get_rank())
+    load_language_weights(model, case, weights)
     return model
 
 

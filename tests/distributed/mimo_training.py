@@ -64,6 +64,8 @@ class MimoLayout(NamedTuple):
     num_encoders: int = 1
     shares_ranks: bool = False
     """True: a plan lays all modules over all ranks."""
+    llm_chunks: int = 1
+    """Model chunks (virtual stages) on each of the LLM's ranks."""
 
     @property
     def num_ranks(self) -> int:
@@ -127,10 +129,10 @@ class MimoTraining:
         if layout.shares_ranks:
             names = {name: LANGUAGE if name == case.graph.backbone.name else name for name in case.graph.unit_names}
             self.groups = {names[name]: each for name, each in (groups or {}).items()}
-            self.model = self._build_model(weights)
+            self.chunks = self._build_chunks(weights)
         else:
             self._place_modules(weights, groups)
-        self.optimizer = build_optimizer(self.model)
+        self.optimizer = build_optimizer(torch.nn.ModuleList(self.chunks))
 
     def _place_modules(self, weights: Weights, groups: Mapping[str, ProcessGroupCollection] | None) -> None:
         case, layout = self.case, self.layout
@@ -147,11 +149,11 @@ class MimoTraining:
         own = (groups or {}).get(case.graph.backbone.name if name == LANGUAGE else name, own)
         own.embd = own.pos_embd = None
         self.groups = {name: own}
-        self.model = self._build_model(weights)
+        self.chunks = self._build_chunks(weights)
         self.communicator = MultiModulePipelineCommunicator(
             self.grids,
             {**{name: [LANGUAGE] for name in self.encoders}, LANGUAGE: []},
-            self.model.config,
+            self.chunks[0].config,
             dim_mapping={"s": 0, "b": 1, "h": 2},
             module_output_ndim=dict.fromkeys(self.encoders, 2),
         )
@@ -176,11 +178,13 @@ class MimoTraining:
         num_targets = sum(shape.num_target_tokens for shape in self.case.shapes)
         self.optimizer.zero_grad()
         stages = self.layout.llm_pp if self.communicator is None else self.communicator.total_stages
-        data = {self.case.graph.backbone.name if name == LANGUAGE else name: iter(each) for name, each in microbatches.items()}
+        data: dict[str, Any] = {name: iter(each) for name, each in microbatches.items() if name != LANGUAGE}
+        if LANGUAGE in microbatches:
+            data[self.case.graph.backbone.name] = [iter(microbatches[LANGUAGE]) for _ in self.chunks]
         found = schedules.get_forward_backward_func(pp_size=stages, vp_size=None)(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=data if len(data) > 1 else next(iter(data.values())),
-            model=self.model,
+            model=self.chunks,
             num_microbatches=len(next(iter(microbatches.values()))),
             seq_length=self.case.sequence_length,
             micro_batch_size=MICRO_BATCH_SIZE,
@@ -189,20 +193,28 @@ class MimoTraining:
         )
         gradients = []
         for name, groups in self.groups.items():
-            module = self.model.language_model if name == LANGUAGE else self.model.modality_submodules[name]
-            gradients.append(([parameter.grad for parameter in module.parameters()], groups.dp.size()))
+            chunks = self.chunks if name == LANGUAGE else self.chunks[:1]
+            modules = [each.language_model if name == LANGUAGE else each.modality_submodules[name] for each in chunks]
+            gradients.append(([parameter.grad for module in modules for parameter in module.parameters()], groups.dp.size()))
             for gradient in gradients[-1][0]:
                 dist.all_reduce(gradient, group=groups.dp)
         scale_gradients(gradients, num_targets=num_targets)
         self.optimizer.step()
         return sum(found) / num_targets
 
-    def _build_model(self, weights: Weights) -> MimoModel:
-        num_stages, language_groups = self.layout.llm_pp, self.groups.get(LANGUAGE, next(iter(self.groups.values())))
-        stage = language_groups.pp.rank()
+    def _build_chunks(self, weights: Weights) -> list[MimoModel]:
+        return [self._build_chunk(weights, index) for index in range(self.layout.llm_chunks if LANGUAGE in self.groups else 1)]
+
+    def _build_chunk(self, weights: Weights, index: int) -> MimoModel:
+        num_stages, num_chunks = self.layout.llm_pp, self.layout.llm_chunks
+        language_groups = self.groups.get(LANGUAGE, next(iter(self.groups.values())))
+        stage = language_groups.pp.rank() + index * num_stages
         config = language_config(
             self.case,
             num_stages=num_stages,
+            virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
+            overlap_p2p_comm=num_chunks > 1,
+            batch_p2p_comm=num_chunks == 1,
             variable_seq_lengths=True,
             moe_token_dispatcher_type="alltoall",
             tensor_model_parallel_size=self.layout.llm_tp,
@@ -210,13 +222,14 @@ class MimoTraining:
         language = {
             "config": config,
             "pre_process": stage == 0,
-            "post_process": stage == num_stages - 1,
+            "post_process": stage == num_stages * num_chunks - 1,
+            "vp_stage": index if num_chunks > 1 else None,
             "pg_collection": language_groups,
             **language_arguments(self.case),
         }
         encoders = {
             name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups.get(name), "name": name})
-            for name in self.encoders
+            for name in (self.encoders if index == 0 or self.grids else ())
         }
         model = MimoModel(
             MimoModelConfig(
@@ -231,8 +244,8 @@ class MimoTraining:
         ).double()
         for name in self.groups:
             if name == LANGUAGE:
-                load_language_weights(model.language_model, self.case, weights["llm"], stage=stage)
-            else:
+                load_language_weights(model.language_model, self.case, weights["llm"])
+            elif name in encoders:
                 model.modality_submodules[name].encoders["vit"].load(weights[name])
         return model
 
@@ -319,7 +332,7 @@ def _pack_images(source: RandomSource, samples: Sequence[int], encoder: str) -> 
     return PackedInput(tuple(packed.cu_seqlens.diff().tolist()), packed.positions, patches=packed.patches.double())
 
 
-def _forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[Any, Callable[..., Any]]:
+def forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[Any, Callable[..., Any]]:
     batch = next(batches)
     positions = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
     output, _ = model(batch.token_ids, positions, None, labels=batch.labels, modality_inputs=batch.images)

@@ -1,7 +1,7 @@
 """Megatron's own `pretrain()` on a text GPT: flags, logging, evaluation and checkpoints are its own; nothing knows of Braid."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -121,11 +121,13 @@ def pretrain_model(
     schedule: str | None,
     has_images: bool = False,
     mimo: pretrain_mimo.MimoSizes | None = None,
+    call: Callable[..., None] = pretrain,
     **more: Any,
 ) -> PretrainResult:
     """Run `pretrain()` on a Braid schedule, or, with None, on Megatron's own functions.
 
-    has_images: train LLaVAModel, with the encoder where the plan has it; mimo: train MimoModel so; more: of `patches.apply`.
+    has_images: train LLaVAModel, with the encoder where the plan has it; mimo: train MimoModel so; call: gets the arguments of
+    `pretrain`; more: of `patches.apply`.
     """
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
@@ -147,7 +149,7 @@ def pretrain_model(
                 providers = {"model_provider": partial(_build_model, models, parts if has_images else None)}
                 step = _forward_with_images if has_images else _forward_step
                 config = pretrain_cfg_container_from_args(get_args())
-                pretrain(config, _open_data, ModelType.encoder_or_decoder, step, **providers)
+                call(config, _open_data, ModelType.encoder_or_decoder, step, **providers)
     finally:
         patches.undo()
         BridgeCommunicator.destroy_bridge_pgs()
@@ -215,8 +217,8 @@ def _build_model(
     if parts is not None:
         config = core_transformer_config_from_args(args)
         config.variable_seq_lengths = True
-        model = build_llava(parts, config, VOCABULARY, pre_process=pre_process, post_process=post_process)
-        fill_weights(model)
+        model = build_llava(parts, config, VOCABULARY, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
+        fill_weights(model, vp_stage)
         models.append(model)
         return model
     model = GPTModel(

@@ -40,6 +40,8 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
         (MimoLayout(1, 2, 1, num_encoders=2), "eager-1f1b", "none"),
         (MimoLayout(2, 1, 2), "1f1b", "whole-sample"),
         (MimoLayout(4, 2, 2, shares_ranks=True), "optimus", "none"),
+        (MimoLayout(1, 2, 1, llm_chunks=2), "interleaved-1f1b", "none"),
+        (MimoLayout(2, 2, 1, shares_ranks=True, llm_chunks=2), "optimus", "none"),
     ],
 )
 def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
@@ -47,7 +49,8 @@ def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
 ) -> None:
     """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike.
 
-    With an LLM of several stages on the encoders' ranks, which MIMO has not, encoders compute in its bubbles.
+    With an LLM of several stages on the encoders' ranks, or of several chunks on a rank, which MIMO has not, encoders compute in
+    its bubbles.
     """
     case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
     (weights,) = ranks.run(initial_weights, case, world_size=1)
@@ -55,12 +58,16 @@ def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
     if balance != "none" or layout.shares_ranks:
         sizes = {
             "vision": UnitSizes(data_parallel_size=layout.vision_dp),
-            "llm": UnitSizes(data_parallel_size=layout.llm_dp, pipeline_parallel_size=layout.llm_pp),
+            "llm": UnitSizes(
+                data_parallel_size=layout.llm_dp,
+                pipeline_parallel_size=layout.llm_pp,
+                virtual_pipeline_size=layout.llm_chunks,
+            ),
         }
         lay = plan_colocated if layout.shares_ranks else plan_disaggregated
         plan = lay(case.graph, sizes=sizes, world_size=layout.num_ranks)
     found = ranks.run(mimo_losses, case, weights, layout, schedule, balance, plan, world_size=layout.num_ranks)
-    if layout.vision_dp <= layout.llm_dp and balance == "none":
+    if layout.vision_dp <= layout.llm_dp and layout.llm_chunks == 1 and balance == "none":
         expected = ranks.run(mimo_losses, case, weights, layout, world_size=layout.num_ranks)
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=0, abs=1e-9)

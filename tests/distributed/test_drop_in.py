@@ -58,8 +58,8 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
 
 @pytest.mark.parametrize(
     ("encoders", "options", "num_chunks"),
-    [([[0], [1]], {}, 1), ([[2]], VARIABLE, 1)],
-    ids=["first stage", "own ranks"],
+    [([[0], [1]], {}, 1), ([[2]], VARIABLE, 1), ([[2]], INTERLEAVED | VARIABLE, 2)],
+    ids=["first stage", "own ranks", "interleaved, own ranks"],
 )
 def test_encoders_fill_bubbles_of_a_loops_llm(
     ranks: RankPool, encoders: list[list[int]], options: dict[str, Any], num_chunks: int

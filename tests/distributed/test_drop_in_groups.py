@@ -375,9 +375,9 @@ def test_layers_that_cannot_delay_their_weight_gradients_are_refused(chunk: Any,
 
 @pytest.mark.parametrize("option", REFUSALS)
 def test_options_that_would_be_ignored_are_refused(option: str) -> None:
-    check_options(_config(), num_stages=2, num_chunks=1)
+    check_options(_config(), shape=_pipeline(2), num_chunks=1)
     with pytest.raises(ConfigError, match=f"^{option}=.*; .* or call patches.undo"):
-        check_options(_config(**{option: "local" if option == "cuda_graph_impl" else True}), num_stages=2, num_chunks=1)
+        check_options(_config(**{option: "local" if option == "cuda_graph_impl" else True}), shape=_pipeline(2), num_chunks=1)
 
 
 def test_megatrons_own_sharding_is_refused() -> None:
@@ -390,8 +390,8 @@ def test_megatrons_own_sharding_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "num_stages", "num_chunks", "message"),
     [
-        ({}, 2, 2, "the model has 2 chunks, .* virtual_pipeline_model_parallel_size None"),
-        ({"virtual_pipeline_model_parallel_size": 2}, 1, 2, "leave it out where there is one pipeline stage"),
+        ({}, 2, 2, "the model has 2 chunks on this rank, .* virtual_pipeline_model_parallel_size is None"),
+        ({"virtual_pipeline_model_parallel_size": 2}, 1, 2, "leave it out where there is one stage"),
         (
             {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3},
             2,
@@ -409,12 +409,27 @@ def test_megatrons_own_sharding_is_refused() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], num_stages: int, num_chunks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_options(_config(**options), num_stages=num_stages, num_chunks=num_chunks)
+        check_options(_config(**options), shape=_pipeline(num_stages, num_chunks), num_chunks=num_chunks)
 
 
 def test_every_refused_option_is_one_of_megatrons() -> None:
     later = {"moe_paged_stash"}
     assert REFUSALS.keys() <= {*TransformerConfig.__dataclass_fields__, *later}
+
+
+def test_ranks_of_an_encoder_alone_have_one_chunk() -> None:
+    shape = PipelineShape((LoopModule("vision", (((4,),),)), *_pipeline(2, 2).modules), num_microbatches=4, forward_only=False)
+    config = _config(virtual_pipeline_model_parallel_size=2)
+    check_options(config, shape=shape, num_chunks=1, is_llm=False)
+    with pytest.raises(ConfigError, match="2 chunks on this rank, .*one chunk where there is only an encoder"):
+        check_options(config, shape=shape, num_chunks=2, is_llm=False)
+    with pytest.raises(ConfigError, match="1 chunks on this rank, 2 on each of 2 pipeline stages"):
+        check_options(_config(), shape=shape, num_chunks=1, is_llm=False)
+
+
+def _pipeline(num_stages: int, num_chunks: int = 1) -> PipelineShape:
+    module = LoopModule("model", (tuple((rank,) for rank in range(num_stages)),), num_chunks)
+    return PipelineShape((module,), num_microbatches=4, forward_only=False)
 
 
 def _config(**options: Any) -> Any:

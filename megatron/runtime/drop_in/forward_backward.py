@@ -111,7 +111,7 @@ class ForwardBackward:
             )
         if adjust_tensor_shapes_fn is not None and (groups.pp.size() == 1 or len(chunks) > 1 or not is_whole):
             raise ConfigError("adjust_tensor_shapes_fn works with several pipeline stages of one model chunk each; leave it out")
-        check_options(config, num_stages=groups.pp.size(), num_chunks=len(chunks), is_whole=is_whole)
+        check_options(config, shape=shape, num_chunks=len(chunks), is_llm=shape.llm.is_here)
         schedule = build_pipeline_schedule(self._schedule, shape=shape)
         message_shapes = _message_shapes(
             adjust_tensor_shapes_fn,
@@ -244,11 +244,11 @@ All others either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only 
 """
 
 
-def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bool = True) -> None:
+def check_options(config: Any, *, shape: PipelineShape, num_chunks: int, is_llm: bool = True) -> None:
     """Check that a step can honour Megatron's config.
 
-    config: a ModelParallelConfig; num_stages: pipeline parallel size; num_chunks: model chunks that the loop gave; is_whole:
-        False if the model has modules on ranks of their own.
+    config: a ModelParallelConfig, with the sizes of the LLM on all ranks; num_chunks: model chunks that the loop gave on this
+        rank; is_llm: True if it has the LLM, or the whole model.
     Raises ConfigError that names the option and the fix.
     """
     for option, (reason, fix) in REFUSALS.items():
@@ -257,14 +257,14 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bo
                 f"{option}={value!r} cannot be used with Braid's schedules: {reason}; {fix}, or call patches.undo() to run "
                 "Megatron's own schedule"
             )
-    expected = config.virtual_pipeline_model_parallel_size or 1
-    if num_chunks != expected or (num_stages == 1 and num_chunks > 1):
+    num_stages, expected = shape.llm.num_stages, config.virtual_pipeline_model_parallel_size or 1
+    if expected != shape.llm.num_chunks or num_chunks != (expected if is_llm else 1) or (num_stages == 1 and expected > 1):
         raise ConfigError(
-            f"the model has {num_chunks} chunks, pipeline_model_parallel_size is {num_stages} and "
-            f"virtual_pipeline_model_parallel_size {config.virtual_pipeline_model_parallel_size}; give a list of as many chunks "
-            "as the latter says, and leave it out where there is one pipeline stage"
+            f"the model has {num_chunks} chunks on this rank, {shape.llm.num_chunks} on each of {num_stages} pipeline stages, "
+            f"and virtual_pipeline_model_parallel_size is {config.virtual_pipeline_model_parallel_size}; give a list of as many "
+            "chunks as the latter says (one chunk where there is only an encoder), and leave it out where there is one stage"
         )
-    if num_chunks > 1 and num_stages % 2 and getattr(config, "variable_seq_lengths", False):
+    if expected > 1 and num_stages % 2 and getattr(config, "variable_seq_lengths", False):
         raise ConfigError(
             "variable_seq_lengths=True works with several model chunks per rank if the number of pipeline stages is even, so "
             f"that no rank sends and receives on one track of messages; make pipeline_model_parallel_size {num_stages} even, "
@@ -276,5 +276,5 @@ def check_options(config: Any, *, num_stages: int, num_chunks: int, is_whole: bo
             f"microbatch_group_size_per_vp_stage={group_size} would be ignored: the schedule decides the order; leave it out and "
             "choose the order by patches.apply(schedule=...)"
         )
-    if (num_stages > 1 or not is_whole) and config.pipeline_dtype is None:
+    if shape.has_messages and config.pipeline_dtype is None:
         raise ConfigError("pipeline_dtype is None, but stages must know what they receive; set it to the dtype of activations")

@@ -83,7 +83,8 @@ def read_modules(communicator: Any, collection: Any, inputs: LoopInputs, units: 
         raise ConfigError(
             f"the topology of the modules is {topology}; let all modules but one send to that one, which has the loss"
         )
-    modules = tuple(LoopModule(each, _ranks_of_grid(grids[each])) for each in names)
+    chunks_of_llm = inputs.config.virtual_pipeline_model_parallel_size or 1
+    modules = tuple(LoopModule(each, _ranks_of_grid(grids[each]), 1 if topology[each] else chunks_of_llm) for each in names)
     if units:
         check_modules(modules, units)
     (name,) = communicator.rank_module_map
@@ -96,6 +97,7 @@ def read_modules(communicator: Any, collection: Any, inputs: LoopInputs, units: 
             inputs,
             context_parallel_size=collection.get_language_model_cp_size() if collection.has_language_model() else None,
             is_by_module=True,
+            takes_roles=len(inputs.chunks) > 1,  # MimoModel takes a pipeline rank's place for that of a chunk
             split=lambda output, module, size: bridges[module]._split_tensor_at_batch_dim(output, size),
             batch_dimension=lambda module: bridges[module]._batch_dim if module in bridges else 0,
             tensor_parallel_groups={name: groups.tp},

@@ -62,8 +62,7 @@ class UnitGroups:
         units = [next(name for name in first if rank in plan.units[name].ranks) for rank in range(dist.get_world_size())]
         vars(parallel_state).update(self._states[units[dist.get_rank()]])
         named = sorted({*units}, key=[*first].index)
-        num_ranks = len({*plan.units[first[0]].ranks})
-        self._loop = TrainingLoop(units[dist.get_rank()], named, num_ranks=num_ranks, groups=self._made)
+        self._loop = TrainingLoop(units[dist.get_rank()], named, llm=plan.units[first[0]], groups=self._made)
 
     @contextmanager
     def within(self, unit: str) -> Iterator[None]:
@@ -162,16 +161,18 @@ def _map_ranks(value: Any, ranks: Sequence[int]) -> Any:
 class TrainingLoop:
     """Megatron's arguments, random states and optimizer, replaced until `close`."""
 
-    def __init__(self, unit: str, units: Sequence[str], *, num_ranks: int, groups: Collection[Any]) -> None:
-        """unit: this rank's, of those from which a rank takes its model, the LLM first; num_ranks: of the LLM.
+    def __init__(self, unit: str, units: Sequence[str], *, llm: UnitPlan, groups: Collection[Any]) -> None:
+        """unit: this rank's, of those from which a rank takes its model, the LLM first; llm: the plan of that.
 
         groups: those of the plan; an optimizer over others is left as it is.
         """
-        self._unit, self._units, self._num_ranks, self._groups = unit, units, num_ranks, groups
+        self._unit, self._units, self._llm, self._groups = unit, units, llm, groups
         self._replaced: list[tuple[Any, str, Any]] = []
         self._replace(sys.modules.get("megatron.training.arguments"), "parse_args", self._parse)
         if len(units) > 1:
             self._replace(sys.modules.get("megatron.training.checkpointing"), "get_rng_state", self._read_random_state)
+            training = sys.modules.get("megatron.training.training")
+            self._replace(training, "build_train_valid_test_data_iterators", self._open_data)
             self._replace(ChainedOptimizer, "prepare_grads", self._prepare_gradients)
             self._replace(ChainedOptimizer, "get_grad_norm", self._gradient_norm)
 
@@ -195,8 +196,14 @@ class TrainingLoop:
                 f"--ckpt-format {found.ckpt_format} names files by ranks of one grid, so that units on ranks of their own would "
                 "overwrite each other's; give --ckpt-format torch_dist"
             )
-        found.world_size = self._num_ranks
+        found.world_size = len({*self._llm.ranks})
         return found
+
+    def _open_data(self, build: Callable[..., Any], *words: Any, **options: Any) -> Any:
+        """Return data iterators. Each rank of the LLM opens some for every chunk, and all ranks must be there."""
+        num_chunks = len(self._llm.replicas[0].stages[0].layer_ranges)
+        found = [build(*words, **options) for _ in range(1 if self._unit == self._units[0] else num_chunks)]
+        return found[0]
 
     def _read_random_state(self, read: Callable[..., Any], *words: Any, key_prefix: str = "", **options: Any) -> Any:
         """Return random states that have a name for each unit."""
