@@ -1,9 +1,10 @@
-"""examples/llava in small: its inputs, and its two stages, the second from the first; and docs/train_qwen.md as it stands."""
+"""examples/llava in small: its inputs, and its two stages, the second from the first; and pages as they stand."""
 
 import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from multiprocessing.connection import Client, Listener
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
@@ -21,9 +23,12 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 import multimodal
 from multimodal.data.image_files import FramePlace, read_frames
 from multimodal.data.index.index_cache import FOLDER_NAME
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, train
+from tests.distributed import megatron_checkpoint
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, launch, train
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_megatron_checkpoint import UNITS
 from tests.unit.data.test_image_files import write_video
-from tools import generate
+from tools import convert, from_megatron, generate
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
@@ -162,3 +167,37 @@ def test_the_blocks_of_the_page_train_answer_and_export(tmp_path: Path) -> None:
     assert (run / "report" / "index.html").is_file()
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run / "trained"))
     assert before.keys() == after.keys() and any(not before[key].equal(after[key]) for key in before)
+
+
+COMMAND = re.compile(r"^    (python|torchrun) ((?:.*\\\n)*.*)$", re.MULTILINE)
+SCRIPT = """NUM_LAYERS=2
+torchrun --nproc-per-node 2 pretrain_vlm.py --num-layers $NUM_LAYERS --hidden-size 64 --num-attention-heads 4 --seq-length 64 \\
+  --language-model-type mistral_7b --vision-model-type clip --load $WORKSPACE/$LOAD_NAME --data-path $WORKSPACE/data --lr 1e-3
+"""
+
+
+def test_the_commands_of_the_page_from_megatron_run(ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script and flags are converted; weights go in, are trained and go back."""
+    monkeypatch.chdir(tmp_path)
+    Path("pretrain_mistral_clip.sh").write_text(SCRIPT)
+    Path("model.yaml").write_text(yaml.safe_dump({"units": UNITS["groups"]}, sort_keys=False))
+    Path("texts.jsonl").write_text("".join(f'{{"text": "{number} is a number"}}\n' for number in range(8)))
+    flags = {"model": "model.yaml", "data-path": "texts.jsonl", "tokenizer-type": "ByteTokenizer", "train-iters": 9, "lr": 1e-3}
+    Path("config.yaml").write_text(
+        yaml.safe_dump({**flags, "global-batch-size": 2, "lr": 1e-3, "dtype": "bfloat16", "num-workers": 0})
+    )
+    ranks.run(megatron_checkpoint.train, "groups", Path("RUN").absolute(), torch.bfloat16, (1, 1, 1), world_size=1)
+    programs = {"tools/from_megatron.py": from_megatron, "tools/convert.py": convert}
+    page = (REPOSITORY / "docs" / "from_megatron.md").read_text()
+    for start, rest in COMMAND.findall(page):
+        words = shlex.split(rest, comments=True)
+        if start == "torchrun":
+            option, num_ranks, program, *words = words
+            assert (option, program) == ("--nproc-per-node", "pretrain_mllm.py")
+            done = launch(words, num_ranks=int(num_ranks), folder=tmp_path)
+            assert not any(done.exit_codes), done.output
+        else:
+            assert programs[words[0]].main(words[1:]) == 0, words
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert (config["tensor-model-parallel-size"], config["seq-length"]) == (4, 2048)
+    assert [*Path("runs").iterdir()] and (Path("BACK") / "iter_0000009").is_dir() and [*Path("RELEASE").iterdir()]
