@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.filling_report import Filling, measure_filling
 from benchmarks.published_setups.optimus import BALANCED_SECONDS, BATCH_SIZE, setup_of
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.search.filling_report import Filling, measure_filling
 from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.planners.search.prediction import prepare_step
 from multimodal.plan.planners.search.simulated_part import keep_replicas

@@ -18,6 +18,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baselines import COMPARED
+from benchmarks.filling_report import report_filling, with_filling
 from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster
@@ -28,7 +29,6 @@ from multimodal.plan.planners import TEMPLATE_PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.plan.planners.planning_request import SEED, FixedSizes, PlanningRequest
-from multimodal.plan.planners.search.filling_report import report_filling, with_filling
 from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.search.prediction import judge_run

@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.filling_report import FillingReport
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import CheckpointSize, checkpoint_size, default_zero_stage
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.filling_report import FillingReport
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.plan.planners.templates.template_set import TemplateSet

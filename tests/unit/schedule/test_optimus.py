@@ -7,10 +7,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from benchmarks.filling_report import measure_filling
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
-from multimodal.plan.planners.search.filling_report import measure_filling
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from benchmarks.filling_report import with_filling
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.balance.encoder_pipelines import keep_beside_llm
@@ -12,7 +13,6 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.optimus import SCHEDULES
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.search.filling_report import with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.filling_report import with_filling
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
@@ -13,7 +14,6 @@ from multimodal.plan.planners.plan_file import plan_lines
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search import trials
-from multimodal.plan.planners.search.filling_report import with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import climb, other_cuts, other_partitions, other_passes, other_sizes
