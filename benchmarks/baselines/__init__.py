@@ -3,13 +3,26 @@
 from collections import ChainMap
 from functools import partial
 
+from benchmarks.baselines.cornstarch import plan_cornstarch
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
 from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
+from benchmarks.baselines.entrain import plan_entrain
 from benchmarks.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners import PLANNERS, PlannerRow
-from multimodal.plan.planners.cornstarch import plan_cornstarch
 
 _ROWS = (
+    PlannerRow(
+        "cornstarch",
+        plan_cornstarch,
+        "every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
+        "Cornstarch 4.2, Alg. 1",
+    ),
+    PlannerRow(
+        "entrain",
+        plan_entrain,
+        "one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
+        "Entrain, Alg. 2, 3",
+    ),
     PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
     PlannerRow(
         "encoders-colocated",

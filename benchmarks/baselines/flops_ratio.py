@@ -5,13 +5,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from multimodal.cost.flops import unit_flops
-from multimodal.plan.planners.entrain import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import UnitOptions, infeasible, list_options
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.stable_batch import proportional_gpus
 from multimodal.values.model_graph import Role
 
 

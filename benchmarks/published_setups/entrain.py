@@ -12,17 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.baselines.entrain import gpu_block, sample_work
 from benchmarks.published_setups.layer_execution import AttentionWindow, LayerExecution
 from benchmarks.published_setups.length_files import IMAGES, read_lengths
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.plan.planners.entrain import gpu_block, sample_work, stable_batch_size
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import assign
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
+from multimodal.plan.stable_batch import stable_batch_size
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 

@@ -111,7 +111,7 @@ REGISTRIES = {
     f"multimodal/{folder}/__init__.py" for folder in ("balance", "plan/planners", "schedule/builders", "schedule/passes")
 }
 CHOOSING = {
-    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "optimus")),
+    "multimodal/plan/planners/optimus.py",
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
     "tools/from_megatron.py",

@@ -30,10 +30,10 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.cost.step_memory import StepMemory
 from multimodal.data.sample_source import SampleSource
-from multimodal.plan.planners.entrain import LARGEST_BATCH, POOL_SIZE, stable_batch_size
 from multimodal.plan.planners.estimate.unit_layout import layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.plans_of_sizes import EVEN, LayerSeconds
+from multimodal.plan.stable_batch import LARGEST_BATCH, POOL_SIZE, stable_batch_size
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.simulate import simulate_schedule

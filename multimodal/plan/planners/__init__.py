@@ -9,9 +9,7 @@ from functools import partial
 from multimodal.plan.planners.allowed_sizes import fewest_enough
 from multimodal.plan.planners.alpa import plan_alpa
 from multimodal.plan.planners.braid import PROMISING, plan_braid
-from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
-from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_fsdp, plan_megatron, plan_megatron_balanced
@@ -128,18 +126,6 @@ _ROWS = (
     ),
     PlannerRow(
         "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
-    ),
-    PlannerRow(
-        "cornstarch",
-        plan_cornstarch,
-        "every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
-        "Cornstarch 4.2, Alg. 1",
-    ),
-    PlannerRow(
-        "entrain",
-        plan_entrain,
-        "one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
-        "Entrain, Alg. 2, 3",
     ),
     PlannerRow(
         "optimus",

@@ -107,10 +107,13 @@ def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -
 def shared_stage_sizes(
     request: PlanningRequest, units: Sequence[str], *, context_of: Sequence[str] | None = None
 ) -> list[StageSize]:
-    """Return every tp that units share with a cp that `context_of` (default: they) fix, or that suits any; raises PlanError."""
+    """Return every tp that units share with a cp that `context_of` (default: they) fix, or that suits any; raises PlanError.
+
+    A module of transformers or diffusers is one piece, and so fixes it to 1.
+    """
     tensor = _shared({unit: tensor_parallel_sizes(request, unit) for unit in units}, flag="tensor-model-parallel-size")
-    units = context_of or units
-    fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
+    units, unit_of = context_of or units, request.graph.unit
+    fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None or unit_of(unit).module is not None]
     sizes = {unit: context_parallel_sizes(request, unit) for unit in fixed or units}
     context = _shared(sizes, flag="context-parallel-size") if fixed else sorted(set().union(*sizes.values()))
     return [StageSize(*each) for each in product(tensor, context)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.baselines import COMPARED
-from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
+from multimodal.plan.planners.allowed_sizes import context_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import range_bytes, stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
@@ -19,6 +19,7 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Experts, ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.units.unit import Opaque
 from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import (
     AUDIO,
@@ -54,6 +55,15 @@ def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
     assert context_parallel_sizes(rare, "llm") == (1, 2), "259 tokens on average: two blocks"
     short = replace(asked, lengths=request(TWO).lengths)
     assert context_parallel_sizes(short, "llm") == (1,)
+
+
+def test_units_beside_a_module_of_one_piece_are_given_no_context_parallelism_with_it():
+    graph = replace(TWO, units=(replace(VISION, module=Opaque("nowhere")), LLM))
+    asked = long_request(most_context_parallel=8)
+    assert {size.context for size in shared_stage_sizes(asked, TWO.unit_names)} == {1, 2, 4, 8}
+    assert {size.context for size in shared_stage_sizes(replace(asked, graph=graph), TWO.unit_names)} == {1}
+    with pytest.raises(PlanError, match=r"'vision' \[1\], 'llm' \[2\]\); fix the same --UNIT-context-parallel-size"):
+        shared_stage_sizes(replace(asked, graph=graph, fixed_sizes=FIXED), TWO.unit_names)
 
 
 def test_an_encoder_may_cut_items_that_are_longer_than_a_microbatch():

@@ -5,20 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.baselines.entrain import plan_entrain, sample_work
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.entrain import (
-    LARGEST_BATCH,
-    NUM_TRIALS,
-    plan_entrain,
-    proportional_gpus,
-    sample_work,
-    stable_batch_size,
-)
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
 from multimodal.plan.planners.estimate.memory_estimate import layer_memory, stage_bytes
@@ -29,6 +22,7 @@ from multimodal.plan.planners.planning_request import FixedSizes, PlanningReques
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import formed
+from multimodal.plan.stable_batch import LARGEST_BATCH, NUM_TRIALS, proportional_gpus, stable_batch_size
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import Experts
