@@ -91,8 +91,27 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
 
 
 def as_computed(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> Assignment:
-    """Return the assignment that is executed: `drop_idle_samples`, then `even_out_replicas`."""
-    return even_out_replicas(drop_idle_samples(assignment, graph=graph, lengths=lengths), plan=plan)
+    """Return the assignment that is executed: `drop_idle_samples`, `order_by_need`, then `even_out_replicas`."""
+    assignment = drop_idle_samples(assignment, graph=graph, lengths=lengths)
+    return even_out_replicas(order_by_need(assignment, graph=graph), plan=plan)
+
+
+def order_by_need(assignment: Assignment, *, graph: ModelGraph) -> Assignment:
+    """Put each encoder's microbatches, replica by replica, into the order in which those that they feed run.
+
+    A stage's forwards run in the order of its microbatches, so that units downstream would wait for the others first. O(routes).
+    """
+    for unit in reversed(graph.encoders):
+        placed, routes = assignment.placed[unit.name], assignment.routes(graph)
+        needed_at = np.full(placed.num_microbatches, np.iinfo(np.int64).max)
+        for target in graph.downstream(unit.name):
+            given, taking = routes.of_edge(unit.name, target)
+            np.minimum.at(needed_at, given, assignment.placed[target].index_in_replica[taking])
+        order = np.lexsort((needed_at, placed.replica_of_microbatch))
+        if (np.diff(order) < 0).any():
+            ordered = placed.rearranged(order, placed.microbatch_starts)
+            assignment = Assignment.of_arrays({**assignment.placed, unit.name: ordered})
+    return assignment
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:

@@ -12,13 +12,14 @@ from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.disttrain import _light_outside
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.measure_balance import NodeBytes, measure_traffic, moved_volume
+from multimodal.balance.placement import as_computed
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.validate import validate_assignment
-from tests.unit.plan.planners.planning_cases import THREE, TWO, random_lengths
+from tests.unit.plan.planners.planning_cases import FED, THREE, TWO, random_lengths
 
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
 LENGTHS = random_lengths(TWO, count=48)
@@ -177,6 +178,18 @@ def test_the_costliest_is_held_against_the_mean_and_so_is_the_longest_which_no_b
     first, *others = (Atom(0, index) for index in range(3))
     assert imbalance(graph, build_sample, ((first, others[0]),), ((others[1],),), unit="vision").replica == pytest.approx(32 / 24)
     assert imbalance(graph, build_sample, (), (), unit="vision") == Imbalance(1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("graph", [TWO, FED], ids=["two", "fed"])
+def test_an_encoder_runs_first_what_is_needed_first(graph) -> None:
+    plan = Candidate({unit.name: even_layout(unit, 1, 1, 1) for unit in graph.units}).build_plan(graph)
+    lengths = random_lengths(graph, count=3, seed=5)
+    samples = {name: [(Atom(each, -1 if name == "llm" else 0),) for each in range(3)] for name in graph.unit_names}
+    orders = {"vision": (1, 2, 0), "joint": (2, 0, 1), "llm": (2, 1, 0)}
+    given = {name: (tuple(microbatches[index] for index in orders[name]),) for name, microbatches in samples.items()}
+    found = as_computed(Assignment(given), lengths, graph=graph, plan=plan)
+    assert {tuple(each[0].sample_id for each in found.units[name][0]) for name in graph.unit_names} == {(2, 1, 0)}
+    assert as_computed(found, lengths, graph=graph, plan=plan) is found
 
 
 def test_the_longest_is_a_sample_where_samples_stay_whole_and_else_an_item(graph, build_sample):
