@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
+from megatron.runtime.feed.packing import pack_encoder_microbatch, pack_language_microbatch
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
@@ -24,7 +25,6 @@ from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions
-from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP, is_new_rows
 from multimodal.model.latents import draw_path
@@ -377,7 +377,7 @@ def _positions(case: GradientCase, index: int) -> torch.Tensor:
     if not case.graph.backbone.transformer.rotary_sections:
         return torch.arange(case.source.lengths(index).num_tokens)
     images = {unit.name: unit.image for unit in case.graph.encoders if unit.image is not None}
-    return pack_language_microbatch([Atom(index, -1)], source=case.source, images=images).position_ids
+    return pack_language_microbatch([Atom(index, -1)], source=case.source, images=images)[0].positions
 
 
 def _condition_rows(case: GradientCase, unit: str, start: int) -> list[int]:
@@ -422,12 +422,10 @@ def _encode(case: GradientCase, stages: Mapping[str, UnitStage], index: int, ite
 
 def _image_input(case: GradientCase, index: int, item: int, name: str) -> PackedInput:
     unit = case.graph.unit(name)
-    assert unit.item_input is not None
     packed = pack_encoder_microbatch([Atom(index, item)], source=case.source, item_input=unit.item_input, with_pixels=True)
-    patches = packed.patches
     if unit.image is not None and unit.image.latents is not None:
-        patches = latents_of(unit.image, patches, packed.positions)
-    return PackedInput((len(packed.positions),), packed.positions, patches=patches).with_windows_of(unit)
+        packed = replace(packed, patches=latents_of(unit.image, packed.patches, packed.positions))
+    return packed.with_windows_of(unit)
 
 
 def latents_of(image: ImageInput, pixels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ Gradients are summed over data parallel ranks when the schedule has run, as by M
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,7 +30,7 @@ from torch.nn import Module
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron.runtime import patches
-from multimodal.data.packing import pack_encoder_microbatch
+from megatron.runtime.feed.packing import pack_encoder_microbatch
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
@@ -325,11 +325,10 @@ def _image_token(graph: ModelGraph, encoder: str) -> int:
 
 def _pack_images(source: RandomSource, samples: Sequence[int], encoder: str) -> PackedInput:
     atoms = [Atom(each, item) for each in samples for item, (unit, *_) in enumerate(source.shapes[each].items) if unit == encoder]
-    unit = source.graph.unit(encoder)
-    assert unit.item_input is not None
-    packed = pack_encoder_microbatch(atoms, source=source, item_input=unit.item_input, with_pixels=True)
+    item_input = source.graph.unit(encoder).item_input
+    packed = pack_encoder_microbatch(atoms, source=source, item_input=item_input, with_pixels=True)
     assert packed.patches is not None
-    return PackedInput(tuple(packed.cu_seqlens.diff().tolist()), packed.positions, patches=packed.patches.double())
+    return replace(packed, patches=packed.patches.double())
 
 
 def forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[Any, Callable[..., Any]]:

@@ -15,11 +15,11 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 
 from safetensors.torch import load_file, save_file
 
+from megatron.runtime.feed.packing import pack_language_microbatch
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.audio import log_mel, read_audio
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ImageInput
@@ -87,8 +87,8 @@ def items_of(source: ManifestSource, index: int, token_ids: torch.Tensor) -> Map
             [[frame < count for frame in range(MAX_FRAMES)] for count, _ in frames]
         ).long()
     if source._graph.backbone.transformer.rotary_sections:
-        packed = pack_language_microbatch([Atom(index)], source=source, images={"vision": ImageInput(merge_size=2)})
-        given["position_ids"] = packed.position_ids.T[:, None]
+        packed, _ = pack_language_microbatch([Atom(index)], source=source, images={"vision": ImageInput(merge_size=2)})
+        given["position_ids"] = packed.positions.T[:, None]
     return given
 
 

@@ -22,9 +22,9 @@ from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProce
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 import multimodal
+from megatron.runtime.feed.packing import pack_language_microbatch
 from megatron.runtime.generation.answering import open_answering
 from megatron.runtime.generation.whole_model import open_model
-from multimodal.data.packing import pack_language_microbatch
 from multimodal.model.latents import normalised_patches
 from multimodal.values.assignment import Atom
 from tests.distributed.hugging_face_models import qwen2_5_vl, qwen2_vl, qwen3_vl
@@ -129,10 +129,10 @@ def test_a_sample_with_a_video_is_what_transformers_make_of_it(
         assert text.token_ids.tolist() == expected.ids[0].tolist()
         given = expected.given | (expected.timed if name == "qwen2.5-vl" else {})
         vision = session.graph.unit("vision").image
-        packed = pack_language_microbatch([Atom(0)], source=answering.source, images={"vision": vision})
+        packed, _ = pack_language_microbatch([Atom(0)], source=answering.source, images={"vision": vision})
         wanted = {key: value for key, value in given.items() if not key.startswith("pixel")}
         positions, _ = model.model.get_rope_index(expected.ids, **wanted)
-        assert torch.equal(packed.position_ids, positions[:, 0].t())
+        assert torch.equal(packed.positions, positions[:, 0].t())
         items = [answering.source.item(0, index).patches for index in range(len(text.item_starts))]
         pixels = normalised_patches(torch.from_numpy(np.concatenate(items)), vision).double()
         sizes = [len(given[key]) for key in PIXELS]

@@ -6,13 +6,13 @@ from itertools import accumulate
 
 import torch
 
+from megatron.runtime.feed.packing import pack_encoder_microbatch, pack_language_microbatch
 from megatron.runtime.step.decision import StepDecision
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
-from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.latents import ItemsMade, draw_path
 from multimodal.model.layers.layer_kind import InputContext
@@ -66,8 +66,9 @@ def load_inputs(
             inputs[place] = (own(_joined_input(unit, place, step), place),)
         elif unit.role is Role.ENCODER:
             subsets = step.subsets(place)
+            pack = partial(pack_encoder_microbatch, source=source, item_input=unit.item_input, with_pixels=has_items)
             inputs[place] = tuple(
-                own(_encoder_input(source, unit, atoms, with_pixels=has_items), place, part)
+                own(pack(atoms), place, part)
                 for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
             )
         elif unit.role is Role.GENERATOR:
@@ -129,12 +130,6 @@ def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tup
     return tuple(sample for sample, held in zip(samples, is_held, strict=True) if held)
 
 
-def _encoder_input(source: SampleSource, unit: Unit, atoms: Microbatch, *, with_pixels: bool) -> PackedInput:
-    assert unit.item_input is not None
-    packed = pack_encoder_microbatch(atoms, source=source, item_input=unit.item_input, with_pixels=with_pixels)
-    return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
-
-
 def _joined_input(unit: Unit, place: MicrobatchPlace, step: StepDecision) -> PackedInput:
     """Make every item a sequence of the outputs of other encoders, whose places are counted from its first token."""
     atoms, graph = step.assignment.atoms(place), step.graph
@@ -156,7 +151,7 @@ def _generator_input(
     """Make every image of the microbatch's samples a sequence; the LLM hands over rows for each, by route."""
     items_of = partial(list_items, unit=unit.name, lengths_by_sample=step.lengths)
     items = items_of(step.assignment.atoms(place))
-    packed = _encoder_input(source, unit, items, with_pixels=with_pixels)
+    packed = pack_encoder_microbatch(items, source=source, item_input=unit.item_input, with_pixels=with_pixels)
     assert unit.image is not None
     num_patches, num_values = packed.lengths, None if packed.patches is None else unit.image.num_patch_values
     is_encoded = packed.patches is not None and packed.patches.dtype == torch.uint8 and unit.image.latents is not None
@@ -230,41 +225,32 @@ def _language_input(source: SampleSource, place: MicrobatchPlace, step: StepDeci
         if unit.image is not None and unit.queries is None and step.graph.item_units(unit.name) == (unit.name,)
         if not unit.image.has_row_ends
     }  # results of queries, and of other encoders' joins, have no rows and columns, and row ends none that are known
-    packed = pack_language_microbatch(step.assignment.atoms(place), source=source, images=images if has_places else None)
-    lengths = _lengths(packed.cu_seqlens)
-    routes = step.routes.to_target.get(place, ())
-    items = tuple(ItemSpan(*packed.item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)
+    atoms, routes = step.assignment.atoms(place), step.routes.to_target.get(place, ())
+    packed, item_spans = pack_language_microbatch(atoms, source=source, images=images if has_places else None)
+    items = tuple(ItemSpan(*item_spans[atom], route.source.unit) for route in routes for atom in route.atoms)
     ends = []  # for each item: the tokens that end the rows of an image
     for unit_name, atom in ((route.source.unit, atom) for route in routes for atom in route.atoms):
-        image, num_tokens = step.graph.unit(unit_name).image, packed.item_spans[atom][1]
+        image, num_tokens = step.graph.unit(unit_name).image, item_spans[atom][1]
         has_ends, width = image is not None and image.has_row_ends, source.item_grid(*atom)[1] + 1
         ends.append(torch.arange(num_tokens) % width == width - 1 if has_ends else torch.zeros(num_tokens, dtype=torch.bool))
-    target_rows = packed.is_target.nonzero()[:, 0]
     num_conditions = {unit.name: unit.num_conditions for unit in step.graph.generators}
     generator_rows = [
         first + token
-        for sample_id, first in zip(packed.sample_ids if num_conditions else (), packed.cu_seqlens.tolist(), strict=False)
+        for (sample_id, _), first in zip(atoms if num_conditions else (), accumulate(packed.lengths, initial=0), strict=False)
         for index, item in enumerate(step.lengths[sample_id].items)
         if item.unit in num_conditions
-        for token in condition_tokens(packed.item_spans[Atom(sample_id, index)][0] - first, num_conditions[item.unit])
+        for token in condition_tokens(item_spans[Atom(sample_id, index)][0] - first, num_conditions[item.unit])
     ]
-    sample_of_row = torch.repeat_interleave(*torch.tensor((packed.sample_ids, lengths), dtype=torch.int64))
-    samples = tuple(sample_of_row[target_rows].tolist())
+    sample_ids = [atom.sample_id for atom in atoms]
+    sample_of_row = torch.repeat_interleave(*torch.tensor((sample_ids, packed.lengths), dtype=torch.int64))
+    samples = tuple(sample_of_row[packed.target_rows].tolist())
     weights = [step.lengths[sample].loss_weight for sample in samples]
-    packed_input = PackedInput(
-        lengths=lengths,
-        positions=packed.position_ids,
-        token_ids=packed.token_ids,
+    packed = dataclasses.replace(
+        packed,
         item_rows=torch.cat([torch.arange(item.start, item.start + item.num_tokens) for item in items]) if items else None,
         item_ends=torch.cat(ends) if any(bool(each.any()) for each in ends) else None,
         items=items,
-        target_rows=target_rows,
-        targets=packed.labels[target_rows],
         target_weights=torch.tensor(weights, dtype=torch.float64) if any(weight != 1 for weight in weights) else None,
         generator_rows=torch.tensor(generator_rows) if generator_rows else None,
     )
-    return packed_input, samples
-
-
-def _lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    return tuple(cu_seqlens.diff().tolist())
+    return packed, samples

@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import ImageFile
 
+from megatron.runtime.feed.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.length_table import read_length_table, uniform_lengths, write_length_table
 from multimodal.data.manifest import ManifestSource
-from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.source_views import SourceSubset
 from multimodal.values.assignment import Atom
 from multimodal.values.errors import DataError
@@ -248,7 +248,7 @@ def source(data: DataFolder) -> ManifestSource:
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:
     atoms = [Atom(72, 0), Atom(70, 1), Atom(70, 0)]
     batch = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=True)
-    assert batch.cu_seqlens.tolist() == [0, 32, 36, 60] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.lengths == (32, 4, 24)
     assert batch.positions.dtype == torch.int64 and batch.positions.shape == (60, 2)
     assert batch.positions[32:36].tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
     assert batch.positions[36:].max(dim=0).values.tolist() == [3, 5]
@@ -264,22 +264,20 @@ def test_later_stages_decode_nothing(source: ManifestSource, monkeypatch: pytest
     monkeypatch.delattr(ManifestSource, "item")
     light = pack_encoder_microbatch(atoms, source=SourceSubset(source, INDEX_OF_SAMPLE), item_input=IMAGE, with_pixels=False)
     assert light.patches is None
-    assert torch.equal(light.positions, full.positions) and torch.equal(light.cu_seqlens, full.cu_seqlens)
+    assert torch.equal(light.positions, full.positions) and light.lengths == full.lengths
 
 
 def test_language_microbatch_holds_the_samples_in_order(source: ManifestSource) -> None:
-    batch = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SourceSubset(source, INDEX_OF_SAMPLE))
-    assert batch.sample_ids == (71, 70, 72)
-    assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens[-1] == len(batch.token_ids)
-    for position, index in enumerate((1, 0, 2)):
-        part = slice(*batch.cu_seqlens[position : position + 2].tolist())
-        text = source.text(index)
-        assert batch.token_ids[part].tolist() == text.token_ids.tolist()
-        assert batch.labels[part].tolist() == text.labels.tolist()
-        assert batch.is_target[part].tolist() == text.is_target.tolist()
-        assert batch.position_ids[part].tolist() == list(range(len(text.token_ids)))
-    assert {atom: length for atom, (_, length) in batch.item_spans.items()} == {Atom(70, 0): 6, Atom(70, 1): 1, Atom(72, 0): 8}
-    covered = sorted(place for start, length in batch.item_spans.values() for place in range(start, start + length))
+    batch, spans = pack_language_microbatch([Atom(71), Atom(70), Atom(72)], source=SourceSubset(source, INDEX_OF_SAMPLE))
+    texts = [source.text(index) for index in (1, 0, 2)]
+    assert batch.lengths == tuple(len(text.token_ids) for text in texts)
+    joined = {name: np.concatenate([getattr(text, name) for text in texts]) for name in ("token_ids", "labels", "is_target")}
+    assert batch.token_ids.tolist() == joined["token_ids"].tolist()
+    assert batch.target_rows.tolist() == joined["is_target"].nonzero()[0].tolist()
+    assert batch.targets.tolist() == joined["labels"][joined["is_target"]].tolist()
+    assert batch.positions.tolist() == [place for length in batch.lengths for place in range(length)]
+    assert {atom: length for atom, (_, length) in spans.items()} == {Atom(70, 0): 6, Atom(70, 1): 1, Atom(72, 0): 8}
+    covered = sorted(place for start, length in spans.values() for place in range(start, start + length))
     placeholder = source.text(0).token_ids[2]
     assert covered == torch.nonzero(batch.token_ids == placeholder).flatten().tolist()
 
@@ -292,7 +290,7 @@ def test_every_image_may_have_a_class_token(class_token: str, rows: tuple[int, i
     inputs = IMAGE, replace(IMAGE, class_token=class_token)
     plain, batch = (pack_encoder_microbatch(atoms, **given, item_input=each) for each in inputs)
     is_class = (batch.positions == -1).all(dim=1)
-    assert batch.cu_seqlens.tolist() == [0, 25, 30]
+    assert batch.lengths == (25, 5)
     assert tuple(is_class.nonzero()[:, 0].tolist()) == rows
     assert batch.patches is not None and plain.patches is not None
     assert not batch.patches[is_class].any()

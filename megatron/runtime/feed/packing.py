@@ -1,7 +1,7 @@
 """Packs atoms into microbatches: concatenated sequences of variable length, without padding."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from multimodal.data.audio import audio_positions
 from multimodal.data.image_processing import patch_positions
 from multimodal.data.sample_source import SampleSource
-from multimodal.values.arrays.rows import row_starts
+from multimodal.model.stage_input import PackedInput
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput
 from multimodal.values.units.items import Grid
@@ -20,86 +20,56 @@ CLASS_POSITION = -1
 """Row and column of a class token, which has no position in its image."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderMicrobatch:
-    """Items packed for an encoder, in the order of their atoms."""
-
-    patches: torch.Tensor | None
-    """[num_tokens, patch_dim], of the items' type, merge-window order; None if only positions were requested."""
-    positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token, and one less for
-    each register behind it. [num_tokens, 4], with the image's numbers of rows and columns, if learned positions are interpolated.
-    For sound [num_tokens, 3], as returned by `audio_positions`."""
-    cu_seqlens: torch.Tensor
-    """[num_items + 1], int32: the start of each item among the patches, and the total."""
-
-
-@dataclass(frozen=True, slots=True)
-class LanguageMicrobatch:
-    """Samples packed for the LLM, in the order of their atoms."""
-
-    token_ids: torch.Tensor
-    """[num_tokens], int64, with placeholder ids in the items' spans."""
-    position_ids: torch.Tensor
-    """[num_tokens], int64, from 0 in each sample; or [num_tokens, 3]: time, row and column."""
-    cu_seqlens: torch.Tensor
-    """[num_samples + 1], int32."""
-    labels: torch.Tensor
-    """[num_tokens], int64, already shifted."""
-    is_target: torch.Tensor
-    """[num_tokens], bool: True where a label counts in the loss."""
-    item_spans: Mapping[Atom, tuple[int, int]]
-    """Atom of each item -> (start, length) among the packed tokens."""
-    sample_ids: tuple[int, ...]
-
-
 def pack_encoder_microbatch(
-    atoms: Sequence[Atom], *, source: SampleSource, item_input: ItemInput, with_pixels: bool
-) -> EncoderMicrobatch:
+    atoms: Sequence[Atom], *, source: SampleSource, item_input: ItemInput | None, with_pixels: bool
+) -> PackedInput:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need pixels, later ones only positions).
+
+    Positions are (row, column) of each patch in its image; CLASS_POSITION twice for a class token, and one less for each register
+    behind it. If learned positions are interpolated, the image's numbers of rows and columns follow. For sound they are as
+    returned by `audio_positions`.
 
     atoms: at least one; source: has samples by their ids; item_input: description of the encoder's items. Raises DataError if an
     item cannot be decoded.
     """
+    assert item_input is not None
     positions = [_positions(source.item_grid(*atom), item_input) for atom in atoms]
     patches = [_with_class(source.item(*atom).patches, item_input) for atom in atoms] if with_pixels else None
-    starts = row_starts([len(of_item) for of_item in positions]).astype(np.int32)  # as attention kernels expect
-    return EncoderMicrobatch(
-        patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
+    return PackedInput(
+        lengths=tuple(map(len, positions)),
         positions=torch.from_numpy(np.concatenate(positions)),
-        cu_seqlens=torch.from_numpy(starts),
+        patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
     )
 
 
 def pack_language_microbatch(
     atoms: Sequence[Atom], *, source: SampleSource, images: Mapping[str, ImageInput] | None = None
-) -> LanguageMicrobatch:
-    """Pack whole samples for the LLM.
+) -> tuple[PackedInput, dict[Atom, tuple[int, int]]]:
+    """Pack whole samples for the LLM, and return (start, length) of the placeholders of each item among the tokens, too.
 
     atoms: none for a replica that only computes others' tokens; source: has samples by their ids; images: of each image
-    encoder, if tokens of images have rows and columns in the LLM; None: a token's position is its index.
+    encoder, if tokens of images have a time, rows and columns in the LLM; None: a token's position is its index in its sample.
     """
-    sample_ids = tuple(atom.sample_id for atom in atoms)
-    texts = list(map(source.text, sample_ids))
-    starts = row_starts([len(text.token_ids) for text in texts]).astype(np.int32)
+    texts = [source.text(atom.sample_id) for atom in atoms]
+    lengths = tuple(len(text.token_ids) for text in texts)
     item_spans = {
-        Atom(sample_id, item_index): (int(sample_start) + start, length)
-        for sample_id, text, sample_start in zip(sample_ids, texts, starts[:-1], strict=True)
+        Atom(atom.sample_id, item_index): (sample_start + start, length)
+        for atom, text, sample_start in zip(atoms, texts, accumulate(lengths, initial=0), strict=False)
         for item_index, start, length in text.item_starts
     }
     if images is None:
-        positions = _joined((np.arange(len(text.token_ids)) for text in texts), shape=(0,))
+        positions = _joined(map(np.arange, lengths), shape=(0,))
     else:
-        positions = _joined((_spatial_positions(source, index, images=images) for index in sample_ids), shape=(0, 3))
-    return LanguageMicrobatch(
+        positions = _joined((_spatial_positions(source, atom.sample_id, images=images) for atom in atoms), shape=(0, 3))
+    target_rows = np.flatnonzero(_joined((text.is_target for text in texts), dtype=np.bool_))
+    packed = PackedInput(
+        lengths=lengths,
+        positions=torch.from_numpy(positions),
         token_ids=torch.from_numpy(_joined(text.token_ids for text in texts)),
-        position_ids=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(starts),
-        labels=torch.from_numpy(_joined(text.labels for text in texts)),
-        is_target=torch.from_numpy(_joined((text.is_target for text in texts), dtype=np.bool_)),
-        item_spans=item_spans,
-        sample_ids=sample_ids,
+        target_rows=torch.from_numpy(target_rows),
+        targets=torch.from_numpy(_joined(text.labels for text in texts)[target_rows]),
     )
+    return packed, item_spans
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, shape: tuple[int, ...] = (0,), dtype: type = np.int64) -> npt.NDArray[Any]:
