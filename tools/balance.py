@@ -6,26 +6,35 @@ python tools/balance.py --lengths L.csv.gz --units vision,llm --replicas vision=
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+from scipy.sparse import csr_matrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.balance import BALANCERS
+from multimodal.balance import BALANCERS, BalancerRow
 from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
+from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.measure_balance import measure_balance
+from multimodal.balance.rearrange_nodes import NodeBytes, rearrange_nodes
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.sample_lengths import draw_length_batches
+from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.validate import validate_assignment
 from tools.command_line import (
     DEFAULT_VOCAB_SIZE,
     Parser,
@@ -135,6 +144,78 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
     return sizes
 
 
+class UnitMeasure(NamedTuple):
+    """Measures of one unit in one batch, without and with the balancer."""
+
+    before: Imbalance
+    after: Imbalance
+    traffic: NodeBytes
+
+
+def measure_balance(
+    balancer: BalancerRow,
+    batches: Iterable[Sequence[SampleLengths]],
+    *,
+    graph: ModelGraph,
+    plan: Plan,
+    options: BalanceOptions,
+    bytes_per_token: Mapping[str, int],
+) -> dict[str, Any]:
+    """Balance every batch, and return each unit's means, and the median of the milliseconds of a whole batch.
+
+    bytes_per_token: of what each unit takes from the network. Raises AssignmentError.
+    """
+    seconds, units = list[float](), {name: list[UnitMeasure]() for name in graph.unit_names}
+    for lengths in batches:
+        start = time.perf_counter()
+        assignment = balancer(lengths, graph=graph, plan=plan, options=options)
+        seconds.append(time.perf_counter() - start)
+        validate_assignment(assignment, lengths, graph=graph, plan=plan)
+        work = BatchWork(graph, lengths, options)
+        before = balance_in_order(work, plan=plan)
+        for unit, measures in units.items():
+            volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit])
+            traffic = measure_traffic(volume, ranks_per_node=options.ranks_per_node)
+            old, new = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
+            measures.append(UnitMeasure(old, new, traffic))
+    milliseconds = {"milliseconds": 1e3 * statistics.median(seconds)}
+    means = {unit: _means(measures) | milliseconds for unit, measures in units.items()}
+    return {"units": means, **milliseconds, "num_batches": len(seconds)}
+
+
+def _means(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
+    def mean(name: str) -> float:
+        return statistics.fmean(map(attrgetter(name), measures))
+
+    return {
+        "replica_imbalance": mean("after.replica"),
+        "microbatch_imbalance": mean("after.microbatch"),
+        "replica_imbalance_of_longest": mean("after.replica_of_longest"),
+        "microbatch_imbalance_of_longest": mean("after.microbatch_of_longest"),
+        "replica_imbalance_before": mean("before.replica"),
+        "microbatch_imbalance_before": mean("before.microbatch"),
+        "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
+        "inter_node_bytes": {when: mean(f"traffic.{when}") for when in ("before", "after")},
+    }
+
+
+def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
+    """Return [num_replicas, num_replicas] bytes of each batch of `after` that each replica loaded for `before`. O(atoms)."""
+    loaded, made = before.placed[unit], after.placed[unit]
+    of_atoms = work.of_unit(unit).num_tokens
+    sources = np.zeros(len(of_atoms), np.int64)
+    sources[work.numbers(unit, loaded)] = loaded.replica_of_microbatch[loaded.microbatch_of_atom]
+    atoms = work.numbers(unit, made)
+    entries = bytes_per_token * of_atoms[atoms], (sources[atoms], made.replica_of_microbatch[made.microbatch_of_atom])
+    return csr_matrix(entries, shape=(made.num_replicas, made.num_replicas))
+
+
+def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeBytes:
+    """Compare the most bytes that a rank sends to other nodes without and with node-wise rearrangement (OrchMLLM, Alg. 3)."""
+    arranged = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
+    return NodeBytes(int(arranged.bytes_before.max()), int(arranged.bytes_after.max()))
+
+
 @program("balance.py")
 def main(argv: Sequence[str]) -> None:
     """Balance and print according to the flags; raises BraidError."""
@@ -155,7 +236,7 @@ def main(argv: Sequence[str]) -> None:
     measured = measure_balance(
         BALANCERS[flags.balance], batches, graph=graph, plan=plan, options=options, bytes_per_token=bytes_per_token(graph)
     )
-    report = {"balance": flags.balance, "global_batch_size": flags.global_batch_size, **measured.to_dict()}
+    report = {"balance": flags.balance, "global_batch_size": flags.global_batch_size, **measured}
     if flags.json:
         print(json.dumps(report))
     else:

@@ -11,7 +11,6 @@ from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.disttrain import _light_outside
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.measure_balance import NodeBytes, measure_traffic, moved_volume
 from multimodal.balance.placement import as_computed
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
@@ -20,6 +19,7 @@ from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import FED, THREE, TWO, random_lengths
+from tools.balance import NodeBytes, measure_traffic, moved_volume
 
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
 LENGTHS = random_lengths(TWO, count=48)
