@@ -17,7 +17,7 @@ from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import Experts, ModelGraph
+from multimodal.values.model_graph import Experts, ImageInput, ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.units.unit import Opaque
 from multimodal.values.validate import validate_plan
@@ -58,7 +58,8 @@ def test_sizes_are_open_only_where_every_rank_gets_a_long_share():
 
 
 def test_units_beside_a_module_of_one_piece_are_given_no_context_parallelism_with_it():
-    graph = replace(TWO, units=(replace(VISION, module=Opaque("nowhere")), LLM))
+    module = replace(VISION, image=ImageInput(image_size=28, patch_size=14), module=Opaque("nowhere"))
+    graph = replace(TWO, units=(module, LLM))
     asked = long_request(most_context_parallel=8)
     assert {size.context for size in shared_stage_sizes(asked, TWO.unit_names)} == {1, 2, 4, 8}
     assert {size.context for size in shared_stage_sizes(replace(asked, graph=graph), TWO.unit_names)} == {1}
