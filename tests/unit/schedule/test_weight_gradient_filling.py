@@ -13,70 +13,11 @@ from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
-from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, with_generator
+from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.schedule_text import schedule_to_text
 
 HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-
-
-@pytest.mark.parametrize("num_microbatches", [8, 16])
-@pytest.mark.parametrize("encoder_seconds", [0.5, 1.0])
-def test_weight_gradients_fill_what_encoders_leave(num_microbatches: int, encoder_seconds: float) -> None:
-    step, costs = copies(2, num_microbatches), costs_of(llm=1.0, vision=encoder_seconds)
-    busy = 3 * num_microbatches * (1 + encoder_seconds / 2)
-    assert seconds_of("optimus-zb", step, costs) == busy < seconds_of("optimus", step, costs) < seconds_of("1f1b", step, costs)
-    schedule = built("optimus-zb", step, costs)
-    assert max(most_kept(schedule, "llm")) == 2, "as many as 1F1B keeps in the first of two stages"
-    kinds = {(action.unit, action.kind) for lane in schedule.lanes for action in lane.actions if action.microbatch >= 0}
-    assert {(unit, kind) for unit, kind in kinds if kind in HALVES} == {("llm", kind) for kind in HALVES}
-    assert ("vision", ActionKind.BACKWARD) in kinds, "an encoder on the LLM's ranks can run in ranges of segments instead"
-
-
-@pytest.mark.parametrize(("num_stages", "num_microbatches", "seconds"), [(2, 8, (78, 74)), (4, 8, (90, 80)), (4, 2, (40, 30))])
-def test_weight_gradients_of_an_encoder_of_several_stages_on_the_ranks_of_the_llm_fill(
-    num_stages: int, num_microbatches: int, seconds: tuple[int, int]
-) -> None:
-    """A stage of the encoder waits for the next one's input gradients alone; it takes two seconds where the LLM's takes one."""
-    sizes = {"vision": (1, num_stages, 1), "llm": (1, num_stages, 1)}
-    step = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
-    costs = costs_of(llm=1.0, vision=2.0)
-    assert (seconds_of("optimus", step, costs), seconds_of("optimus-zb", step, costs)) == seconds
-    schedule = built("optimus-zb", step, costs)
-    assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
-
-
-@pytest.mark.parametrize(
-    ("units", "layouts", "names"),
-    [
-        (("vision", "llm"), {}, ("optimus", "optimus-zb")),
-        (("llm",), {"llm": {"chunks": 2}}, ("interleaved-1f1b", "interleaved-zb")),
-    ],
-)
-def test_backwards_stay_whole_where_halves_gain_nothing(units, layouts, names) -> None:
-    sizes = dict.fromkeys(units, (1, 1, 1))
-    step = build_case(build_graph(*units[:-1]), sizes, {unit: deal(4, 1) for unit in sizes}, colocated=True, layouts=layouts)
-    whole, split = (schedule_to_text(built(name, step, costs_of(llm=1.0, vision=1.0))) for name in names)
-    assert whole == split
-
-
-def test_an_encoder_on_its_own_ranks_does_weight_gradients_while_it_would_wait() -> None:
-    sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
-    step = build_case(build_graph("vision"), sizes, {unit: deal(8, 1) for unit in sizes})
-    costs = costs_of(llm=1.0, vision=1.0)
-    schedule = built("optimus-zb", step, costs)
-    assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
-    pipeline = 3 * (8 + 3)
-    assert seconds_of("1f1b", step, costs) == seconds_of("optimus", step, costs) == pipeline
-    assert seconds_of("optimus-zb", step, costs) <= pipeline - 4
-
-
-@pytest.mark.parametrize("num_microbatches", [6, 18])
-def test_a_generator_fills_bubbles_at_the_other_end_of_the_pipeline(num_microbatches: int) -> None:
-    step, costs = with_generator(num_microbatches), costs_of(llm=1.0, vision=0.5, image=0.75)
-    busy = 3 * (num_microbatches + 1.25 * num_microbatches / 2)
-    assert seconds_of("optimus", step, costs) == busy < seconds_of("1f1b", step, costs)
-    assert seconds_of("optimus-zb", step, costs) <= busy + 2.5
 
 
 def test_backwards_in_two_stand_where_the_whole_stood() -> None:
