@@ -85,7 +85,7 @@ class Session:
     """This rank's membership in each of its units."""
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
-    gradients: Mapping[str, UnitGradients | ShardedUnit]
+    gradients: Mapping[str, UnitGradients]
     optimizers: Mapping[OptimizerKey, MegatronOptimizer]
     """Optimizers of the parameters that this rank trains."""
     executor: Executor
@@ -278,7 +278,7 @@ class Session:
             gradients=self.gradients,
         )
 
-    def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
+    def _build_gradients(self, member: Membership) -> UnitGradients:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
         unit, is_double = self.plan.units[member.unit], self.options.build.precision.params_dtype == torch.float64
         copies, shares = self.options.num_state_copies, None

@@ -162,7 +162,7 @@ class BraidTraining:
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 
     def train_step(self, step: Step) -> float:
-        loss = self.session.forward_backward(step).loss_sum / step.num_target_tokens
+        loss = sum(self.session.forward_backward(step).loss_sums.values()) / step.num_target_tokens
         self.session.finish_gradients()
         self.session.step_optimizers(self.session.gradient_norm(), gathers_later=False)
         return loss

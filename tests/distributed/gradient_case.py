@@ -15,7 +15,6 @@ from megatron.runtime.feed.packing import pack_encoder_microbatch, pack_language
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
-from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
@@ -216,7 +215,7 @@ def plan_all(source: SampleSource, assignment: Assignment, options: StepOptions)
 
 def sharded_layers(session: Session) -> list[ShardedLayer]:
     """Of all units of a rank, in one order on all ranks that share them."""
-    return [layer for unit in session.gradients.values() if isinstance(unit, ShardedUnit) for layer in unit.layers]
+    return [layer for unit in session.gradients.values() for stage in unit.sharded.values() for layer in stage.layers.values()]
 
 
 @contextmanager
@@ -235,7 +234,7 @@ def run_on_rank(case: GradientCase) -> RankGradients:
 def run_step(session: Session, step: Step) -> RankGradients:
     result = session.executor.execute(step)
     session.finish_gradients()
-    return _report(session, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
+    return _report(session, {step.graph.backbone.name: 0.0, **result.loss_sums})
 
 
 def reference_of(case: GradientCase) -> GradientCase:

@@ -140,7 +140,7 @@ def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float,
     for number in range(int(resumes), 2):
         session.zero_gradients()
         step = plan_case(case)
-        loss = session.forward_backward(step).loss_sum
+        loss = sum(session.forward_backward(step).loss_sums.values())
         session.finish_gradients()
         session.step_optimizers(session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
         session.complete_parameters()

@@ -12,7 +12,7 @@ from megatron.runtime.checkpoint.checkpoint import BackgroundSave, LoadedCheckpo
 from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.step import LossSums, Step
+from megatron.runtime.step.step import LossMeans, Step
 from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.balance_options import BalanceOptions
@@ -181,7 +181,8 @@ class Training:
         self.session.step_optimizers(self.session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
         if step.cuts.gathers_parameters:
             assert any(unit._ungathered for unit in self.session.gradients.values()), "the optimizer leaves it to the schedule"
-        return LossSums.of_step(step, result).means(_sum_over_ranks).total
+        backbone = step.graph.backbone.name
+        return LossMeans.of(result.loss_sums, step.loss_counts, backbone=backbone, sum_over_ranks=_sum_over_ranks).total
 
     def plan_step(self, number: int) -> Step:
         shapes = SHAPES

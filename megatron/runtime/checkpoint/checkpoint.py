@@ -46,10 +46,9 @@ from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import (
     HeldTensor,
-    adopt_group_steps,
     average_key,
+    fill_optimizers,
     is_average,
-    make_room,
     model_tensors,
     optimizer_tensors,
 )
@@ -267,21 +266,20 @@ def load_checkpoint(
         of_unit = "new_tokens" if is_new_rows(key) else "lora"
         return not is_adapter(key) or manifest.model["units"][key.split(".")[1]].get(of_unit) is not None
 
+    def fill(tensors: Sequence[HeldTensor]) -> None:
+        _check_shapes(path, tensors, index=index)
+        read_tensors(path, tensors, index=index)
+
     model = [tensor for tensor in model_tensors(session.state) if is_saved(tensor.key)]
     with failing_together(what=what):
         index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
         averages = {tensor.key: average_key(tensor.key) for tensor in model if takes_averages}
         model = [replace(each, key=averages[each.key]) if averages.get(each.key) in index else each for each in model]
-        _check_shapes(path, model, index=index)
-    on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
+        fill(model)
     session.reload_optimizers()
     fresh_units: list[set[str]] = []
     if load_optimizer:
-        fresh_units = on_all_ranks(lambda: make_room(session.state, saved=index.keys()), what=what)
-        tensors = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in index]
-        on_this_rank(lambda: _check_shapes(path, tensors, index=index), what=what)
-        on_this_rank(lambda: read_tensors(path, tensors, index=index), what=what)
-        adopt_group_steps(session.state, tensors)
+        fresh_units = on_all_ranks(lambda: fill_optimizers(session.state, saved=index.keys(), fill=fill), what=what)
     if load_rng:
         on_this_rank(lambda: restore_random_state(path, manifest.random_state), what=what)
     return LoadedCheckpoint(

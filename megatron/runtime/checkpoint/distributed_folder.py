@@ -4,11 +4,10 @@ Every rank writes its own pieces into a file of its own, and reads what it needs
 """
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -18,24 +17,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.runtime.checkpoint.manifest import MANIFEST_NAME, read_newest
-from megatron.runtime.checkpoint.storage import (
-    TensorIndex,
-    choose_writers,
-    failing_together,
-    offer_pieces,
-    on_all_ranks,
-    read_index,
-    read_tensors,
-)
+from megatron.runtime.checkpoint.storage import TensorIndex, failing_together, read_index, read_tensors
 from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece
 from multimodal.values.errors import CheckpointError
 
 
 def write_folder(folder: Path, tensors: Sequence[HeldTensor], *, what: str) -> None:
     """Write the pieces of all ranks into an empty folder, each once; collective. Raises CheckpointError on every rank."""
-    writers = choose_writers(on_all_ranks(lambda: offer_pieces(tensors), what=what))
     with failing_together(what=what):
-        state_dict_saver.save({}, storage_writer=FileSystemWriter(folder), planner=_Writing(tensors, writers))
+        state_dict_saver.save({}, storage_writer=FileSystemWriter(folder), planner=_Writing(tensors))
 
 
 def read_folder(folder: Path, tensors: Iterable[HeldTensor]) -> None:
@@ -72,15 +62,16 @@ def export_checkpoint(folder: Path, target: Path) -> None:
 
 
 class _Writing(DefaultSavePlanner):
-    def __init__(self, tensors: Sequence[HeldTensor], writers: Mapping[tuple[str, Box], int] | None = None) -> None:
-        """writers: ranks that write the pieces; None: this process alone."""
+    """Offers all pieces; of several ranks that offer the same, torch lets the one write it that has least to write."""
+
+    def __init__(self, tensors: Sequence[HeldTensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._values: dict[MetadataIndex, Tensor] = {}
         self._items: list[WriteItem] = []
         for tensor in tensors:
             for piece in () if tensor.is_copy else tensor.pieces:
                 index = MetadataIndex(tensor.key, torch.Size(piece.offsets))
-                if index in self._values or (writers is not None and writers[tensor.key, piece.box] != dist.get_rank()):
+                if index in self._values:
                     continue
                 self._values[index] = piece.values
                 data = TensorWriteData(_chunk(piece.box), TensorProperties(tensor.dtype), torch.Size(tensor.shape))

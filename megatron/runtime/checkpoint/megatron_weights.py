@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -27,9 +27,8 @@ from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import (
     HeldTensor,
     Piece,
-    adopt_group_steps,
     boxes_of_flat_range,
-    make_room,
+    fill_optimizers,
     merged_tensors,
     model_tensors,
     optimizer_tensors,
@@ -119,29 +118,13 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
     what, graph = f"loading {folder}", session.graph
     with failing_together(what=what):
         path = find_folder(folder)
-        shapes, prefixes = read_shapes(path), _find_prefixes(read_shapes(path), graph, folder=folder)
+        shapes = read_shapes(path)
+        prefixes = _find_prefixes(shapes, graph, folder=folder)
         common = dist_checkpointing.load_common_state_dict(str(path))
         step = int(common.get("iteration", 0)) if path.name != "release" else 0
         states = {} if path.name == "release" or not load_optimizer else _find_states(path, session, shapes)
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
-    chosen: dict[str, Place | None] = {}
-    known = {f"{prefixes.language}output_layer.weight"} if graph.backbone.ties_embeddings else set[str]()
-    with failing_together(what=what):
-        for tensor in tensors:
-            places = list(find_places(tensor.key, graph, prefixes))
-            known |= {place.key for place in places}
-            place = chosen[tensor.key] = next((place for place in places if place.key in shapes), None)
-            unit = graph.unit(tensor.key.split(".")[1])
-            product = f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp."
-            is_bias = unit.role is Role.ENCODER and tensor.key.startswith(product) and tensor.key.endswith("bias")
-            if place is None and not is_bias:
-                names = " or ".join(place.key for place in places) or "nothing that Megatron's models have"
-                raise CheckpointError(f"{folder}: {tensor.key} would be {names}, which is not there; correct the model file")
-    known = set().union(*on_all_ranks(lambda: known, what=what))
-    if unused := sorted(shapes.keys() - known):
-        raise CheckpointError(
-            f"{folder}: nothing of this model is made of {unused[0]} (and {len(unused) - 1} others); correct the model file"
-        )
+    chosen = _choose_places(tensors, shapes, prefixes, graph=graph, folder=folder)
 
     def fill(held: Iterable[HeldTensor]) -> None:
         wanted = []
@@ -156,6 +139,13 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
         with torch.no_grad():
             read_folder(path, wanted)
 
+    def fill_states(held: Sequence[HeldTensor]) -> None:
+        count = _find_value(common, "step", "common_step")
+        for tensor in held:
+            if tensor.key.startswith("step."):
+                tensor.pieces[0].values.fill_(float(step if count is None else count))
+        fill(tensor for tensor in held if not tensor.key.startswith("step."))
+
     on_this_rank(lambda: fill(tensors), what=what)
     session.reload_optimizers()
     fresh_units: list[set[str]] = []
@@ -163,16 +153,34 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
         named = {key.removeprefix("model."): place.key for key, place in chosen.items() if place is not None}
         saved = {f"{kind}.{rest}" for rest, name in named.items() for kind in _KINDS.values() if (kind, name) in states}
         saved |= {f"step.{key.partition('.')[2]}" for key in saved}
-        fresh_units = on_all_ranks(lambda: make_room(session.state, saved=saved), what=what)
-        held = [tensor for tensor in optimizer_tensors(session.state) if tensor.key in saved]
-        steps = [tensor for tensor in held if tensor.key.startswith("step.")]
-        count = _find_value(common, "step", "common_step")
-        for tensor in steps:
-            tensor.pieces[0].values.fill_(float(step if count is None else count))
-        on_this_rank(lambda: fill(tensor for tensor in held if not tensor.key.startswith("step.")), what=what)
-        adopt_group_steps(session.state, steps)
+        fresh_units = on_all_ranks(lambda: fill_optimizers(session.state, saved=saved, fill=fill_states), what=what)
     rates = {key: _find_value(common.get("optimizer"), key) for key in ("max_lr", "min_lr")} if states else {}
     return LoadedCheckpoint(step, {"rates": rates}, {}, path, tuple(sorted(set().union(*fresh_units))))
+
+
+def _choose_places(
+    tensors: Iterable[HeldTensor], shapes: Mapping[str, ShardedTensor], prefixes: Prefixes, *, graph: ModelGraph, folder: Path
+) -> dict[str, Place | None]:
+    """Return the place of each parameter, None for biases that are zero; collective. Raises CheckpointError on every rank."""
+    chosen: dict[str, Place | None] = {}
+    known = {f"{prefixes.language}output_layer.weight"} if graph.backbone.ties_embeddings else set[str]()
+    with failing_together(what=f"loading {folder}"):
+        for tensor in tensors:
+            places = list(find_places(tensor.key, graph, prefixes))
+            known |= {place.key for place in places}
+            place = chosen[tensor.key] = next((place for place in places if place.key in shapes), None)
+            unit = graph.unit(tensor.key.split(".")[1])
+            product = f"model.{unit.name}.layers.{len(unit.layers) - 1}.mlp."
+            is_bias = unit.role is Role.ENCODER and tensor.key.startswith(product) and tensor.key.endswith("bias")
+            if place is None and not is_bias:
+                names = " or ".join(place.key for place in places) or "nothing that Megatron's models have"
+                raise CheckpointError(f"{folder}: {tensor.key} would be {names}, which is not there; correct the model file")
+    known = set().union(*on_all_ranks(lambda: known, what=f"loading {folder}"))
+    if unused := sorted(shapes.keys() - known):
+        raise CheckpointError(
+            f"{folder}: nothing of this model is made of {unused[0]} (and {len(unused) - 1} others); correct the model file"
+        )
+    return chosen
 
 
 def has_state(folder: Path) -> bool:

@@ -90,22 +90,14 @@ class Executor(RankResources):
         return sums.index_add_(0, torch.tensor(owners, dtype=torch.int64, device=losses.device), losses).unbind()
 
     def _result(self, running: RunningStep, peak_activation_bytes: int) -> StepResult:
-        found = {
+        found: dict[str | int, Tensor] = {
             unit: torch.stack(losses).double().sum()
             for unit, losses in running.loss_sums.items()
             if self.groups[unit].tp.rank() == 0
         }
-        backbone = self.graph.backbone.name
-        by_data_set = self._sum_by_data_set(running) if backbone in found else []
-        values = torch.stack([*found.values(), *by_data_set]).tolist() if found else []  # the host waits once
-        loss_sums = dict(zip(found, values, strict=False))
-        num_correct, correct_samples = self._count_correct(running) if backbone in loss_sums else (0, {})
-        return StepResult(
-            loss_sum=loss_sums.get(backbone, 0.0),
-            generator_loss_sums={unit: loss_sum for unit, loss_sum in loss_sums.items() if unit != backbone},
-            data_set_loss_sums=values[len(found) :],
-            num_correct_tokens=num_correct,
-            correct_samples=correct_samples,
-            events=self.clock.events(),
-            peak_activation_bytes=peak_activation_bytes,
-        )
+        has_answers = self.graph.backbone.name in found
+        found |= enumerate(self._sum_by_data_set(running) if has_answers else ())
+        values = torch.stack([*found.values()]).tolist() if found else []  # the host waits once
+        num_correct, correct_samples = self._count_correct(running) if has_answers else (0, {})
+        loss_sums = dict(zip(found, values, strict=True))
+        return StepResult(loss_sums, num_correct, correct_samples, self.clock.events(), peak_activation_bytes)

@@ -19,7 +19,6 @@ from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
 from megatron.runtime.gradients.gradients import UnitGradients
-from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.step.step import ROUTES, Step
 from megatron.runtime.step.token_placement import RouteRows
 from multimodal.attention.device_values import Parcel, map_tensors
@@ -53,16 +52,11 @@ class RankResources:
         groups: Mapping[str, ProcessGroupCollection],
         broker: Broker,
         device: torch.device,
-        gradients: Mapping[str, UnitGradients | ShardedUnit],
+        gradients: Mapping[str, UnitGradients],
     ) -> None:
         self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
         self.broker, self.gradients, self.groups, self.lane = broker, gradients, groups, plan.lane_of_rank[rank]
-        self.sharded = {
-            (name, index): stage
-            for name, unit in gradients.items()
-            if isinstance(unit, ShardedUnit)
-            for index, stage in unit.sharded.items()
-        }
+        self.sharded = {(name, index): stage for name, unit in gradients.items() for index, stage in unit.sharded.items()}
         """The stages whose weights are sharded."""
         self.clock = StepClock(lane=self.lane)
         self.parameter_storages = frozenset(

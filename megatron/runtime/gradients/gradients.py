@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,11 @@ from multimodal.values.action import LayerRange
 class UnitGradients:
     """Gradient buffers and reductions of this rank's stages of one unit."""
 
+    sharded: Mapping[int, Any] = MappingProxyType({})
+    """Virtual stage -> its `ShardedStage`, which gathers weights, if these are sharded, too."""
+    is_copy = False
+    """True if sharded weights are a copy of others, which are counted and written."""
+
     def __init__(
         self,
         stages: Mapping[int, UnitStage],
@@ -71,6 +78,11 @@ class UnitGradients:
     def is_trained(self) -> bool:
         """True if this rank trains anything."""
         return bool(self.wrapped)
+
+    @property
+    def pieces(self) -> Sequence[WeightPiece] | None:
+        """The pieces of parameters that this rank steps; None if Megatron's optimizers determine them."""
+        return None if self.shares is None else self.shares.pieces()
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""

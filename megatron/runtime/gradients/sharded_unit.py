@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.runtime.communication.units import GroupBook, Membership
+from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.scheduled_collectives import nothing_to_wait_for, sum_copies
 from megatron.runtime.gradients.sharded_layer import LayerPass, ShardedLayer, Visit, WeightPiece
 from multimodal.model.layers.layer_kind import HeadOutput
@@ -162,11 +163,11 @@ def _visits(stage: UnitStage, graph: ModelGraph, layers: Collection[LayerKey]) -
     }
 
 
-class ShardedUnit:
-    """This rank's stages of one unit, in place of `UnitGradients` if weights are sharded.
+class ShardedUnit(UnitGradients):
+    """This rank's stages of one unit, whose weights are sharded.
 
-    Gradients are reduced inside backwards, and every layer's weights gathered when it computes, so the actions that do this once
-    per step have nothing to do.
+    Gradients are reduced inside backwards, and every layer's weights gathered when it computes, so there are no gradient buffers,
+    and the actions that do this once per step have nothing to do.
     """
 
     def __init__(
@@ -183,8 +184,10 @@ class ShardedUnit:
 
         num_copies: of all weights and their state, each shared by equally many ranks; book: has the groups of `group_ranks`.
         """
-        self.membership, self.stages = membership, stages
+        super().__init__({}, membership=membership, is_sharded=False)
+        self.stages = stages
         self.copies = Copies.of(tuple(dist.get_process_group_ranks(membership.groups.dp_cp)), num_copies, book)
+        self.is_copy = self.copies.is_copy
         self.sharded = {
             index: ShardedStage(stage, graph=graph, copies=self.copies, reduces_once=reduces_once)
             for index, stage in stages.items()
@@ -212,23 +215,15 @@ class ShardedUnit:
             torch._foreach_zero_(shares)
 
     def start_reduction(self, stage_index: int, layers: LayerRange | None = None) -> Callable[[], None]:
-        """Do nothing: gradients are reduced inside backwards, and weights gathered layer by layer."""
+        """Do nothing: gradients are reduced inside backwards."""
         return nothing_to_wait_for
 
-    expect_last_backward = start_gathering = start_reduction
-
-    @contextmanager
-    def updating(self, *, gathers_later: bool) -> Iterator[None]:
-        """Let an optimizer step inside; weights are gathered layer by layer."""
-        yield
+    expect_last_backward = start_reduction
 
     def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
         """Return, by parameter, the piece that this rank keeps of it."""
         kept: dict[Tensor, WeightPiece | None] = {piece.parameter: piece for piece in self.pieces}
         return {each: kept.get(each) for stage in self.stages.values() for each in stage.parameters()}
-
-    def complete_parameters(self) -> None:
-        """Do nothing: weights are gathered layer by layer."""
 
     def sum_shared_embeddings(self) -> None:
         """Give both copies of tied word embeddings the sum of their gradients, share by share; checks that all are reduced.

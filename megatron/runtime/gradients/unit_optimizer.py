@@ -21,7 +21,6 @@ from torch.nn import Parameter
 
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
-from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 AVERAGE = "ema"
 """The name of an average in the state of an optimizer, and in checkpoints."""
@@ -60,7 +59,7 @@ class OptimizerKey(NamedTuple):
 
 
 def build_unit_optimizers(
-    gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig, rates: UnitRates | None = None
+    gradients: UnitGradients, *, config: OptimizerConfig, rates: UnitRates | None = None
 ) -> Iterator[tuple[OptimizerKey, MegatronOptimizer]]:
     """Yield the optimizers of one unit; none if this rank trains nothing there. rates: None: those of `config`.
 
@@ -71,8 +70,7 @@ def build_unit_optimizers(
     if rates is None:
         rates = UnitRates(*[Rates(config.lr, config.min_lr, config.weight_decay)] * 2)
     unit, tp_group = gradients.membership.unit, gradients.membership.groups.tp
-    if isinstance(gradients, ShardedUnit) or gradients.shares is not None:
-        pieces = gradients.pieces if isinstance(gradients, ShardedUnit) else gradients.shares.pieces()  # type: ignore[union-attr]
+    if (pieces := gradients.pieces) is not None:
         if gradients.is_trained:
             sharded = ShardedOptimizer([piece for piece in pieces if piece.gradient is not None], config=config, rates=rates)
             sharded.tp_group = tp_group

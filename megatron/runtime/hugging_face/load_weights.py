@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.runtime.checkpoint.storage import failing_together, on_this_rank
-from megatron.runtime.gradients.sharded_unit import LayerKey, ShardedUnit
+from megatron.runtime.gradients.sharded_unit import LayerKey
 from megatron.runtime.hugging_face.named_weights import NamedWeights, find_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
@@ -34,7 +34,7 @@ def gather_adapters(session: Session) -> Mapping[str, Adapter]:
     """Return this rank's adapters by the key of their weight (`model.<unit>.<parameter>`); collective under ZeRO-3."""
     found = {}
     for (unit, index), stage in session.stages.items():
-        gradients = session.gradients[unit]
+        sharded = session.gradients[unit].sharded
         for layer in stage.layer_range:
             adapted = {
                 name: adapter
@@ -42,8 +42,8 @@ def gather_adapters(session: Session) -> Mapping[str, Adapter]:
                 if (adapter := adapter_of(each)) and each.weight is not None
             }
             gathered: AbstractContextManager[None] = nullcontext()
-            if adapted and isinstance(gradients, ShardedUnit):
-                gathered = gradients.sharded[index].layers[LayerKey(layer, is_trained=True)].whole()
+            if adapted and index in sharded:
+                gathered = sharded[index].layers[LayerKey(layer, is_trained=True)].whole()
             with gathered:
                 for name, (down, up, scale) in adapted.items():
                     copies = down.detach().clone(), up.detach().clone()

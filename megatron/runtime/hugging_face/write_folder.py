@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_file, sync_folder
 from megatron.runtime.checkpoint.storage import bytes_of, on_first_rank, on_this_rank
-from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.hugging_face.file_layout import FileLayout
 from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
 from megatron.runtime.hugging_face.weight_files import INDEX_ENDING, WeightFiles
@@ -120,7 +119,7 @@ def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[He
     for tensor in tensors:
         member = session.memberships[tensor.key.split(".")[1]]
         groups = member.groups
-        if isinstance(session.gradients[member.unit], ShardedUnit):
+        if session.gradients[member.unit].sharded:
             if not tensor.is_copy:
                 yield tensor
             continue

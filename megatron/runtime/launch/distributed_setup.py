@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import Event, Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -184,14 +184,14 @@ class World:
     """Time that a rank waits for its peers."""
     watch: RankWatch = field(repr=False)
 
-    def from_first(self, name: str, build: Callable[[], str]) -> str:
-        """Return a text that rank 0 builds, which may take long; each name once. Raises RanksLostError if that fails."""
+    def from_first(self, name: str, build: Callable[[], Any]) -> Any:
+        """Return what rank 0 builds, of types of JSON, maybe for long; each name once. Raises RanksLostError if that fails."""
         key = f"told/{name}"
         if self.rank == 0:
-            self.meeting.store.set(key, build())
+            self.meeting.store.set(key, json.dumps(build()))
         else:
             _wait(self.meeting, key, math.inf)
-        return self.meeting.store.get(key).decode()
+        return json.loads(self.meeting.store.get(key))
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:

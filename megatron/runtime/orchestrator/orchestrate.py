@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -61,12 +61,11 @@ def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: Build
     build: options with which the run builds its layers.
     """
     first = _FirstRank(config, world, inputs) if world.rank == 0 else None
-    are_links_known = world.from_first("links", lambda: first.look_at_machine(build) if first else "") == "known"
-    if not are_links_known:
+    if not world.from_first("links", lambda: first and first.look_at_machine(build)):
         cluster = measure_cluster(config, world, first.cluster if first else None)
         if first:
             first.cluster = cluster
-    choice = Choice.from_dict(json.loads(world.from_first("plan", lambda: first.choose() if first else "")))
+    choice = Choice.from_dict(world.from_first("plan", lambda: first and first.choose()))
     with world.in_turn("plan"):
         planned = under_choice(config, choice)
     if first:
@@ -103,7 +102,7 @@ class _FirstRank:
         self._is_kept = False
         self._lines: tuple[str, ...] = ()
 
-    def look_at_machine(self, build: BuildOptions) -> str:
+    def look_at_machine(self, build: BuildOptions) -> bool:
         """Profile layers, unless --layer-costs has them, and return whether links are known."""
         given = self._config.training.layer_costs
         if given is None:
@@ -111,10 +110,10 @@ class _FirstRank:
         else:
             profile, self._layers = LayerProfile.from_file(given), f"layers of --layer-costs {given}"
         self.request = replace(self.request, profile=profile)
-        return "known" if self._are_links_known or self._world_size == 1 else "measure"
+        return self._are_links_known or self._world_size == 1
 
-    def choose(self) -> str:
-        """Plan, or find the plan of an equal request."""
+    def choose(self) -> dict[str, Any]:
+        """Plan, or find the plan of an equal request; returns the plain form of the choice."""
         self.request = request = replace(self.request, cluster=self.cluster)
         choice: Choice | None = None
         with suppress(BraidError, KeyError, TypeError, ValueError, AttributeError):
@@ -127,7 +126,7 @@ class _FirstRank:
             choice = choose_plan(request, may_share_weights=may_share, made_for=made_for, cluster_name=name)
             keep_choice(request, choice)
         self._lines = choice.lines
-        return json.dumps(choice.to_dict())
+        return choice.to_dict()
 
     def tell(self, config: RunConfig) -> None:
         cluster = self.cluster

@@ -1,10 +1,9 @@
 """Holds a plan that a run made by itself against its steps: in a trial beside the second best, and against its prediction."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.runtime.flags.configuration import ParallelismConfig
 from megatron.runtime.orchestrator.choose_plan import Choice, choose_plan
@@ -29,15 +28,10 @@ class Verdict(NamedTuple):
     choice: Choice | None
     """The plan to continue under; None: the current one."""
 
-    def to_text(self) -> str:
-        """Return the text form, read by `from_text`."""
-        return json.dumps([self.line, self.choice and self.choice.to_dict()])
-
-    @classmethod
-    def from_text(cls, text: str) -> "Verdict":
-        """Parse the text form."""
-        line, choice = json.loads(text)
-        return cls(line, choice and Choice.from_dict(choice))
+    @property
+    def plain(self) -> tuple[str, dict[str, Any] | None]:
+        """The same with the choice in its plain form."""
+        return self.line, None if self.choice is None else self.choice.to_dict()
 
 
 @dataclass

@@ -81,38 +81,14 @@ LINES_PER_BALANCE_LINE = 10
 """Lines about steps for each line about the balance of these steps."""
 
 
+class Silence:
+    """The reporter of all ranks but the first: whatever it is told, it does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
 class Reporter:
-    """The places that a training loop reports to; this one, of all ranks but the first, reports nothing."""
-
-    def say(self, message: str) -> None:
-        """Print one line for the user."""
-
-    def say_if(self, message: str | None) -> None:
-        """Print a line if there is one."""
-        if message:
-            self.say(message)
-
-    def begin(self, description: str) -> None:
-        """Report what will be trained, and where."""
-        self.say(description)
-
-    def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
-        """Report that a training step is done; num_consumed_samples: up to its end."""
-
-    def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
-        """Report an evaluation; name: the evaluated data."""
-
-    def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
-        """Report the model's answers to --sample-prompts."""
-
-    def timeline(self, number: int, timeline: Timeline, predicted: Mapping[str, Timeline]) -> None:
-        """Report a step's measured timeline; predicted: by its title, if there is one."""
-
-    def close(self) -> None:
-        """End reporting after training."""
-
-
-class ConsoleReporter(Reporter):
     """Reports to the terminal and to the files that the flags name."""
 
     def __init__(
@@ -164,13 +140,18 @@ class ConsoleReporter(Reporter):
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
+    def say_if(self, message: str | None) -> None:
+        """Print a line if there is one."""
+        if message:
+            self.say(message)
+
     def begin(self, description: str) -> None:
-        """Print the description, and keep it for the page."""
+        """Report what will be trained, and where: print it, and keep it for the page."""
         self._page.description = description
-        super().begin(description)
+        self.say(description)
 
     def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
-        """Report a step to all places."""
+        """Report a training step to all places; num_consumed_samples: up to its end."""
         self._balance.add(number, balance)
         entry = self._entry(report)
         self._log({"step": number, "num_consumed_samples": num_consumed_samples, **entry, **balance.to_dict()})
@@ -199,7 +180,7 @@ class ConsoleReporter(Reporter):
                 self.say_if(self._balance.tell())
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
-        """Report held-out results."""
+        """Report an evaluation; name: the evaluated data."""
         entry = {key: value for key, value in self._entry(report).items() if isinstance(value, dict) or not math.isnan(value)}
         self.say(
             f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
@@ -210,7 +191,7 @@ class ConsoleReporter(Reporter):
         self._track(lambda tracker: tracker.add_numbers(_tags(name, entry), number))
 
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
-        """Report answers, each beside the expected one, to all places; images and sound also as files in the report's folder."""
+        """Report answers to --sample-prompts, each beside the expected one; images and sound also as files of the report."""
         suffix = {"image": "png", "sound": "wav"}
         files = [self._write_file(each, f"step_{number:08d}_{index}.{suffix[each.kind]}") for index, each in enumerate(answers)]
         in_words = [each for each in answers if not each.file]
@@ -243,7 +224,10 @@ class ConsoleReporter(Reporter):
         return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 
     def timeline(self, number: int, timeline: Timeline, predicted: Mapping[str, Timeline]) -> None:
-        """Write the timeline for ui.perfetto.dev and tools/trace.py, as a picture, and below the predicted one as a page."""
+        """Write a measured timeline for ui.perfetto.dev and tools/trace.py, as a picture, and as a page below the predicted one.
+
+        predicted: by its title, if there is one.
+        """
         if folder := self._logging.report_dir:
             title, path = f"Measured pipeline of step {number}", folder / f"timeline_step_{number}.json.gz"
             self._write(f"--report-dir {folder}", lambda: write_chrome_trace(timeline, path))

@@ -19,8 +19,7 @@ from megatron.runtime.state.held_tensors import (
     HeldTensor,
     Piece,
     TrainedState,
-    adopt_group_steps,
-    make_room,
+    fill_optimizers,
     model_tensors,
     optimizer_tensors,
 )
@@ -64,10 +63,7 @@ def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
         for key, box in ((key, box) for key, boxes in boxes_by_key.items() for box in boxes):
             holders.setdefault(key, {}).setdefault(box, []).append(rank)
     _fill(model_tensors(state), held, holders=holders)
-    make_room(state, saved=holders.keys())
-    wanted = [tensor for tensor in optimizer_tensors(state) if tensor.key in holders]
-    _fill(wanted, held, holders=holders)
-    adopt_group_steps(state, wanted)
+    fill_optimizers(state, saved=holders.keys(), fill=lambda wanted: _fill(wanted, held, holders=holders))
 
 
 def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:

@@ -6,7 +6,7 @@ a gated MLP's two blocks), each contiguous in the rank's memory: it is written, 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron.runtime.gradients.gradients import UnitGradients
-from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unit_optimizer import AVERAGE, OptimizerKey, ShardedOptimizer
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
@@ -31,7 +30,7 @@ class TrainedState(NamedTuple):
 
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
-    gradients: Mapping[str, UnitGradients | ShardedUnit]
+    gradients: Mapping[str, UnitGradients]
     """Unit -> its gradients."""
     optimizers: Mapping[OptimizerKey, MegatronOptimizer]
     """Optimizers of the parameters that this rank trains; empty if nothing is updated."""
@@ -208,7 +207,7 @@ def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
         if part.state:
             kinds = [*_MOMENTS, *[AVERAGE] * (AVERAGE in part.state)]
             held += [parameter.hold(kind, part.state[kind].view(-1), part.elements) for kind in kinds]
-            is_own = "step" in part.state  # else the optimizer counts per group, and gets the count by `adopt_group_steps`
+            is_own = "step" in part.state  # else the optimizer counts per group, and gets the count by `fill_optimizers`
             count = part.state["step"].view(1) if is_own else torch.tensor([float(part.group.get("step", 0))])
             pieces = (Piece((0,), count),)
             held.append(HeldTensor(parameter.key("step"), (1,), torch.float32, pieces, parameter.is_copy))
@@ -244,19 +243,27 @@ def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
     return fresh_units
 
 
-def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None:
-    """Write loaded step counts back to optimizers that count per group (Transformer Engine's, Apex's)."""
-    counts = {tensor.key: tensor.pieces[0].values for tensor in loaded}
+def fill_optimizers(state: TrainedState, *, saved: Collection[str], fill: Callable[[Sequence[HeldTensor]], None]) -> set[str]:
+    """Let `fill` put the saved values into this rank's optimizers; returns units with parameters whose state starts fresh.
+
+    saved: names of the tensors that there are; fill: called once, with those of them that this rank has.
+    """
+    fresh_units = make_room(state, saved=saved)
+    tensors = [tensor for tensor in optimizer_tensors(state) if tensor.key in saved]
+    fill(tensors)
+    counts = {tensor.key: tensor.pieces[0].values for tensor in tensors}
     for parameter, part in _optimizer_parts(state):
         if parameter.key("step") in counts and "step" not in part.state:
-            part.group["step"] = int(counts[parameter.key("step")])
+            part.group["step"] = int(counts[parameter.key("step")])  # Transformer Engine's and Apex's count per group
+    return fresh_units
 
 
 def _parameters(state: TrainedState) -> Iterator[_Parameter]:
     for (unit, _), stage in state.stages.items():
         gradients = state.gradients.get(unit)
-        is_replica = gradients is not None and gradients.membership.is_unlike and not gradients.membership.is_first_holder
-        is_replica |= isinstance(gradients, ShardedUnit) and gradients.copies.is_copy
+        is_replica = False
+        if gradients is not None:
+            is_replica = gradients.is_copy or (gradients.membership.is_unlike and not gradients.membership.is_first_holder)
         for name, value in stage.named_parameters():
             yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage, is_replica)
 
@@ -264,9 +271,8 @@ def _parameters(state: TrainedState) -> Iterator[_Parameter]:
 def _optimizer_parts(state: TrainedState) -> Iterator[tuple[_Parameter, _OptimizerPart]]:
     for parameter in _parameters(state):
         if part := _optimizer_part(state.optimizers.get(OptimizerKey.of(parameter.unit, parameter.value)), parameter.value):
-            gradients = state.gradients[parameter.unit]
-            if isinstance(gradients, UnitGradients) and gradients.shares is not None:
-                parameter = parameter._replace(is_replica=gradients.shares.is_copy(parameter.value))
+            if (shares := state.gradients[parameter.unit].shares) is not None:
+                parameter = parameter._replace(is_replica=shares.is_copy(parameter.value))
             yield parameter, part
 
 

@@ -71,6 +71,15 @@ class StepDecision:
         weights = [sample.loss_weight * sample.num_target_tokens for sample in samples]
         return tuple(np.bincount([sample.data_set for sample in samples], weights).tolist())
 
+    @property
+    def loss_counts(self) -> Mapping[str | int, float]:
+        """What sums of losses are divided by: of units, and by the numbers of data sets if there are several."""
+        counts: dict[str | int, float] = {self.graph.backbone.name: self.loss_divisor}
+        counts |= self.num_generated_values.items()
+        if len(self.data_set_divisors) > 1:
+            counts |= enumerate(self.data_set_divisors)
+        return counts
+
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:
         """Generator -> pixel values that it makes in the whole global batch, by which its loss is divided.

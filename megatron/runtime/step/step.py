@@ -1,7 +1,7 @@
-"""One step as input of the executor, its results, and the losses of one or more steps."""
+"""One step as input of the executor, its results, and the mean losses of one or more steps."""
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -121,59 +121,14 @@ class Step(StepDecision):
 class StepResult:
     """One rank's results of a step; callers sum them over ranks."""
 
-    loss_sum: float
-    """Weighted sum of the losses of target tokens on this rank (tensor parallel rank 0 of the last stage only)."""
-    generator_loss_sums: Mapping[str, float]
-    """Generator -> sum of the squared errors of all its values."""
-    data_set_loss_sums: Sequence[float]
-    """The parts of `loss_sum` by data set, where a mixture has several: as many as `Step.data_set_divisors`."""
+    loss_sums: Mapping[str | int, float]
+    """Sums by unit, on tensor parallel rank 0 of last stages only: weighted losses of the LLM's target tokens, also by the
+    numbers of data sets if there are several, and squared errors of all of a generator's values."""
     num_correct_tokens: int
     correct_samples: Mapping[int, bool]
     """Sample id -> True if greedy decoding gives the whole answer; evaluation only."""
     events: tuple[TimelineEvent, ...]
     peak_activation_bytes: int
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """This rank's sums by unit, and their divisors, which all ranks know."""
-
-    backbone: str
-    sums: Mapping[str | int, float] = field(default_factory=dict)
-    """Sums of units, and by the numbers of the data sets if there are several."""
-    counts: Mapping[str | int, float] = field(default_factory=dict)
-    """The weights of the LLM's target tokens, in all and by data set, and pixel values of each generator, over all ranks."""
-
-    @classmethod
-    def of_step(cls, step: Step, result: StepResult) -> "LossSums":
-        """Return the sums of one step."""
-        backbone, divisors = step.graph.backbone.name, step.data_set_divisors
-        sums: dict[str | int, float] = {backbone: result.loss_sum}
-        counts: dict[str | int, float] = {backbone: step.loss_divisor}
-        sums.update(result.generator_loss_sums)
-        counts.update(step.num_generated_values)
-        if len(divisors) > 1:
-            sums.update(enumerate(result.data_set_loss_sums))
-            counts.update(enumerate(divisors))
-        return cls(backbone, sums, counts)
-
-    def plus(self, other: "LossSums") -> "LossSums":
-        """Return the sums of both."""
-        units = {**self.counts, **other.counts}
-        return LossSums(
-            self.backbone,
-            {unit: self.sums.get(unit, 0.0) + other.sums.get(unit, 0.0) for unit in units},
-            {unit: self.counts.get(unit, 0) + other.counts.get(unit, 0) for unit in units},
-        )
-
-    def means(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> "LossMeans":
-        """Return the means; a generator without values adds nothing. Collective."""
-        units = list(self.counts)
-        totals = dict(zip(units, sum_over_ranks([self.sums.get(unit, 0.0) for unit in units]), strict=True))
-        means = {unit: totals[unit] / count for unit, count in self.counts.items() if count}
-        by_data_set = {unit: mean for unit, mean in means.items() if isinstance(unit, int)}
-        generated = (mean for unit, mean in means.items() if unit != self.backbone and unit not in by_data_set)
-        return LossMeans(means[self.backbone], sum(generated, 0.0), by_data_set)
 
 
 class LossMeans(NamedTuple):
@@ -184,6 +139,25 @@ class LossMeans(NamedTuple):
     """The sum of the generators' means."""
     by_data_set: Mapping[int, float]
     """The parts of `backbone` by data set, those without target tokens left out; empty: a single data set."""
+
+    @classmethod
+    def of(
+        cls,
+        sums: Mapping[str | int, float],
+        counts: Mapping[str | int, float],
+        *,
+        backbone: str,
+        sum_over_ranks: Callable[[list[float]], list[float]],
+    ) -> "LossMeans":
+        """Divide sums of this rank (`StepResult.loss_sums`) by `loss_counts`, which all ranks know; collective.
+
+        A generator without values adds nothing.
+        """
+        totals = zip(counts, sum_over_ranks([sums.get(key, 0.0) for key in counts]), strict=True)
+        means = {key: total / counts[key] for key, total in totals if counts[key]}
+        by_data_set = {key: mean for key, mean in means.items() if isinstance(key, int)}
+        generated = (mean for key, mean in means.items() if key != backbone and key not in by_data_set)
+        return cls(means[backbone], sum(generated, 0.0), by_data_set)
 
     @property
     def total(self) -> float:

@@ -3,11 +3,12 @@
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from megatron.runtime import platform
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
@@ -16,17 +17,17 @@ from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS, 
 from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_adapter, save_hugging_face
 from megatron.runtime.launch.failure import StopReason
+from megatron.runtime.orchestrator.choose_plan import Choice
 from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
-from megatron.runtime.orchestrator.plan_review import Verdict
 from megatron.runtime.recovery.member import NodesJoinError
-from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, StepReport
+from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, EvaluationReport, Reporter, Silence, StepReport
 from megatron.runtime.report.step_profile import StepProfile, Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.measuring import Measuring
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
-from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch, predict_timeline
+from megatron.runtime.training.prediction import EmulatedCosts, describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save_due, save_weights
 from megatron.runtime.training.run import Run, change_plan
 from multimodal.data.source_views import BlankImages
@@ -99,7 +100,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             last_report, last = run.trainer.last_report()
             _report_step(run, reporter, progress, last_report, last.balance)
         _evaluate_and_save(run, reporter, progress)
-    measuring, until = Measuring(run), first
+    measuring, until, emulated_seconds = Measuring(run), first, list[float]()
     with ExitStack() as loading:
         for number in range(first + 1, last_step + 1):
             if number > until:  # steps are decided ahead, so no more of them than go by the same durations
@@ -134,8 +135,10 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0 or number == last_step:
                     reporter.say(stragglers.tell())
             progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
-            if run.emulation:
-                _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
+            if run.emulation and (timeline := run.session.gather_timeline(events)):
+                emulated_seconds.append(timeline.duration_seconds)
+                if number == last_step:
+                    _compare_with_simulation(run.emulation, reporter, step, emulated_seconds)
             is_drawn = number == last_step or _is_multiple(number, config.logging.timeline_interval)
             if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
                 predicted = predict_timeline(run.config, step, timeline, step_predictor(run), run.emulation)
@@ -161,15 +164,16 @@ def _review_plan(
     if not review.is_due(number):
         return False
     planned = review.planned
-    verdict = Verdict.from_text(run.world.from_first(f"review/{number}", lambda: review.conclude(number).to_text()))
-    reporter.say(verdict.line)
-    if verdict.choice is not None:
+    line, chosen = run.world.from_first(f"review/{number}", lambda: review.conclude(number).plain)
+    reporter.say(line)
+    if chosen is not None:
+        choice = Choice.from_dict(chosen)
         with run.world.in_turn(f"plan/{number}"):
-            config = under_choice(run.config, verdict.choice)
+            config = under_choice(run.config, choice)
         change_plan(run, config)
-        planned = Planned(config, verdict.choice, planned.request)
+        planned = Planned(config, choice, planned.request)
     run.review = review.after(planned, number=number)
-    return verdict.choice is not None
+    return chosen is not None
 
 
 def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:
@@ -196,20 +200,13 @@ def _save_last(run: Run, progress: Progress) -> None:
         run.background_save.finish()
 
 
-def _compare_with_simulation(
-    run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
-) -> None:
-    """Compare the last step's simulation with the median of the measured steps; the first step sets connections up."""
-    timeline = run.session.gather_timeline(events)
-    if timeline is None:
-        return
-    emulation.measured_seconds.append(timeline.duration_seconds)
-    if is_last:
-        measured = statistics.median(emulation.measured_seconds[1:] or emulation.measured_seconds)
-        simulated = simulate_schedule(step.schedule, emulation.costs).iteration_seconds
-        reporter.say(
-            f"emulated step: {measured:.4f} s measured (median), {simulated:.4f} s simulated, ratio {measured / simulated:.3f}"
-        )
+def _compare_with_simulation(emulation: EmulatedCosts, reporter: Reporter, step: Step, measured: Sequence[float]) -> None:
+    """Compare a step's simulation with the median of the measured steps; the first step sets connections up."""
+    seconds = statistics.median(measured[1:] or measured)
+    simulated = simulate_schedule(step.schedule, emulation).iteration_seconds
+    reporter.say(
+        f"emulated step: {seconds:.4f} s measured (median), {simulated:.4f} s simulated, ratio {seconds / simulated:.3f}"
+    )
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
@@ -264,10 +261,10 @@ def _answer_prompts(run: Run, reporter: Reporter, number: int, prompts: Path) ->
 def build_reporter(run: Run, *, done_steps: int) -> Reporter:
     """Return the reporter of this rank for a run that continues after this many steps."""
     if run.world.rank != 0:
-        return Reporter()
+        return cast(Reporter, Silence())
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
     train_iters = run.config.training.train_iters
-    return ConsoleReporter(
+    return Reporter(
         run.config.logging,
         train_iters=train_iters,
         first_step=done_steps,

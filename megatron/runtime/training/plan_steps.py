@@ -69,7 +69,7 @@ def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None,
 
 
 def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
-    training, predictor = run.config.training, step_predictor(run)
+    training, predictor, waits = run.config.training, step_predictor(run), run.emulation
     arrangement = None
     if training.rearrange_nodes:
         num_decoding_ranks = run.world.size if run.exchanges is not None else 0
@@ -88,14 +88,14 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
             schedules=schedules,
             rank=run.world.rank,
             seed=training.seed,
-            is_emulated=run.emulation is not None,
+            is_emulated=waits is not None,
             shards_weights=run.config.parallelism.shards_weights,
             sharing=ContextSharing(
                 TokenDistribution(run.config.parallelism.context_parallel_distribution),
                 run.config.parallelism.context_parallel_block_size,
                 MaskMode(run.config.model.attention_mask),
             ),
-            costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
+            costs_of=predictor.costs if waits is None else waits.of_step,
             build=run.session.options.build,
             skips_bad=run.bad_samples is not None,
         ),

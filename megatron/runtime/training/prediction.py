@@ -5,7 +5,7 @@ All ranks must predict alike: layers are read from --layer-costs, or `measuring`
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,7 +166,7 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
 
 
 def predict_timeline(
-    config: RunConfig, step: Step, measured: Timeline, predictor: StepPredictor, emulation: "EmulationTable | None"
+    config: RunConfig, step: Step, measured: Timeline, predictor: StepPredictor, emulation: "EmulatedCosts | None"
 ) -> Mapping[str, Timeline]:
     """Return the simulated timeline of a step by its title; empty if simulating it takes long.
 
@@ -174,7 +174,7 @@ def predict_timeline(
     computations last as long in all as measured.
     """
     if emulation is not None:
-        return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation.costs).timeline}
+        return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation).timeline}
     prediction = predictor.predict(step.assignment, tuple(step.lengths.values()))
     if not prediction.is_simulated:
         return {}
@@ -216,37 +216,30 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
 
 
 @dataclass(frozen=True)
-class _RepeatedCosts(TableCosts):
-    """A table for a run of any number of microbatches: it repeats after its last one."""
+class EmulatedCosts(TableCosts):
+    """The waits of an emulated run, from a table that repeats after its last microbatch."""
+
+    def of_step(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> StepCosts:
+        """Return the costs of any step."""
+        return self
 
     def compute(self, action: Action) -> ComputeCost:
+        """Return the cost of a computation."""
         return super().compute(action._replace(microbatch=action.microbatch % self.table.num_microbatches))
 
 
-@dataclass(frozen=True)
-class EmulationTable:
-    """A cost table that fits a run's plan, and the measured seconds of its steps."""
-
-    costs: TableCosts
-    measured_seconds: list[float] = field(default_factory=list)
-
-    @classmethod
-    def from_file(cls, path: Path, *, plan: Plan) -> "EmulationTable":
-        """Read a table; raises ConfigError if it does not list every virtual stage of every unit of the plan."""
-        table = CostTable.from_file(path)
-        expected = {name: unit.num_virtual_stages for name, unit in plan.units.items()}
-        found = {name: len(unit.stages) for name, unit in table.units.items()}
-        if found != expected:
-            there, wanted = (", ".join(f"{name} {count}" for name, count in each.items()) for each in (found, expected))
-            raise ConfigError(
-                f"--emulate {path}: the table has stages {there} but the run has {wanted}; list every "
-                "(virtual) stage of every unit, or change the units' pipeline sizes"
-            )
-        return cls(_RepeatedCosts(table))
-
-    def costs_of(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> StepCosts:
-        """Return the costs of any step."""
-        return self.costs
+def read_emulation(path: Path, *, plan: Plan) -> EmulatedCosts:
+    """Read the table of --emulate; raises ConfigError if it does not list every virtual stage of every unit of the plan."""
+    table = CostTable.from_file(path)
+    expected = {name: unit.num_virtual_stages for name, unit in plan.units.items()}
+    found = {name: len(unit.stages) for name, unit in table.units.items()}
+    if found != expected:
+        there, wanted = (", ".join(f"{name} {count}" for name, count in each.items()) for each in (found, expected))
+        raise ConfigError(
+            f"--emulate {path}: the table has stages {there} but the run has {wanted}; list every "
+            "(virtual) stage of every unit, or change the units' pipeline sizes"
+        )
+    return EmulatedCosts(table)
 
 
 class LeastMemory(NamedTuple):

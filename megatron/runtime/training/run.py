@@ -43,7 +43,7 @@ from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, wat
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
-from megatron.runtime.training.prediction import EmulationTable, MeasuredCosts, check_memory, predict_layer_seconds
+from megatron.runtime.training.prediction import EmulatedCosts, MeasuredCosts, check_memory, predict_layer_seconds, read_emulation
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
@@ -74,7 +74,7 @@ class Run:
     done_steps: int = 0
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
     """Exchange raw samples if lengths come from decoding: one for training, one for evaluation, which runs beside it."""
-    emulation: EmulationTable | None = None
+    emulation: EmulatedCosts | None = None
     """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
     """Keeps other runs from writing to --save."""
@@ -115,7 +115,7 @@ class Prepared:
     options: SessionOptions
     plan: Plan
     peak_tflops: float
-    emulation: EmulationTable | None = None
+    emulation: EmulatedCosts | None = None
 
     @property
     def start_values(self) -> StartValues:
@@ -204,7 +204,7 @@ def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
             logger.info(line)
     config = with_device_defaults(config, graph=graph, plan=plan, has_cuda=torch.cuda.is_available())
     check_vocabulary(vocab_size, graph=graph, plan=plan)
-    emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
+    emulation = read_emulation(config.training.emulate, plan=plan) if config.training.emulate else None
     options = _session_options(config, graph, vocab_size=vocab_size, timeout=world.timeout, emulation=emulation)
     if emulation is None and not config.training.allow_low_memory:
         check_memory(config, inputs, plan, rank=world.rank, num_copies=options.num_state_copies)
@@ -262,7 +262,7 @@ def check_kernels(*, is_allowed: bool) -> None:
 
 
 def _session_options(
-    config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: EmulationTable | None
+    config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: EmulatedCosts | None
 ) -> SessionOptions:
     settings, dtype = config.optimizer, getattr(torch, config.training.dtype)
     passes = passes_named(config.training.schedule_passes)
@@ -290,7 +290,7 @@ def _session_options(
         num_state_copies=(
             read_templates(config, graph).num_state_copies if config.parallelism.elastic else config.parallelism.num_state_copies
         ),
-        build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
+        build_stage=partial(EmulatedStage, cost=emulation.compute) if emulation else None,
     )
 
 

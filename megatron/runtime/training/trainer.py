@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from megatron.runtime.execution.step_clock import seconds_by_resource
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.report.reporting import EvaluationReport, StepReport
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.step import LossMeans, LossSums, Step, StepResult
+from megatron.runtime.step.step import LossMeans, Step, StepResult
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
@@ -99,7 +100,7 @@ class Trainer:
             self._running = None
         clock = self.session.executor.clock
         executed = clock.origin_seconds + max((event.end_seconds for event in result.events), default=0.0)
-        losses = LossSums.of_step(step, result).means(self._sum)
+        losses = self._means(result.loss_sums, step.loss_counts)
         rates = {"max_lr": self._settings.lr, "min_lr": self._settings.min_lr}  # also on a rank that trains nothing
         learning_rate = float(self.scheduler.get_lr(rates))
         self._executed = _Executed(step, result, losses, learning_rate, start, executed)
@@ -144,19 +145,20 @@ class Trainer:
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""
         self.session.complete_parameters()
-        losses = LossSums(self.session.graph.backbone.name)
+        sums, counts = Counter[str | int](), Counter[str | int]()
         num_correct_tokens, num_right_answers, num_tokens, num_samples = 0, 0, 0, 0
         with torch.no_grad():
             for step in steps:
                 result = self.session.executor.execute(step)
-                losses = losses.plus(LossSums.of_step(step, result))
+                sums.update(result.loss_sums)  # type: ignore[arg-type]  # adds them
+                counts.update(step.loss_counts)  # type: ignore[arg-type]
                 num_correct_tokens += result.num_correct_tokens
                 in_words = step.samples_in_words
                 num_right_answers += sum(is_right for sample, is_right in result.correct_samples.items() if sample in in_words)
                 num_tokens += step.num_target_tokens  # of all ranks, which every rank knows
                 num_samples += len(in_words)
         correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
-        means = losses.means(self._sum)
+        means = self._means(sums, counts)
         return EvaluationReport(
             loss=means.total,
             generator_loss=means.generators,
@@ -206,6 +208,9 @@ class Trainer:
     def gather_compute_seconds(self) -> list[float]:
         """Return the computing time of each rank in the last step."""
         return self._gather([self._compute_seconds])[0]
+
+    def _means(self, sums: Mapping[str | int, float], counts: Mapping[str | int, float]) -> LossMeans:
+        return LossMeans.of(sums, counts, backbone=self.session.graph.backbone.name, sum_over_ranks=self._sum)
 
     def _sum(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())

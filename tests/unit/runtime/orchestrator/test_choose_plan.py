@@ -14,7 +14,7 @@ from megatron.runtime.orchestrator import plan_review as module
 from megatron.runtime.orchestrator.choose_plan import Choice, build_request, choose_plan, planned_config
 from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
 from megatron.runtime.orchestrator.orchestrate import Planned
-from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, Verdict, watch_plan
+from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, watch_plan
 from megatron.runtime.orchestrator.profile_layers import profiled_sizes
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
@@ -159,7 +159,7 @@ def test_a_better_plan_is_told_of_and_taken(
     assert said in verdict.line and verdict.line.startswith("plan review after step 3: a step takes 0.4 s, predicted 0.2 s")
     assert "computations take 2.00 times as long in llm" in verdict.line
     assert (verdict.choice == better) == is_taken == bool(kept)
-    assert Verdict.from_text(verdict.to_text()) == verdict
+    assert verdict.plain == (verdict.line, better.to_dict() if is_taken else None)
 
 
 def test_a_plan_that_was_taken_is_held_against_the_one_before() -> None:

@@ -19,7 +19,7 @@ from megatron.runtime.execution.step_clock import StepClock
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
-from megatron.runtime.report.reporting import ConsoleReporter
+from megatron.runtime.report.reporting import Reporter
 from megatron.runtime.report.step_profile import StepProfile, Stragglers
 from megatron.runtime.report.trackers import TRACKERS, TrackedRun
 from multimodal.values.action import Action, ActionKind
@@ -100,7 +100,7 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run, **shown)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
-    with closing(ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"})) as reporter:
+    with closing(Reporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"})) as reporter:
         reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
     started, (step, numbers), finished = seen
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
@@ -140,7 +140,7 @@ def test_mlflow_gets_the_same_and_a_resumed_run_goes_on_in_it(monkeypatch: pytes
     data_sets, report = ["a/charts.jsonl", "b/maps.jsonl"], replace(STEP, data_set_losses={0: 1.25, 1: 1.75})
     for step in (1, 2, 3):
         how = {"train_iters": 3, "first_step": step - 1, "run_config": {"lr": "0.1"}, "save_folder": tmp_path}
-        with closing(ConsoleReporter(logging, data_sets=data_sets, **how)) as reporter:
+        with closing(Reporter(logging, data_sets=data_sets, **how)) as reporter:
             reporter.step(step, report, BALANCE, num_consumed_samples=8)
     numbers = [(step, STEP.loss, 1.25) for step in (1, 2, 3)]
     resumed = ["braid", {"run_id": "run"}]
@@ -159,5 +159,5 @@ def test_a_resumed_run_goes_on_in_weights_and_biases(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for first_step in (0, 2, 0):
         logging = LoggingConfig(wandb_project="braid")
-        ConsoleReporter(logging, train_iters=4, first_step=first_step, save_folder=tmp_path / "saved").close()
+        Reporter(logging, train_iters=4, first_step=first_step, save_folder=tmp_path / "saved").close()
     assert seen == [(None, None), ("run1", "allow"), (None, None)]

@@ -21,7 +21,7 @@ from PIL import Image
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.drawing import Sound
 from megatron.runtime.generation.sample_prompts import SampleAnswer
-from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
+from megatron.runtime.report.reporting import EvaluationReport, Reporter, StepReport, check_places
 from megatron.runtime.report.trackers import JsonLog
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
@@ -58,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Report steps as a run does; returns the lines that a person sees."""
 
     def report(logging: LoggingConfig, *, steps: range = range(1, 21), balance: BalanceReport = BALANCE) -> list[str]:
-        with closing(ConsoleReporter(logging, train_iters=steps[-1], first_step=steps[0] - 1)) as reporter:
+        with closing(Reporter(logging, train_iters=steps[-1], first_step=steps[0] - 1)) as reporter:
             for number in steps:
                 reporter.step(number, STEP, balance, num_consumed_samples=8 * number)
                 if number >= steps[-1] - 1:
@@ -154,7 +154,7 @@ def test_places_under_a_file_are_an_error_at_the_start(tmp_path: Path, flag: str
         with pytest.raises(ConfigError, match=rf"{spelling} {place}: cannot be written.*; give another"):
             check_places(logging)
         with pytest.raises(ConfigError, match=rf"{spelling} {place}: cannot be written.*; give another"):
-            ConsoleReporter(logging, train_iters=1, first_step=0)
+            Reporter(logging, train_iters=1, first_step=0)
 
 
 def test_checking_changes_no_log(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_full_disk_is_warned_of_once_and_ends_nothing(run: Run, tmp_path: Path
 def test_standard_output_may_run_out_of_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(OSError), open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
-        reporter = ConsoleReporter(LoggingConfig(log_interval=1, log_json=tmp_path / "log.jsonl"), train_iters=3, first_step=0)
+        reporter = Reporter(LoggingConfig(log_interval=1, log_json=tmp_path / "log.jsonl"), train_iters=3, first_step=0)
         for number in (1, 2, 3):
             reporter.step(number, STEP, BALANCE, num_consumed_samples=8 * number)
         reporter.close()
@@ -206,7 +206,7 @@ def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest
     drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", PIXEL)
     answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog"), drawn]
     answers.append(SampleAnswer("say one", "0.01 s of sound", "", _clip()))
-    with closing(ConsoleReporter(logging, train_iters=4, first_step=0)) as reporter:
+    with closing(Reporter(logging, train_iters=4, first_step=0)) as reporter:
         reporter.samples(2, answers)
     assert capsys.readouterr().out.splitlines() == [
         "step 2: samples: 1 of 2 answers are the expected ones, 2 made",
@@ -217,7 +217,7 @@ def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest
     assert (tmp_path / "samples" / "step_00000002_2.png").read_bytes() == PIXEL
     board = b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
     assert b"a cat" in board and b"samples/2" in board and b"samples/3" in board
-    with closing(ConsoleReporter(logging, train_iters=4, first_step=2)):
+    with closing(Reporter(logging, train_iters=4, first_step=2)):
         (entry,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     names = [{}, {}, {"image": "samples/step_00000002_2.png"}, {"sound": "samples/step_00000002_3.wav"}]
     words = [{"asked": each.asked, "answer": each.answer, "expected": each.expected} for each in answers]
@@ -240,14 +240,14 @@ def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> N
 def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
     """Pictures are inside, and nothing that it holds is taken for HTML; a resumed run's has what was before, too."""
     logging = LoggingConfig(log_json=tmp_path / "log.jsonl", report_dir=tmp_path)
-    with closing(ConsoleReporter(logging, train_iters=9, first_step=0, run_config={"lr": 0.1})) as reporter:
+    with closing(Reporter(logging, train_iters=9, first_step=0, run_config={"lr": 0.1})) as reporter:
         reporter.begin("vision: dp 2 <x pp 1>")
         reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
         reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
         drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", PIXEL)
         reporter.samples(1, [SampleAnswer("how <many>", "two", "three"), drawn])
         reporter.timeline(1, Timeline((), ()), {"predicted": Timeline((), ())})
-    with closing(ConsoleReporter(logging, train_iters=9, first_step=1)) as reporter:
+    with closing(Reporter(logging, train_iters=9, first_step=1)) as reporter:
         reporter.begin("llm: dp 4")
         reporter.step(2, replace(STEP, loss=1.0), BALANCE, num_consumed_samples=16)
     page = (tmp_path / "index.html").read_text()
