@@ -60,7 +60,7 @@ def train(flags: Sequence[str], rank: int, port: int, notes: Path) -> None:
     """Train on this rank; rank 0 notes of each step what it took, and what was predicted without and with measured layers."""
     import pretrain_mllm
     from megatron.runtime.training.measuring import Measuring
-    from megatron.runtime.training.plan_steps import predictor_by, step_predictor
+    from megatron.runtime.training.plan_steps import predictor_by
     from multimodal.schedule.simulate import simulate_schedule
 
     add = Measuring.add
@@ -68,7 +68,7 @@ def train(flags: Sequence[str], rank: int, port: int, notes: Path) -> None:
     def noting(self: Measuring, number: int, step: Any, report: Any, events: Any) -> str | None:
         if rank == 0 and number > INTERVAL:
             predicted = []
-            for predictor in (predictor_by(self.run, None), step_predictor(self.run)):
+            for predictor in (predictor_by(self.run, each) for each in (None, self.run.measured)):
                 costs = predictor.costs(step.assignment, tuple(step.lengths.values()))
                 predicted.append(simulate_schedule(step.schedule, costs).iteration_seconds + costs.update_seconds)
             with notes.open("a") as file:

@@ -18,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
+from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError, find_rank_place
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.plan import MOST_RANKS
 
@@ -107,7 +107,7 @@ def end_process(exit_code: int) -> NoReturn:
 def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
     """Fail before the meeting: if all ranks see the same wrong flags, rank 0 reports them; a single rank finds the others."""
     place = _place_or_guess()
-    has_no_store = type(problem).__name__ == "StoreGoneError"
+    has_no_store = isinstance(problem, StoreGoneError)
     if place.rank == 0 or has_no_store:
         report(problem, place.rank)
     if place.size == 1 or has_no_store or isinstance(problem, InterruptedRunError):
@@ -140,8 +140,6 @@ def _place_or_guess() -> RankPlace:
 
 def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
     """Report the failure if it is the run's first, and inform all; returns the exit code of the rank that failed first."""
-    from megatron.runtime.launch.meeting import StoreGoneError
-
     try:
         if meeting.claim_failure():
             report(explain_lost_ranks(problem, meeting), meeting.place.rank)
@@ -212,10 +210,8 @@ def report(problem: BaseException, rank: int) -> None:
     tell_launcher(f"{type(problem).__name__}: {problem}")
     if isinstance(problem, BraidError):
         print(f"{PROGRAM}: error: {problem} [{type(problem).__name__}, rank {rank}]", file=sys.stderr)
-    elif isinstance(problem, (RanksLostError, InterruptedRunError)):
-        print(f"{PROGRAM}: {'error: ' * isinstance(problem, RanksLostError)}{problem}", file=sys.stderr)
-    elif type(problem).__name__ == "StoreGoneError":
-        print(f"{PROGRAM}: error: {problem}", file=sys.stderr)
+    elif isinstance(problem, (RanksLostError, StoreGoneError, InterruptedRunError)):
+        print(f"{PROGRAM}: {'' if isinstance(problem, InterruptedRunError) else 'error: '}{problem}", file=sys.stderr)
     else:
         print(f"{PROGRAM}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exception(problem)

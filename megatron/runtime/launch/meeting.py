@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from megatron.runtime.launch.rank_place import RankPlace
+from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError
 
 POLL_SECONDS = 0.2
 _NAME_SECONDS = 30.0
@@ -35,10 +35,6 @@ _ROLL_CALL = "roll-call"
 _TROUBLE = "trouble"
 """Key that is set with a failure and with a roll call, so that ranks only need to poll one key."""
 _Result = TypeVar("_Result")
-
-
-class StoreGoneError(RuntimeError):
-    """The store does not answer: its process was killed or is frozen."""
 
 
 @dataclass(frozen=True)

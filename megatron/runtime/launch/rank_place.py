@@ -9,6 +9,10 @@ from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import shown
 
 
+class StoreGoneError(RuntimeError):
+    """The store in which ranks meet does not answer: its process was killed or is frozen."""
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """This process's place among all others, and the address at which they meet."""

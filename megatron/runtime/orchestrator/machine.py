@@ -7,13 +7,13 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 from multimodal.data.byte_cache import write_whole
 from multimodal.data.remote import user_cache
+from multimodal.values.errors import BraidError
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
@@ -143,6 +144,7 @@ def _time_link(groups: list[list[int]], rank: int, timeout: timedelta) -> tuple[
 
 
 _FORMAT = 1
+_Kept = TypeVar("_Kept")
 
 
 def key_of(depends_on: Iterable[object]) -> str:
@@ -161,11 +163,10 @@ def version_of(package: str) -> str:
         return "not installed"
 
 
-def find_value(room: str, key: str) -> dict[str, Any] | None:
-    """Return a cached value; None if there is none, or it cannot be read."""
-    with suppress(OSError, ValueError):
-        found = json.loads((user_cache(room) / f"{key}.json").read_text())
-        return found if isinstance(found, dict) else None
+def find_value(room: str, key: str, read: Callable[[Any], _Kept]) -> _Kept | None:
+    """Return a kept value, as `read` makes it of its plain form; None if there is none, or it cannot be read."""
+    with suppress(OSError, BraidError, ValueError, KeyError, TypeError, AttributeError):
+        return read(json.loads((user_cache(room) / f"{key}.json").read_text()))
     return None
 
 

@@ -6,7 +6,6 @@ Measurements are kept for later runs on this machine, and so is the plan, under 
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -115,9 +113,7 @@ class _FirstRank:
     def choose(self) -> dict[str, Any]:
         """Plan, or find the plan of an equal request; returns the plain form of the choice."""
         self.request = request = replace(self.request, cluster=self.cluster)
-        choice: Choice | None = None
-        with suppress(BraidError, KeyError, TypeError, ValueError, AttributeError):
-            choice = Choice.from_dict(find_value("choices", _key(request)) or {})
+        choice = find_value("choices", _key(request), Choice.from_dict)
         self._is_kept = choice is not None
         if choice is None:
             may_share = "data_parallel_sharding_strategy" not in self._config.given

@@ -36,7 +36,6 @@ from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph, Unit
 
 SHORTEST = 4
@@ -177,10 +176,9 @@ def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bo
     """
     if config.training.cluster is not None:
         return Cluster.from_file(config.training.cluster), True
-    try:
-        return Cluster.from_dict(find_value("machines", _machine_key(config, world_size)) or {}), True
-    except BraidError:
-        return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
+    if (known := find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
+        return known, True
+    return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
 
 
 def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
@@ -214,12 +212,8 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
     key = key_of(
         (_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tensor)
     )
-    try:
-        profile = LayerProfile.from_dict(find_value("layers", key) or {})
-        profile.check(graph)
+    if (profile := find_value("layers", key, LayerProfile.from_dict)) is not None:
         return profile, f"{len(profile.curves)} layers as kept"
-    except BraidError:
-        pass
     started, layers = time.perf_counter(), []
     for unit in graph.units:
         options = ProfileOptions(

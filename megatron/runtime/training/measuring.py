@@ -17,7 +17,7 @@ from megatron.runtime import platform
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.state.handover import gather_objects
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, step_predictor, steps_in_order
+from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, steps_in_order
 from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
 from multimodal.cost.measured_layers import MeasuredLayers
@@ -96,7 +96,7 @@ class Measuring:
 
     def _fit(self, number: int, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
         """Return the line and the measured costs, with the rest of a step; no line if they are like those the run goes by."""
-        fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), step_predictor(self.run)
+        fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), predictor_by(self.run, self.run.measured)
         predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
         of_simulated = [
             (step.is_in_order, step.seconds / simulate_schedule(step.schedule, each.costs).iteration_seconds)

@@ -69,7 +69,7 @@ def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None,
 
 
 def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
-    training, predictor, waits = run.config.training, step_predictor(run), run.emulation
+    training, predictor, waits = run.config.training, predictor_by(run, run.measured), run.emulation
     arrangement = None
     if training.rearrange_nodes:
         num_decoding_ranks = run.world.size if run.exchanges is not None else 0
@@ -124,11 +124,6 @@ def steps_in_order(run: Run) -> range:
         return range(0)
     due = measured_after(run.done_steps + 1, first=run.done_steps, interval=interval)
     return range(max(0, due - min(interval, MOST_MEASURED)), due, 2)
-
-
-def step_predictor(run: Run) -> StepPredictor:
-    """Return the predictor of this run's steps, by what it has measured."""
-    return predictor_by(run, run.measured)
 
 
 def predictor_by(run: Run, measured: MeasuredCosts | None) -> StepPredictor:

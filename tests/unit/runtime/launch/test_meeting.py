@@ -27,8 +27,8 @@ from megatron.runtime.launch.failure import (
     report,
     tell_launcher,
 )
-from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
-from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
+from megatron.runtime.launch.meeting import Meeting, ask_within, open_meeting
+from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError, find_rank_place
 from multimodal.values.errors import ConfigError
 
 NUM_RANKS = 3

@@ -207,9 +207,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_kept_is_found_under_all_that_it_depends_on(cache: Path) -> None:
     keep_value("layers", key_of(("CPU", 2)), {"seconds": 0.1})
-    assert find_value("layers", key_of(("CPU", 2))) == {"seconds": 0.1}
-    assert find_value("layers", key_of(("CPU", 3))) is None
-    assert find_value("machines", key_of(("CPU", 2))) is None
+    assert find_value("layers", key_of(("CPU", 2)), dict) == {"seconds": 0.1}
+    assert find_value("layers", key_of(("CPU", 3)), dict) is None
+    assert find_value("machines", key_of(("CPU", 2)), dict) is None
     assert key_of(("ab", "c")) != key_of(("a", "bc"))
 
 
@@ -217,7 +217,7 @@ def test_what_was_kept_is_found_under_all_that_it_depends_on(cache: Path) -> Non
 def test_what_cannot_be_read_was_not_kept(cache: Path, damaged: str) -> None:
     keep_value("layers", "a", {})
     (cache / "layers" / "a.json").write_text(damaged, encoding="latin-1")
-    assert find_value("layers", "a") is None
+    assert find_value("layers", "a", dict) is None
 
 
 def test_a_file_is_placed_whole_where_it_can_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,4 +230,4 @@ def test_a_file_is_placed_whole_where_it_can_be(cache: Path, monkeypatch: pytest
     elsewhere = place_file("plans/x", "plan.yaml", "third\n")
     assert elsewhere.read_text() == "third\n" and cache not in elsewhere.parents
     keep_value("layers", "a", {"lost": True})
-    assert find_value("layers", "a") is None
+    assert find_value("layers", "a", dict) is None
