@@ -5,6 +5,7 @@ without an accelerator. The result is a measured Timeline that can be compared w
 """
 
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ from multimodal.values.timeline import Timeline
 
 TIMEOUT = timedelta(minutes=5)
 _VOCAB_SIZE = 128
+_ANSWER = "answer"
+"""File with the result of rank 0."""
 
 
 @dataclass(frozen=True)
@@ -66,31 +69,20 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> An
     if torch.cuda.is_initialized():
         raise RuntimeError("CUDA is in use in this process, so no ranks can be forked from it; emulate in a process of its own")
     with tempfile.TemporaryDirectory() as folder:
-        answers = multiprocessing.get_context("fork").SimpleQueue()
-        processes = multiprocessing.start_processes(  # type: ignore[attr-defined]
-            _serve_rank, args=(num_ranks, folder, answers, function, args), nprocs=num_ranks, join=False, start_method="fork"
-        )
-        assert processes is not None
-        answer: Any = None
-        is_running = True
-        while is_running:  # read the answer before the last process ends: a full pipe would block rank 0
-            is_running = not processes.join(timeout=0.05)
-            if not answers.empty():
-                answer = answers.get()
-        return answer
+        arguments = (num_ranks, Path(folder), function, args)
+        multiprocessing.start_processes(_serve_rank, arguments, nprocs=num_ranks, start_method="fork")  # type: ignore[attr-defined]
+        return pickle.loads((Path(folder) / _ANSWER).read_bytes())
 
 
-def _serve_rank(
-    rank: int, num_ranks: int, folder: str, answers: Any, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _serve_rank(rank: int, num_ranks: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     platform.install()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), num_ranks)  # type: ignore[attr-defined]
     connect_world("gloo", store=store, rank=rank, size=num_ranks, timeout=TIMEOUT)
     answer = function(*args, rank=rank)
     if rank == 0:
-        answers.put(answer)
+        (folder / _ANSWER).write_bytes(pickle.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 
