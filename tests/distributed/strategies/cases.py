@@ -87,17 +87,19 @@ def gradient_cases(
     has_unlike_replicas: bool | None = None,
     has_encoder_edges: bool | None = None,
     has_conditions: bool | None = None,
+    num_state_copies: int | None = None,
 ) -> GradientCase:
     """Anything that the runtime must get right.
 
     has_unlike_replicas: True: in the LLM or another unit; False: in none. has_encoder_edges: whether encoders feed encoders,
-    has_conditions: generators, of which there are some then.
+    has_conditions: generators, of which there are some then. num_state_copies: None if no unit has replicas.
     """
     of_graph: dict[str, Any] = {"has_encoder_edges": has_encoder_edges, "has_conditions": has_conditions}
     if has_conditions:
         of_graph |= {"encoders": [("vision",), ("vision", "audio")], "generators": [("painter",), ("painter", "engraver")]}
     graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3])), **of_graph))
-    plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
+    plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas, num_state_copies=num_state_copies))
+    has_replicas = any(unit.data_parallel_size > 1 for unit in plan.units.values())
     source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     shape = assignment.shape(graph, plan)
@@ -115,6 +117,7 @@ def gradient_cases(
         distribution=draw(st.sampled_from(list(TokenDistribution))),
         block_size=draw(st.sampled_from([4, 8, 128])),
         num_overlapped_parts=draw(st.sampled_from([1, 3])),
+        num_state_copies=num_state_copies if has_replicas else None,
     )
 
 

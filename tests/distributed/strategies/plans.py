@@ -13,17 +13,19 @@ MAX_RANKS = 8
 
 
 @st.composite
-def plans(draw: st.DrawFn, graph: ModelGraph, *, has_unlike_replicas: bool | None = None) -> Plan:
+def plans(
+    draw: st.DrawFn, graph: ModelGraph, *, has_unlike_replicas: bool | None = None, num_state_copies: int | None = None
+) -> Plan:
     """Each unit on any of up to eight ranks, in any order: apart, on the same ranks, or overlapping in part.
 
-    Replicas of a unit may be unlike.
+    Replicas of a unit may be unlike. num_state_copies: where weights have copies, replicas are a multiple of so many.
     """
     unlike = set(graph.unit_names) if has_unlike_replicas is None and draw(st.integers(0, 2)) == 0 else set()
     if has_unlike_replicas:
         unlike = {draw(st.sampled_from(graph.unit_names)), draw(st.sampled_from(graph.unit_names))}
     overlap = draw(st.sampled_from(["disjoint", "same", "any", *(["copies"] if graph.encoders else [])]))
     if overlap == "copies" and not unlike:
-        return draw(plans_with_copies(graph))
+        return draw(plans_with_copies(graph, num_state_copies))
     units: dict[str, UnitPlan] = {}
     free = list(draw(st.permutations(range(MAX_RANKS)))) if draw(st.booleans()) else list(range(MAX_RANKS))
     for position, name in enumerate(graph.unit_names):
@@ -32,18 +34,20 @@ def plans(draw: st.DrawFn, graph: ModelGraph, *, has_unlike_replicas: bool | Non
         budget = len(ranks) - (num_units_left if overlap == "disjoint" else 0)
         if overlap == "disjoint" and unlike & set(graph.unit_names[position + 1 :]):
             budget = max(1, budget - 3)
-        build = unlike_unit_plans if name in unlike and budget >= 3 else unit_plans
-        units[name] = draw(build(graph.unit(name), ranks, budget))
+        if name in unlike and budget >= 3:
+            units[name] = draw(unlike_unit_plans(graph.unit(name), ranks, budget))
+        else:
+            units[name] = draw(unit_plans(graph.unit(name), ranks, budget, num_state_copies))
         if overlap == "disjoint":
             free = [rank for rank in free if rank not in units[name].ranks]
     return renumber(units)
 
 
 @st.composite
-def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
+def plans_with_copies(draw: st.DrawFn, graph: ModelGraph, num_state_copies: int | None) -> Plan:
     """Whole copies of every encoder beside each stage of the LLM, in any order; generators on any of these ranks or others."""
     ranks = draw(st.permutations(range(MAX_RANKS)))
-    units = {name: draw(unit_plans(graph.unit(name), ranks, MAX_RANKS)) for name in (graph.backbone.name,)}
+    units = {name: draw(unit_plans(graph.unit(name), ranks, MAX_RANKS, num_state_copies)) for name in (graph.backbone.name,)}
     stages = [stage.ranks for replica in units[graph.backbone.name].replicas for stage in replica.stages]
     for unit in graph.encoders:
         whole = ((0, len(unit.layers)),)
@@ -53,17 +57,19 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
         sizes = [pair for pair in ((tp, cp), (cp, tp), (1, tp * cp)) if divides(pair[0], unit)]
         units[unit.name] = UnitPlan(replicas, *draw(st.sampled_from(sizes)))
     for unit in graph.generators:
-        units[unit.name] = draw(unit_plans(unit, draw(st.permutations(range(MAX_RANKS))), MAX_RANKS))
+        units[unit.name] = draw(unit_plans(unit, draw(st.permutations(range(MAX_RANKS))), MAX_RANKS, num_state_copies))
     return renumber({name: units[name] for name in graph.unit_names})
 
 
 @st.composite
-def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
+def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int, num_state_copies: int | None = None) -> UnitPlan:
     """TP 1-3, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
     stages."""
     allowed = [1, *(size for size in (2, 3) if divides(size, unit))]
     grid = itertools.product((1, 2, 3), (1, 2, 3), allowed, draw(st.sampled_from([(1,), (1, 2, 3, 4)])))
     sizes = [(dp, pp, tp, cp) for dp, pp, tp, cp in grid if dp * pp * tp * cp <= budget and pp <= len(unit.layers)]
+    if num_state_copies is not None:
+        sizes = [each for each in sizes if each[0] % num_state_copies == 0 or each[0] * each[-1] == 1]
     dp, pp, tp, cp = draw(st.sampled_from(sizes))
     ranges = draw(layer_ranges(len(unit.layers), pp))
     size = tp * cp
