@@ -2,7 +2,7 @@
 
 Every planner plans each case at its own best microbatch size and with its own best balancer, and every plan is judged by the
 same simulation of the same batches. The cases: the lengths files (`--lengths-folder`, one model for images and one for speech),
-drawn lengths of very unequal images and of long videos, and five pairs of a published model and a cluster with uniform lengths.
+drawn lengths of very unequal images and of long videos, and seven pairs of a published model and a cluster with uniform lengths.
 The last columns are the ideal time over the step's (at 64 GPUs and more the goal for `braid` is 0.91) and the floor over the
 step's; the floor has no waits for tensor parallel collectives and no recomputation. What is missing is listed by kind.
 
@@ -61,10 +61,12 @@ class Case(NamedTuple):
 
 PAIRS = (
     ("mllm-9b", "a800", 96, 128, {"vision": 1024, "llm": 8192, "generator": 64}, ()),
+    ("mllm-9b", "a800", 96, 256, {"vision": 1024, "llm": 8192, "generator": 64}, ()),
     ("mllm-72b", "a800", 96, 40, {"vision": 1024, "llm": 8192, "generator": 256}, ()),
     ("vit-22b-gpt-175b", "h100", 512, 256, {"vision": 2048, "llm": 2560}, ()),
     ("cornstarch-vlm-m", "a40", 24, 96, {"vision": 1024, "llm": 2048}, ("vision", "llm")),
     ("orchmllm-10b", "h100", 64, 512, {"vision": 1024, "audio": 1500, "llm": 3072}, ()),
+    ("qwen2.5-omni-7b", "h100", 64, 512, {"vision": 1024, "audio": 1500, "llm": 3072}, ()),
 )
 """Model, cluster, GPUs, global batch, tokens of each unit, frozen modules."""
 
