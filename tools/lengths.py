@@ -58,7 +58,7 @@ def _draw(tokens: Mapping[str, Sequence[int]], path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--png needs matplotlib; pip install braid[plots], or leave it out") from None
+        raise ConfigError("--png needs matplotlib; pip install 'braid[plots]', or leave it out") from None
     figure = Figure(figsize=(9, 2.2 * len(tokens)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (name, numbers) in zip(figure.subplots(len(tokens), squeeze=False)[:, 0], tokens.items(), strict=True):

@@ -359,7 +359,7 @@ def load_handwritten_digits() -> HandwrittenDigits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as problem:
-        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install braid[examples]") from problem
+        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install 'braid[examples]'") from problem
     bundle = load_digits()
     return HandwrittenDigits((bundle.images / bundle.images.max()).astype(np.float32), bundle.target.astype(np.int64))
 

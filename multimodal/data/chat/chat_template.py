@@ -131,7 +131,7 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError as problem:
             raise ConfigError(
-                f"{self.source}: a chat template needs the package 'transformers'; install it with: pip install braid[hf], or "
+                f"{self.source}: a chat template needs the package 'transformers'; install it with: pip install 'braid[hf]', or "
                 f"use --chat-template {NO_TEMPLATE}"
             ) from problem
         template = _FIXED_DATE + self.text if "strftime_now" in self.text else self.text

@@ -93,7 +93,7 @@ def _guard(path: DataPath, action: Callable[[], Any]) -> Any:
     except BraidError:
         raise
     except ImportError as problem:
-        raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install braid[hf]") from problem
+        raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install 'braid[hf]'") from problem
     except Exception as problem:
         raise DataError(f"{path}: cannot be read ({str(problem).splitlines()[0]}); copy the data set again") from problem
 

@@ -32,7 +32,7 @@ try:
     from zmq.utils.monitor import recv_monitor_message
 except ImportError as problem:
     raise ConfigError(
-        "producers need the package 'pyzmq', on both sides; install it with: pip install braid[producers]"
+        "producers need the package 'pyzmq', on both sides; install it with: pip install 'braid[producers]'"
     ) from problem
 
 HANDSHAKE_SECONDS = 10.0
