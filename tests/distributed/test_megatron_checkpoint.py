@@ -1,5 +1,6 @@
 """Checkpoints that megatron-core writes of its own models become Braid's and go back, bit for bit, under any of its sizes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.distributed import megatron_checkpoint
 from tests.distributed.launch import launch
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import LEFT_OUT, train, working_flags
+from tests.unit.runtime.report.test_reporting import room_for
 from tools.convert import main as convert_main
 
 SHAPE = megatron_checkpoint.SHAPE
@@ -176,7 +178,7 @@ def test_what_does_not_fit_is_said(ranks: RankPool, tmp_path: Path, capsys: pyte
     assert "no metadata.json" in refusal("--load-megatron", folder, "--model", model)
 
 
-def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None:
+def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "megatron"
     flags = {"--save-megatron": saved, "--save-interval": 1, "--train-iters": 3, "--llm-dp": 1, "--llm-tp": 2, "--vision-dp": 2}
     all_steps, _ = train(tmp_path, {**flags, "--colocate-units": None})
@@ -191,7 +193,11 @@ def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None
 
     model = tmp_path / "pairs.yaml"  # of frames
     model.write_text((tmp_path / "model.yaml").read_text().replace("patch_size: 8", "patch_size: 8\n      num_frames: 2"))
+    cut = Path(shutil.copytree(saved / "iter_0000001", tmp_path / "cut"))
+    for path in cut.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:1000])
     for changes, message in (
+        ({"--load-megatron": cut}, "; copy it again"),
         ({"--load-megatron": tmp_path}, "no metadata.json"),
         ({"--dtype": "bfloat16"}, "is in float64, and this run in bfloat16; give --dtype float64, or --finetune"),
         ({"--save-megatron": tmp_path}, "is not empty, and holds no run of Megatron; give a new folder"),
@@ -204,6 +210,10 @@ def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path) -> None
             {**working_flags(tmp_path), "--dtype": "float64", **load, "--save": tmp_path / "new", **changes}, num_ranks=2
         )
         assert all(done.exit_codes) and message in done.output and "Traceback" not in done.output, done.output
+    for form in ("--save-megatron", "--save-distributed"):
+        with room_for(50_000):
+            assert convert_main(["--load", str(tmp_path / "own"), form, str(tmp_path / "full")]) == 2
+        assert "File too large; make room or give another folder" in capsys.readouterr().err
     words = ["--load", tmp_path / "own", "--save-distributed", tmp_path / "plain"]
     assert convert_main([*map(str, words), "--averages"]) == 2
     convert(*words)

@@ -4,12 +4,14 @@ Every rank writes its own pieces into a file of its own, and reads what it needs
 """
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
@@ -17,20 +19,35 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.runtime.checkpoint.manifest import MANIFEST_NAME, read_newest
-from megatron.runtime.checkpoint.storage import TensorIndex, failing_together, read_index, read_tensors
+from megatron.runtime.checkpoint.storage import MAKE_ROOM, TensorIndex, failing_together, read_index, read_tensors
 from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece
 from multimodal.values.errors import CheckpointError
 
 
 def write_folder(folder: Path, tensors: Sequence[HeldTensor], *, what: str) -> None:
     """Write the pieces of all ranks into an empty folder, each once; collective. Raises CheckpointError on every rank."""
-    with failing_together(what=what):
+    with failing_together(what=what), _explained(what):
         state_dict_saver.save({}, storage_writer=FileSystemWriter(folder), planner=_Writing(tensors))
 
 
 def read_folder(folder: Path, tensors: Iterable[HeldTensor]) -> None:
-    """Fill this rank's pieces, converted to their types; they must be in the folder. Needs no other rank."""
-    state_dict_loader.load({}, storage_reader=FileSystemReader(folder), planner=_Reading(tensors), no_dist=True)
+    """Fill this rank's pieces, converted to their types; they must be in the folder. Needs no other rank.
+
+    Raises CheckpointError if a file is damaged.
+    """
+    with _explained(f"reading {folder}", remedy="; copy it again"):
+        state_dict_loader.load({}, storage_reader=FileSystemReader(folder), planner=_Reading(tensors), no_dist=True)
+
+
+@contextmanager
+def _explained(what: str, *, remedy: str = "") -> Iterator[None]:
+    """Raise CheckpointError for what failed first inside torch, whose CheckpointException is no Exception, and all tracebacks."""
+    try:
+        yield
+    except CheckpointException as problem:
+        failure, _ = next(iter(problem.failures.values()))
+        text = " ".join(str(failure).split())
+        raise CheckpointError(f"{what} failed: {type(failure).__name__}: {text}{remedy}") from None
 
 
 def read_index_of(folder: Path) -> tuple[Path, TensorIndex]:
@@ -57,7 +74,8 @@ def export_checkpoint(folder: Path, target: Path) -> None:
         whole = Piece((0,) * len(saved.shape), torch.empty(saved.shape, dtype=saved.dtype))
         tensors.append(HeldTensor(key, saved.shape, saved.dtype, (whole,), is_copy=False))
     read_tensors(path, tensors, index=index)
-    state_dict_saver.save({}, storage_writer=FileSystemWriter(target), planner=_Writing(tensors), no_dist=True)
+    with _explained(f"saving to {target}", remedy=f"; {MAKE_ROOM}"):
+        state_dict_saver.save({}, storage_writer=FileSystemWriter(target), planner=_Writing(tensors), no_dist=True)
     shutil.copyfile(path / MANIFEST_NAME, target / MANIFEST_NAME)
 
 

@@ -22,7 +22,7 @@ from megatron.core.models.mimo.submodules.base import ModalitySubmodules
 
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
 from megatron.runtime.checkpoint.distributed_folder import read_folder, write_folder
-from megatron.runtime.checkpoint.storage import failing_together, on_all_ranks, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.storage import MAKE_ROOM, failing_together, on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import (
     HeldTensor,
@@ -290,8 +290,12 @@ def save_megatron(
         os.replace(folder / f"{_TRACKER}.new", folder / _TRACKER)
 
     on_first_rank(begin, what=what)
-    write_folder(partial, tensors, what=what)
-    on_first_rank(complete, what=what)
+    try:
+        write_folder(partial, tensors, what=what)
+        on_first_rank(complete, what=what)
+    except CheckpointError as problem:
+        on_first_rank(lambda: shutil.rmtree(partial, ignore_errors=True), what=what)
+        raise CheckpointError(f"{problem}; {MAKE_ROOM}") from None
 
 
 def check_megatron_weights(folder: Path, *, session: Session) -> None:

@@ -10,7 +10,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_file, sync_folder
-from megatron.runtime.checkpoint.storage import bytes_of, on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.storage import MAKE_ROOM, bytes_of, on_first_rank, on_this_rank
 from megatron.runtime.hugging_face.file_layout import FileLayout
 from megatron.runtime.hugging_face.named_weights import NamedWeights, parts_of
 from megatron.runtime.hugging_face.weight_files import INDEX_ENDING, WeightFiles
@@ -58,11 +58,10 @@ def write_folder(folder: Path, export: Export, *, session: Session, tensors: Ite
     try:
         on_this_rank(lambda: _write(partial, _own_tensors(tensors, session), export), what=what)
         on_first_rank(lambda: _complete(partial, folder, export), what=what)
-    except CheckpointError:
+    except CheckpointError as problem:
         if dist.get_rank() == 0:
-            with suppress(OSError):
-                shutil.rmtree(partial)
-        raise
+            shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{problem}; {MAKE_ROOM}") from None
 
 
 def _open_partial(folder: Path, layout: FileLayout) -> Path:
