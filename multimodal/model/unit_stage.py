@@ -135,6 +135,7 @@ class UnitStage(MegatronModule):
             widths = (module.in_features, module.out_features) if is_engine_linear(module) else ()
             if NARROW_PRODUCT.is_met(LayerUse(fp8_recipe=options.fp8_recipe, widths=widths)):  # type: ignore[arg-type]
                 module.forward = _outside_fp8(module.forward)
+        self._try_precision()
         if "0" in self.layers:
             self._mark_shared_embedding()
         for module in self.layers.modules():
@@ -225,6 +226,17 @@ class UnitStage(MegatronModule):
         from transformer_engine.pytorch import fp8_autocast  # type: ignore[import-not-found,unused-ignore]
 
         return fp8_autocast(enabled=True, fp8_recipe=get_fp8_recipe(self.config), fp8_group=self.groups.tp)
+
+    def _try_precision(self) -> None:
+        """Raise ConfigError if the GPU does not have the recipe of FP8, or its CUDA does not."""
+        try:
+            with torch.no_grad(), self.precision():
+                pass
+        except AssertionError as problem:
+            found = str(problem).rstrip(".")
+            raise ConfigError(
+                f"--fp8-recipe {self.options.fp8_recipe}: {found}; choose another one, or leave --fp8-format out"
+            ) from None
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""

@@ -43,6 +43,7 @@ from tests.distributed.gradient_case import (
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import RATE, Comparison, FromFolder, Plans, case_of
 from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.rank_pool import RankError
 from tests.distributed.segment_ranges import RangeCase, count_waits
 from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, WAITS, layers_of, schedule_of
@@ -420,6 +421,13 @@ def assert_weights_of_the_last_update(pool: EnginePool, recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_products_in_fp8_have_the_weights_of_the_last_update(engine_ranks: EnginePool, recipe: str) -> None:
     assert_weights_of_the_last_update(engine_ranks, recipe)
+
+
+def test_a_recipe_that_the_gpu_does_not_have(engine_ranks: EnginePool) -> None:
+    with pytest.raises(
+        RankError, match="--fp8-recipe mxfp8: Device compute capability 10.0 or higher required .*; choose another"
+    ):
+        engine_ranks.run(train_in_fp8, fp8_case("mxfp8"), 1, world_size=1)
 
 
 def test_adapters_beside_products_in_fp8(engine_ranks: EnginePool) -> None:
