@@ -12,12 +12,17 @@ from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_overlapped_linear import build_case
+from tests.distributed.test_overlapped_linear import CHANGES, build_case
 from tests.distributed.training_case import TrainingCase, build_graph, build_plan, join_parameters, resume, run, train_and_save
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 OF_LLM = Lora(2, 6.0, (*(f"transformer.{name}" for name in MODULES), "head.output_layer"))
 OF_VISION = Lora(3, None, ("transformer.linear_qkv", "transformer.linear_fc2", "projector.linear_fc1", "projector.linear_fc2"))
+CASES: dict[tuple[str, str], dict[str, Any]] = {
+    ("tp 2 and 4", "plain"): {},
+    ("tp 4, pp 2", "zb-h1"): {"num_overlapped_parts": 1},
+    ("tp 2, cp 2", "split backward"): {"shards_weights": True},
+}
 
 
 def with_adapters(case: GradientCase, **loras: Lora) -> GradientCase:
@@ -25,16 +30,29 @@ def with_adapters(case: GradientCase, **loras: Lora) -> GradientCase:
     return replace(case, graph=replace(case.graph, units=units))
 
 
-def test_loss_and_every_gradient_equal_one_process(ranks: RankPool) -> None:
-    case = build_case("tp 4, pp 2", builder="zb-h1", num_overlapped_parts=1)
+@pytest.mark.deep(when=lambda change: change != "zb-h1")  # planted errors are of the first kind
+@pytest.mark.parametrize(("sizes", "change"), CASES)
+def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
+    case = build_case(sizes, **{**CHANGES[change], **CASES[sizes, change]})
     assert_matches(with_adapters(case, llm=OF_LLM, vision=OF_VISION), ranks)
 
 
-def test_new_rows_of_a_frozen_vocabulary(ranks: RankPool) -> None:
-    """Rows 4 to 7 of 12 are on both of two ranks, beside adapters, in tied embeddings."""
-    case = build_case("tp 4, pp 2", builder="zb-h1")
-    unit = replace(case.graph.unit("llm"), untie_embeddings_and_output_weights=False, new_tokens=(4, 8))
-    unit = replace(unit, lora=replace(OF_LLM, targets=OF_LLM.targets[:-1]))
+ROWS: dict[tuple[str, str], dict[str, Any]] = {
+    ("tp 4, pp 2", "zb-h1"): {"tied": True},
+    ("tp 2, cp 2", "split backward"): {"tied": True, "lora": None},
+    ("tp 2, two replicas", "weights shared"): {},
+}
+
+
+@pytest.mark.deep(when=lambda change: change != "zb-h1")
+@pytest.mark.parametrize(("sizes", "change"), ROWS)
+def test_new_rows_of_a_frozen_vocabulary(ranks: RankPool, sizes: str, change: str) -> None:
+    """Rows 4 to 7 of 12 are on both of two ranks, beside adapters and in an LLM that is frozen otherwise."""
+    given = {"tied": False, "lora": OF_LLM, **ROWS[sizes, change]}
+    case = build_case(sizes, **CHANGES[change])
+    unit = replace(case.graph.unit("llm"), untie_embeddings_and_output_weights=not given["tied"], new_tokens=(4, 8))
+    lora = replace(OF_LLM, targets=OF_LLM.targets[:-1]) if given["lora"] else None
+    unit = replace(unit, lora=lora, freeze_module=lora is None)
     units = tuple(unit if each.name == "llm" else each for each in case.graph.units)
     assert_matches(replace(case, graph=replace(case.graph, units=units)), ranks)
 

@@ -108,13 +108,16 @@ def check(ranks: RankPool, case: GradientCase) -> None:
     assert predicted_bytes(case) == pytest.approx(measured, rel=0.1)
 
 
+SIZES = {"vision": (1, 1, 2), "llm": (2, 1, 2)}
 SPREAD = {"vision": (1, 1, 1, 2), "llm": (1, 2, 1, 2)}
 """With context parallelism."""
 WIDE = Transformer(2, 64, 4, 192)
-SMALL = build_graph(hidden_size=64)
-TRAINED = replace(SMALL, units=(replace(SMALL.unit("vision"), transformer=WIDE), SMALL.unit("llm")))
+TRAINED, FROZEN_VISION = (
+    replace(graph, units=(replace(graph.unit("vision"), transformer=WIDE), graph.unit("llm")))
+    for graph in (build_graph(frozen=frozen, hidden_size=64) for frozen in ((), ("llm",)))
+)
 """Wide enough for norms and biases, which the model leaves out, to be few."""
-BYTES = {torch.float32: 4, torch.bfloat16: 2}
+BYTES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2}
 
 
 def held_bytes(case: TrainingCase) -> int:
@@ -163,9 +166,16 @@ def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
     return found
 
 
-def test_ranks_hold_what_the_memory_model_says(ranks: RankPool) -> None:
-    case = TrainingCase(TRAINED, build_plan(TRAINED, **SPREAD), dtype=torch.bfloat16, vocab_size=512)
-    assert run(ranks, held_bytes, case) == pytest.approx(expected_bytes(case, zero_stage=1), rel=0.1)
+@pytest.mark.deep(when=lambda dtype: dtype != torch.bfloat16)
+@pytest.mark.parametrize(
+    ("graph", "sizes", "dtype"),
+    [(TRAINED, SIZES, torch.float32), (TRAINED, SPREAD, torch.bfloat16), (FROZEN_VISION, SPREAD, torch.float64)],
+    ids=["trained, float32", "trained, bfloat16", "frozen, float64"],
+)
+def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGraph, sizes, dtype: torch.dtype) -> None:
+    case = TrainingCase(graph, build_plan(graph, **sizes), dtype=dtype, vocab_size=512)
+    zero_stage = 0 if dtype == torch.float64 else 1
+    assert run(ranks, held_bytes, case) == pytest.approx(expected_bytes(case, zero_stage=zero_stage), rel=0.1)
     shared = replace(case, shards_weights=True)
     assert run(ranks, held_bytes, shared) == pytest.approx(expected_bytes(case, zero_stage=3), rel=0.1)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from multimodal.model import deferrable_linear
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
+from multimodal.schedule.passes.split_backward import split_backward
 from tests.distributed.dealt_case import dealt_case, described, source_of
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
@@ -130,11 +131,15 @@ def test_a_part_is_on_its_way_while_another_is_multiplied(ranks: RankPool) -> No
 SIZES: dict[str, dict[str, Any]] = {
     "tp 2 and 4": {"vision": (2, 1, 1), "llm": (4, 1, 1)},
     "tp 4, pp 2": {"vision": (2, 1, 4), "llm": (4, 2, 1), "colocated": True},
+    "tp 2, cp 2": {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)},
     "tp 2, two replicas": {"vision": (2, 1, 1), "llm": (2, 1, 2)},
 }
-"""Name -> (tp, pp, dp) of each unit."""
+"""Name -> (tp, pp, dp, cp) of each unit."""
 CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zb-h1": {"builder": "zb-h1"},
     "zb-h1 with recomputation": {"builder": "zb-h1", "recompute": "full", "sequence_parallel": False},
+    "split backward": {"passes": (split_backward,), "recompute": "selective"},
     "weights shared": {"shards_weights": True},
 }
 
@@ -150,8 +155,15 @@ def build_case(sizes: str, **changes: Any) -> GradientCase:
     return dealt_case(units, plan, **{"sequence_parallel": True, "num_overlapped_parts": 3} | changes)
 
 
+@pytest.mark.deep(when=lambda change: change in ("plain", "split backward"))  # planted errors are of the first kind
 @pytest.mark.parametrize(
-    ("sizes", "change"), [("tp 4, pp 2", "zb-h1 with recomputation"), ("tp 2, two replicas", "weights shared")]
+    ("sizes", "change"),
+    [
+        ("tp 2 and 4", "plain"),
+        ("tp 4, pp 2", "zb-h1 with recomputation"),
+        ("tp 2, cp 2", "split backward"),
+        ("tp 2, two replicas", "weights shared"),
+    ],
 )
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
     assert_matches(build_case(sizes, **CHANGES[change]), ranks)
