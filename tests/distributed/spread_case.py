@@ -7,11 +7,10 @@ from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
-from tests.distributed.dealt_case import unit_plan
+from tests.distributed.dealt_case import described, unit_plan
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource, SampleShape
 
-SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 2}
 SAMPLES = (
     SampleShape((("vision", 1, 2), ("vision", 2, 2), ("painter", 1, 3)), 9, 4),
@@ -19,15 +18,12 @@ SAMPLES = (
     SampleShape((("painter", 2, 3),), 5, 2),
     SampleShape((("vision", 1, 1),), 7, 3),
 )
-GRAPH = ModelGraph.from_dict(
-    {
-        "units": {
-            "vision": {"role": "encoder", "image": IMAGE, **SHAPE},
-            "llm": {"role": "backbone", **SHAPE},
-            "painter": {"role": "generator", "image": {**IMAGE, "merge_size": 1}, **SHAPE},
-        }
-    }
-)
+UNITS = {
+    **described("vision", image=IMAGE),
+    **described("llm"),
+    **described("painter", image={**IMAGE, "merge_size": 1}, hidden_size=16),
+}
+GRAPH = ModelGraph.from_dict({"units": UNITS})
 ASSIGNMENT = Assignment.from_dict(
     {
         "vision": [[[(0, 0), (1, 0)], [(3, 0), (0, 1)]]],

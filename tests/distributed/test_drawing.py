@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from multimodal.model.latents import normalised_patches
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.units.unit import Flow
-from tools import generate
 
 
 def graph_with(flow: Flow | None) -> ModelGraph:
@@ -85,27 +83,6 @@ def test_patches_become_the_image_that_they_were_cut_from(channels: int) -> None
     places = cut_patches(np.kron(order, np.ones((2, 2)))[:, :, None].astype(np.float32), patch_size=2, merge_size=2)[:, 0]
     rows = torch.from_numpy(np.stack(np.divmod(places.astype(np.int64), 6), axis=1))
     assert np.array_equal(np.asarray(image_of(patches, rows, unit)).reshape(pixels.shape), pixels)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompt", "draw 4", "--size", "8x8"], "--size would be ignored: it is of images and sound"),
-        (["--prompt", "draw 4", "--output", "answer.jsonl"], "of a --prompt it is a generator's image or sound"),
-        (["--prompt", "draw 4", "--output", "a.png", "--size", "8"], "expected WIDTHxHEIGHT"),
-        (["--prompt", "draw 4", "--output", "a.png", "--video", "a.mp4"], "--video would be ignored"),
-        (
-            ["--prompt", "draw 4", "--output", "a.png", "--seconds", "1"],
-            "--seconds would be ignored: it is none of a .png file's",
-        ),
-        (["--prompt", "say 4", "--output", "a.wav", "--seconds", "nan"], "expected a number above 0"),
-    ],
-)
-def test_flags_that_mean_nothing_for_an_image_are_refused(
-    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert generate.main(["--load", str(tmp_path), *flags]) != 0
-    assert message in capsys.readouterr().err
 
 
 def test_a_model_without_a_generator_makes_no_image() -> None:

@@ -20,27 +20,14 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Lane, Schedule, lane_of
+from tests.distributed.dealt_case import described
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
-SHAPE = {"num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
-GRAPH = ModelGraph.from_dict(
-    {
-        "units": {
-            "vision": {
-                "role": "encoder",
-                "image": {"patch_size": 2, "in_channels": 1, "merge_size": 1},
-                "num_layers": 2,
-                "hidden_size": 16,
-                **SHAPE,
-            },
-            "llm": {"role": "backbone", "num_layers": 6, "hidden_size": 16, **SHAPE},
-        }
-    }
-)
+GRAPH = ModelGraph.from_dict({"units": {**described("vision"), **described("llm", num_layers=6)}})
 SAMPLES = (
     SampleShape((("vision", 1, 2),), 5, 3),
     SampleShape((("vision", 2, 2),), 4, 1),

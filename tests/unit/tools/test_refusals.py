@@ -26,6 +26,7 @@ BASE: Mapping[str, str] = {
     "elastic": f"--model examples/models/oobleck-gpt-2-medium.yaml {RUN} 24 --micro-batch-size 1 --trace nodes.csv",
     "balance": "--lengths lengths.csv --units vision,audio,llm --replicas vision=4,audio=2,llm=4 --global-batch-size 32 "
     "--microbatches 2 --balance orchmllm --gpus-per-node 2 --num-batches 2",
+    "generate": "--load saved",
     "profile_layers": "--model model.yaml --output costs.yaml",
 }
 FILES: Mapping[str, str] = {

@@ -222,24 +222,6 @@ def test_answers_that_do_not_stay_are_refused_by_line(earlier: str, open_model: 
         model.build(TURNS)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{% for message in messages %}{{ message.role }}{% endfor %}",
-            "no {% generation %}, and the answer to one question is not found",
-        ),
-        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "a {% generation %} that does not hold it"),
-        ("{{ raise_exception('no') }}", "the chat template fails .*no.*; correct it, or give another --chat-template FILE"),
-        ("{% if %}", "the chat template fails .*TemplateSyntaxError"),
-        ("{{ ''.__class__.__mro__ }}", "the chat template fails .*SecurityError"),
-    ],
-)
-def test_templates_that_cannot_be_used(template: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"some.jinja: .*{message}"):
-        ChatTemplate(template, "some.jinja").render_example()
-
-
 @pytest.mark.parametrize("prompt", ["ASSISTANT:", "ASSISTANT: ", ""])
 def test_answers_must_stand_behind_the_generation_prompt(open_model: Callable[..., Model], prompt: str) -> None:
     """As tokens: the published template has no space, which is part of an answer's first token, but not of a symbol's."""

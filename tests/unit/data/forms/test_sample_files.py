@@ -259,42 +259,6 @@ def test_a_split_of_energon_by_its_field_map(tmp_path: Path, pictures: list[byte
         open_sample_files(folder / "val")
 
 
-@pytest.mark.parametrize(
-    ("kind", "field_map", "message"),
-    [
-        ("OCRSample", {"image": "png"}, "OCRSample with the field_map .* is not read"),
-        ("CaptioningSample", {"image": "png"}, "CaptioningSample with image, caption"),
-        ("CaptioningSample", {"image": "jpg", "caption": "json[said]"}, "00.tar, x: no 'jpg', which field_map names"),
-        ("CaptioningSample", {"image": "png", "caption": "json[asked]"}, "{'en': 'what 0.'} stands where field_map has a text"),
-        ("CaptioningSample", {"image": "png", "caption": "png"}, "train, x: has bytes where a text belongs"),
-        ("CaptioningSample", {"image": "png", "caption": "json[told]"}, "no 'json.told.', .* names: there is no 'told'"),
-    ],
-)
-def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], kind: str, field_map: Any, message: str):
-    folder = energon(tmp_path / "set", pictures, sample_type={"__class__": kind}, field_map=field_map)
-    with pytest.raises(DataError, match=message):
-        read(folder / "train")
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"a.png": b"x", "a.npy": b"x", "a.txt": "t"}, "data.tar, a: 'npy' is no image, sound or video, nor 'txt'"),
-        ({"a.png": b"x", "a.en.txt": "s", "a.txt": "t"}, "data.tar, a: 'en.txt' is no image"),
-        ({"a.png": b"x", "a.txt": "t", "a.json": CHAT}, "data.tar, a: has several texts, 't' and another one"),
-        ({"a.png": b"x", "a.txt": "t", "a.json": {"caption": "s"}}, "data.tar, a: has several texts"),
-        ({"a.png": b"x", "a.PNG": b"y", "a.txt": "t"}, "data.tar, a: has two files of a kind, of which one would be lost"),
-        ({"a.png": b"x"}, "data.tar, a: found 'png'; expected images, sound or a video beside"),
-        ({"a.png": b"x", "a.json": b"{"}, "data.tar, a.json: cannot be read"),
-        ({"a.png": b"x", "a.json": {"messages": []}}, "data.tar, a: 'messages' is empty"),
-    ],
-)
-def test_a_wrong_sample_is_named(tmp_path: Path, files: dict[str, Any], message: str):
-    path = write_tar(tmp_path / "data.tar", files)
-    with pytest.raises(DataError, match=message):
-        read(path)
-
-
 def test_a_damaged_archive_and_a_link(tmp_path: Path):
     path = write_tar(tmp_path / "data.tar", {"a.png": b"x" * 2000, "a.txt": "t"})
     whole = path.read_bytes()

@@ -5,15 +5,19 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from multimodal.data.chat.chat_template import ChatTemplate
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.data.chat.templates import CHATML
 from tests.unit.data.conftest import UNITS, DataFolder
+from tests.unit.data.forms.test_sample_files import energon, read, write_tar
 from tests.unit.golden_answers import Kinds, differing, write
 
 ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
@@ -33,9 +37,18 @@ def read_text(text: str) -> None:
     DataFolder(Path(), ModelGraph.from_dict({"units": UNITS})).open(Path("data.json"))
 
 
+def read_split(kind: str, field_map: dict[str, str]) -> None:
+    shutil.rmtree("set", ignore_errors=True)
+    read(energon(Path("set"), [b"a picture"], sample_type={"__class__": kind}, field_map=field_map) / "train")
+
+
+CAPTIONED = {"kind": "CaptioningSample", "field_map": {"image": "png", "caption": "json[said]"}}
 SAMPLES: Kinds = {
     "sample": ({"sample": {"id": "x", "segments": [ANSWER]}}, lambda document: read_line(json.dumps(document["sample"]))),
     "line": ({"line": json.dumps({"id": "x", "segments": [ANSWER]})}, lambda document: read_line(document["line"])),
+    "archive": ({"files": {"a.png": "a picture", "a.txt": "t"}}, lambda document: read(write_tar(Path("data.tar"), **document))),
+    "sample of Energon": (CAPTIONED, lambda document: read_split(**document)),
+    "chat template": ({"text": CHATML}, lambda document: ChatTemplate(document["text"], "some.jinja").render_example()),
     "data.json": ({"text": json.dumps([GOOD])}, lambda document: read_text(document["text"])),
 }
 
