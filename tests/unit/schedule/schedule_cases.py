@@ -300,20 +300,3 @@ def copies(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
     sizes = {"vision": (num_stages, 1, 1), "llm": (1, num_stages, 1)}
     groupings = {"vision": deal(num_microbatches, num_stages), "llm": deal(num_microbatches, 1)}
     return build_case(build_graph("vision"), sizes, groupings, colocated=True, layouts={"llm": layout})
-
-
-def with_generator(num_microbatches: int) -> StepShape:
-    """An encoder and a generator in both stages of the LLM."""
-    generator = Unit("image", Role.GENERATOR, SHAPE)
-    vision, llm = build_graph("vision").units
-    graph = ModelGraph((vision, llm, generator), (("vision", "llm"), ("llm", "image")))
-    sizes = {"vision": (2, 1), "llm": (1, 2), "image": (2, 1)}
-    plan = Plan({name: build_unit_plan(graph, name, dp=dp, pp=pp) for name, (dp, pp) in sizes.items()})
-    placed = {
-        name: tuple(
-            tuple((Atom(sample, 0 if name == "vision" else -1),) for (sample,) in replica)
-            for replica in deal(num_microbatches, dp)
-        )
-        for name, (dp, _) in sizes.items()
-    }
-    return Assignment(placed).shape(graph, plan)

@@ -29,7 +29,7 @@ from multimodal.values.shape import StepShape
 from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.cost.cost_cases import cluster_of
 from tests.unit.schedule.built_schedules import UniformCosts
-from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, placed_case
+from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, placed_case, written_case
 
 LLM = build_graph()
 
@@ -206,20 +206,10 @@ def test_orders_that_never_meet_are_named_when_they_are_simulated() -> None:
         simulate_schedule(swapped, UnitCosts(schedule.shape))
 
 
-DEEP = Replica((Stage((0,), ((0, 4),)), Stage((1,), ((4, 10),))))
-WIDE = Replica((Stage((2, 3), ((0, 7),), 2), Stage((4, 5), ((7, 10),), 2)))
-
-
-def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1)) -> StepShape:
-    """Two replicas of an LLM of ten layers: cut behind the fourth, and behind the seventh on twice as many ranks."""
-    samples = iter(range(sum(counts)))
-    placed = {"llm": tuple(tuple((Atom(next(samples)),) for _ in range(count)) for count in counts)}
-    return Assignment(placed).shape(graph, Plan({"llm": UnitPlan((DEEP, WIDE))}))
-
-
 def test_a_range_is_reduced_when_all_who_hold_it_have_come_to_it():
     """The second replica's only microbatch is done long before the first one's three."""
-    schedule = BUILDERS["1f1b"](build_step(build_graph(), counts=(3, 1)))
+    case = written_case({"llm": "0|1 (0-4|4-10) / 2,3|4,5 (0-7|7-10)"}, {"llm": "0|1|2 / 3"})
+    schedule = BUILDERS["1f1b"](case.shape)
     assert not execute_lanes(schedule).stuck
     costs = UniformCosts(collective=lambda action: float(action.covers.end - action.covers.first))
     events = simulate_schedule(schedule, costs).timeline.events

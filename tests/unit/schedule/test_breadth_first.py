@@ -8,7 +8,7 @@ from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import PlacedCase, build_graph
+from tests.unit.schedule.schedule_cases import PlacedCase, build_graph, written_case
 
 LAYERS = 10
 """Of every unit: an embedding, eight transformer layers, a projector or head."""
@@ -51,18 +51,15 @@ def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> No
 
 
 def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
-    graph = build_graph("vision")
-    vision = UnitPlan((Replica((Stage((0,), ((0, 5),)), Stage((1,), ((5, 10),)))),))
-    llm = UnitPlan((Replica((Stage((1,), ((0, 3), (6, 10))), Stage((0,), ((3, 6),)))),))
-    assignment = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
-    plan = Plan({"vision": vision, "llm": llm})
-    assert chain_of_replica(assignment.shape(graph, plan), 0) == (
+    plan = {"vision": "0|1", "llm": "1|0 (0-3,6-10|3-6)"}
+    shape = written_case(plan, {"vision": "0|1", "llm": "0|1"}).shape
+    assert chain_of_replica(shape, 0) == (
         (("vision", 0),),
         (("vision", 1), ("llm", 0)),
         (("llm", 1),),
         (("llm", 2),),
     )
-    built = build_schedule(build_interleaved_1f1b, assignment.shape(graph, plan))
+    built = build_schedule(build_interleaved_1f1b, shape)
     computed = [(a.kind, a.unit, a.stage) for a in built.lanes[1].actions if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     assert computed[:2] == [(ActionKind.FORWARD, "vision", 1), (ActionKind.FORWARD, "llm", 0)]
     assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
