@@ -14,7 +14,7 @@ from multimodal.attention.core_attention import choose_attention
 from multimodal.attention.device_values import DerivedValues, Parcel, map_tensors, tensors_of
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
 from multimodal.values.errors import DataError, ModelError
-from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs
+from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, random_masks
 from tests.unit.without_kernels import without_kernels
 
 TEXT2, TEXT1 = MaskSegment(2), MaskSegment(1)
@@ -176,18 +176,7 @@ SIZES = st.integers(1, 9)
 @st.composite
 def masks(draw):
     """Masks as the builder makes them, of every mode, or with texts that see some modalities only."""
-    pieces = st.tuples(st.sampled_from(("text", "text", "vision", "audio")), st.integers(0, 3), st.integers(0, 9))
-    samples = draw(st.lists(st.lists(pieces, max_size=7), max_size=4))
-    segments = [
-        [MaskSegment(n, name, -1 if name == "text" else 2 * index + (name == "audio")) for name, index, n in sample]
-        for sample in samples
-    ]
-    mask = build_bitfield_mask(
-        segments,
-        modalities=("vision", "audio"),
-        mode=draw(st.sampled_from(("causal", "embedded", "modality"))),
-        window=draw(st.none() | st.integers(1, 12)),
-    )
+    mask = draw(random_masks()).tokens
     if not draw(st.booleans()):
         return mask
     # As if some of the text looked at vision only, or at text only.
