@@ -1,4 +1,4 @@
-"""Orders of pipelines: the engine's limits, torch's orders, closed forms of papers, and the least that a step can take."""
+"""Orders of pipelines: those of torch, closed forms of papers, chains of several units, and the least that a step can take."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,15 @@ import multimodal.schedule.list_schedule as listing
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_limits
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.schedule import Lane
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import most_kept
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit, written_case
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -216,3 +218,47 @@ def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     case = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
     assert most_kept(BUILDERS[f"dip:rounds={num_rounds}"](case)) == [kept + 1], "and the LLM one"
+
+
+IN_TURN = {"vision": "0|1 (0-3,6-10|3-6)", "llm": "1|0 (0-2,4-6,8-10|2-4,6-8)"}
+"""Three pieces of an encoder and five of the LLM, dealt to two lanes in turn: the LLM's lanes hold 3 and 2."""
+
+
+def chain_order(case: StepShape, lane: int) -> list[tuple[str, int, int]]:
+    """A lane's computations as (kind, position in the chain, microbatch)."""
+    places = [(unit, stage) for unit in case.graph.unit_names for stage in range(case.plan.units[unit].num_virtual_stages)]
+    return [
+        (action.kind.value, places.index((action.unit, action.stage)), action.microbatch)
+        for action in build_interleaved_1f1b(case).lanes[lane].actions
+        if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    ]
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 6])
+def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> None:
+    samples = "|".join(map(str, range(num_microbatches)))
+    chain = written_case(IN_TURN, dict.fromkeys(IN_TURN, samples)).shape
+    alone = written_case({"llm": "0|1 (0-1,2-3,4-5,6-7|1-2,3-4,5-6,7-10)"}, {"llm": samples}).shape
+    for lane in range(2):
+        assert chain_order(chain, lane) == chain_order(alone, lane)
+
+
+def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
+    shape = written_case({"vision": "0|1", "llm": "1|0 (0-3,6-10|3-6)"}, {"vision": "0|1", "llm": "0|1"}).shape
+    chunks = (("vision", 0),), (("vision", 1), ("llm", 0)), (("llm", 1),), (("llm", 2),)
+    assert chain_of_replica(shape, 0) == chunks
+    second = [(kind, stage) for kind, stage, _ in chain_order(shape, 1)]
+    assert second[:2] == [("F", 1), ("F", 2)] and second[-2:] == [("B", 2), ("B", 1)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "vision", "is_chain"),
+    [
+        (IN_TURN, "0|1|2|3", True),
+        ({"vision": "0|1", "llm": "2|3"}, "0|1|2|3", False),  # in one round
+        (IN_TURN, "1|0|2|3", False),  # microbatches that do not go with the LLM's
+    ],
+)
+def test_what_is_not_one_chain_is_not_taken_for_one(plan: dict[str, str], vision: str, is_chain: bool) -> None:
+    shape = written_case(plan, {"vision": vision, "llm": "0|1|2|3"}).shape
+    assert (chain_of_replica(shape, 0) is not None) == is_chain
