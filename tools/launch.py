@@ -43,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = num_threads
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or microbatches of all sizes leave holes
         return _torchrun(arguments)
+    import pretrain_mllm  # noqa: F401 - first, as it says which warnings are to be shown
+    from megatron.runtime import platform
+
+    platform.install()  # before megatron-core is imported elsewhere, with a compiler that no rank calls
     import_for_ranks()
     return _fork(asked, num_threads)
 
@@ -87,11 +91,10 @@ def import_for_ranks() -> None:
     import megatron.runtime.training.loop
     import megatron.runtime.training.resumption
     import megatron.runtime.training.run  # noqa: F401
+    import torch._dynamo  # noqa: F401 - which torch's optimizers import when the first of them is made
     from megatron.runtime.flags.field_flags import all_flags
 
     list(all_flags())  # the flags' descriptions, which are read from the source code and kept
-    with suppress(ImportError):  # the digits' source, if it is installed
-        import sklearn.datasets  # noqa: F401
 
 
 def _fork(asked: Namespace, num_threads: str) -> int:

@@ -20,6 +20,8 @@ from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -185,6 +187,7 @@ def _answer(kind: str, shown: Sequence[int]) -> str:
 
 Split = Literal["train", "valid"]
 
+_GLYPH_PIXELS = 8
 _VALIDATION_EVERY = 6
 _CACHED_SAMPLES = 4096
 
@@ -356,17 +359,16 @@ def glyph_pool(split: Split) -> npt.NDArray[np.int64]:
 @lru_cache(maxsize=1)
 def load_handwritten_digits() -> HandwrittenDigits:
     """Read scikit-learn's bundled digits; raises ConfigError when it is not installed."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as problem:
-        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install 'braid[examples]'") from problem
-    bundle = load_digits()
-    return HandwrittenDigits((bundle.images / bundle.images.max()).astype(np.float32), bundle.target.astype(np.int64))
+    package = find_spec("sklearn")  # found, not imported, for which every start would wait longer than for all else of this file
+    if package is None or package.origin is None:
+        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install 'braid[examples]'")
+    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    ink = rows[:, :-1].reshape(-1, _GLYPH_PIXELS, _GLYPH_PIXELS)
+    return HandwrittenDigits((ink / ink.max()).astype(np.float32), rows[:, -1].astype(np.int64))
 
 
 MAX_DIGITS_TO_DRAW = 3
 QUESTION = "draw "
-_GLYPH_PIXELS = 8
 
 
 class DigitsToDrawSource(RandomPictures):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 CPU = torch.device("cpu")
+_TENSORBOARD = "torch.utils.tensorboard"
 
 
 class Replacement(NamedTuple):
@@ -140,13 +141,17 @@ def install() -> None:
 def _nothing_compiled() -> Iterator[None]:
     """Leave functions that megatron-core has compiled while it is imported as they are: on the CPU Braid calls none of them.
 
-    For the sake of the first of them the compiler is imported, which is a third of the time that all imports of a rank take.
+    For the sake of the first of them the compiler is imported, which is a third of the time that all imports of a rank take. Nor
+    is TensorBoard imported, which megatron-core's timers do without where it is not installed, and Braid uses none of them.
     """
     original, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    sys.modules.setdefault(_TENSORBOARD, None)  # type: ignore[arg-type]
     try:
         yield
     finally:
         torch.compile = original  # type: ignore[assignment]
+        if sys.modules[_TENSORBOARD] is None:
+            del sys.modules[_TENSORBOARD]
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_matrix
 
 from multimodal.attention.bitfield import BitfieldMask
 from multimodal.kernels import kernels
@@ -37,6 +36,8 @@ class BlockLists:
 
     def transposed(self, *, num_columns: int) -> "BlockLists":
         """Return the rows of every column, ascending, as the backward of keys and values needs them. O(entries)."""
+        from scipy.sparse import csr_matrix  # loaded when first used
+
         shape = (len(self.row_starts) - 1, num_columns)
         flipped = csr_matrix((self.is_full, self.blocks, self.row_starts), shape=shape).tocsc()
         return BlockLists(flipped.indptr.astype(np.int64), flipped.indices.astype(np.int32), flipped.data)

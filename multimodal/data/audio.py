@@ -19,8 +19,6 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import scipy.fft
-from scipy.io import wavfile
 
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
@@ -63,7 +61,7 @@ def read_audio(path: str, *, content: BinaryIO | None = None, num_samples: int, 
         mono = mono.mean(axis=1)
     if sound.rate != SAMPLING_RATE:
         divisor = math.gcd(sound.rate, SAMPLING_RATE)
-        from scipy.signal import resample_poly  # which every rank would wait for at its start otherwise
+        from scipy.signal import resample_poly
 
         mono = resample_poly(mono, SAMPLING_RATE // divisor, sound.rate // divisor).astype(np.float32)
     if len(mono) != num_samples:
@@ -105,6 +103,8 @@ def _open(path: str, content: BinaryIO | None, *, where: str) -> _Sound:
 
 def _open_wav(path: str, content: BinaryIO | None) -> _Sound:
     """Open a WAV file; if possible, samples are only read from the disk when they are used."""
+    from scipy.io import wavfile  # loaded when first used, as all of scipy is: every rank would wait for it at its start
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
@@ -284,12 +284,14 @@ def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: 
 
     most_samples: of the longest clip, which has no silence behind it: a frame that extends beyond it reads it mirrored.
     """
+    from scipy.fft import rfft
+
     num_needed = min((num_frames - 1) * HOP + WINDOW // 2 + 1, most_samples)
     padded = np.pad(samples, (0, max(0, num_needed - len(samples))))
     padded = np.pad(padded, WINDOW // 2, mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:num_frames]
     hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)).astype(np.float32)
-    energies = np.abs(scipy.fft.rfft(windows * hann, axis=1)) ** 2
+    energies = np.abs(rfft(windows * hann, axis=1)) ** 2
     logarithms = np.log10(np.maximum(energies @ mel_filters(num_mel_bins), 1e-10))
     return ((np.maximum(logarithms, logarithms.max() - 8) + 4) / 4).astype(np.float32)
 
