@@ -1,10 +1,11 @@
 """Claim: a folder of Hugging Face's form is written in about the time that safetensors takes, and read in that of a copy.
 
 A Llama in float32 (570 MB) on one process. Written by --save-hf beside `safetensors.torch.save_file` of the same tensors; read
-by --load-hf beside transformers' `from_pretrained`. Turns alternate; shown are medians of processor seconds and of their ratio
-turn by turn. `from_pretrained` maps the files and copies nothing, so both sum up all weights once; Braid copies them into the
-buffers that its optimizers share, and checks that they are finite. --save-hf also waits until the bytes are on the disk, which
-takes seconds but none of the processor.
+by --load-hf beside transformers' `from_pretrained`, and beside `load_state_dict` of what safetensors' `load_file` reads. Turns
+alternate; shown are medians of processor seconds and of their ratio turn by turn. `from_pretrained` maps the files and copies
+nothing, so all sum up the weights once. Braid copies them into the buffers that its optimizers share, as `load_state_dict` does
+into a model that is there, and checks that they are finite. --save-hf also waits until the bytes are on the disk, which takes
+seconds but none of the processor.
 
 Run `python benchmarks/beside/hf_files.py [--turns N] [--layers N] [--json]`.
 """
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -58,18 +59,25 @@ def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, f
         model = LlamaForCausalLM.from_pretrained(folder / "given", trust_remote_code=False)
         sum(float(parameter.sum()) for parameter in model.parameters())
 
+    there = LlamaForCausalLM(LlamaConfig.from_pretrained(folder / "given", trust_remote_code=False))
+
+    def copy_there() -> None:
+        there.load_state_dict(load_file(folder / "given" / "model.safetensors"))
+        sum(float(parameter.sum()) for parameter in there.parameters())
+
     works = {
         "write": (
             lambda: save_hugging_face(folder / "here", session=session),
             lambda: save_file(tensors, folder / "there.safetensors"),
         ),
         "read": (read_here, read_there),
+        "read into a model": (read_here, copy_there),
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     with torch.no_grad():
         for turn in range(num_turns + 1):
-            for name, (here, there) in works.items():
-                seconds = _seconds(here), _seconds(there)
+            for name, sides in works.items():
+                seconds = _seconds(sides[0]), _seconds(sides[1])
                 if turn:  # the first ones open and allocate
                     found[name].append(seconds)
             shutil.rmtree(folder / "here")

@@ -100,7 +100,7 @@ def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
             f"{key} has shape {list(values.shape)}, expected {columns} columns; give adapters of this model, or take the model "
             "that they are of"
         )
-    check_finite(values, f"{files.folder / files.weights[key].file}: {key}")
+    check_finite(values, files, key)
     return values
 
 
