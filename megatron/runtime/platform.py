@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 CPU = torch.device("cpu")
 _TENSORBOARD = "torch.utils.tensorboard"
@@ -93,6 +94,21 @@ def _with_own_step(original: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
+def _only_among_several(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def coalesce(group: dist.ProcessGroup, device: torch.device | None = None, async_ops: bool = False) -> Iterator[Any]:
+        if group.size() > 1:
+            with original(group, device, async_ops) as works:
+                yield works
+            return
+        noted = dist.distributed_c10d._world.pg_coalesce_state
+        noted[group] = []  # collectives inside are noted here, and not run: one rank has all shards, in their places
+        yield dist.distributed_c10d._CoalescingManager()
+        del noted[group]
+
+    return coalesce
+
+
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement(
         "torch.cuda:current_device",
@@ -119,6 +135,11 @@ REPLACEMENTS: tuple[Replacement, ...] = (
         _with_own_step,
         "it gives all parameters one step, which torch's Adam counts up for each, looks for it where none was loaded, and "
         "writes into weights that require gradients",
+    ),
+    Replacement(
+        "megatron.core.distributed.param_and_grad_buffer:_coalescing_manager",
+        _only_among_several,
+        "gloo copies all gradients and parameters of a unit without replicas twice, to sum and to gather what is complete",
     ),
 )
 

@@ -54,11 +54,11 @@ class ModelConfig:
     gradient_accumulation_fusion: bool = field(
         default=True,
         metadata={
-            "off": "Add weight gradients to float32 buffers after their product, not in it, even where Apex or Transformer "
-            "Engine can."
+            "off": "Add weight gradients to their buffers after their product, not in it, even where Apex, Transformer Engine "
+            "or, on a CPU, torch can."
         },
     )
-    """Add weight gradients to float32 buffers in their product, where Apex or Transformer Engine can."""
+    """Add weight gradients to their buffers in their product, where Apex, Transformer Engine or, on a CPU, torch can."""
     kernel_fusion: bool = field(
         default=True, metadata={"off": "Compute activations and rotary positions step by step on CUDA, not in one kernel each."}
     )

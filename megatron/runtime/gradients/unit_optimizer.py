@@ -156,7 +156,8 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
         weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
+        # On a CPU one pass over all values in place of ten, some of them tensors of their own.
+        **({"fused": not torch.cuda.is_available()} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
     )
     if any(own.average_decay is not None for own in rates):
         _keep_averages(adam)

@@ -306,6 +306,7 @@ def _rates(settings: OptimizerSettings, unit: Unit) -> Iterator[Rates]:
 def _build_options(config: RunConfig) -> BuildOptions:
     passes = passes_named(config.training.schedule_passes)
     has_cuda, settings = torch.cuda.is_available(), config.model
+    is_bfloat16 = config.training.dtype == "bfloat16"
     is_engine, splits = settings.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return BuildOptions(
         Precision(getattr(torch, config.training.dtype)),
@@ -313,11 +314,10 @@ def _build_options(config: RunConfig) -> BuildOptions:
         transformer_impl=settings.transformer_impl,
         recompute=config.training.recompute_granularity,
         fuses_kernels=settings.kernel_fusion and has_cuda,
-        # ZeRO-3's sharded weights have no float32 buffers to add to.
+        # ZeRO-3's sharded weights have no buffers to add to; on a CPU torch adds to those of the weights' own type.
         accumulates_in_products=settings.gradient_accumulation_fusion
         and not config.parallelism.shards_weights
-        and has_cuda
-        and config.training.dtype == "bfloat16",
+        and (is_bfloat16 if has_cuda else not (is_bfloat16 or is_engine)),
         delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
         fp8_format=settings.fp8_format,
         fp8_recipe=settings.fp8_recipe,
