@@ -4,13 +4,21 @@ A vision-language model (Qwen2.5-VL's encoder with an 8B LLM) trains with DP 4 a
 and six LLM stages per replica. Every balancer's assignments of the same batches are simulated under the same schedule. The ideal
 time is the work of all lanes, evenly spread. Without a folder of lengths, long-tailed ones are generated.
 
-Run `python benchmarks/balanced_iteration.py [--lengths DIR] [--num-batches N] [--schedule S] [--json]`.
+--train N instead trains the digits (examples/digits, four processes and a loader worker each) for N steps with `none` and with
+`auto`, whole jobs in turn, and prints medians of the seconds of a step, of those of a job and of its processor seconds. Steps
+before the second measuring of layers are not counted.
+
+Run `python benchmarks/balanced_iteration.py [--lengths DIR] [--num-batches N] [--schedule S] [--json]`,
+or with `--train 200 [--rounds N]`.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +50,8 @@ LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
 BALANCERS_SHOWN = ("none", "disttrain", "orchmllm", "entrain", "auto")
 NUM_REPLICAS, GLOBAL_BATCH_SIZE, NUM_MICROBATCHES = 4, 256, 16
 VOCAB_SIZE = 128256
+NUM_MEASURED = 40
+"""Steps of a training that are not counted."""
 MODEL = {
     "vision": {
         "role": "encoder",
@@ -110,6 +120,36 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
     return {name: {key: value for key, value in each.items() if key != "steps"} for name, each in found.items()}
 
 
+def train(balancer: str, num_steps: int) -> dict[str, float]:
+    """Train the digits; returns the median seconds of a step, and the seconds and processor seconds of the job."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        flags = ["--config", "examples/digits/config.yaml", "--balance", balancer, "--train-iters", str(num_steps)]
+        flags += ["--eval-iters", "0", "--log-json", str(log)]
+        command = [sys.executable, "tools/launch.py", "--nproc-per-node", "4", "pretrain_mllm.py", *flags]
+        before, start = os.times(), time.monotonic()
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        seconds, after = time.monotonic() - start, os.times()
+        entries = [json.loads(line) for line in log.read_text().splitlines()]
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    step = statistics.median(entry["step_seconds"] for entry in entries[NUM_MEASURED:])
+    return {"step": step, "job": seconds, "processors": used}
+
+
+def train_in_turn(num_steps: int, num_rounds: int) -> None:
+    """Train with both, the one that begins changing from round to round, and print medians and the ratio of each round."""
+    found: dict[str, list[dict[str, float]]] = {"none": [], "auto": []}
+    for number in range(num_rounds):
+        for name in sorted(found, reverse=number % 2 == 0):
+            found[name].append(train(name, num_steps))
+    for what in ("step", "job", "processors"):
+        none, auto = ([each[what] for each in found[name]] for name in ("none", "auto"))
+        ratios = [one / other for one, other in zip(auto, none, strict=True)]
+        shown = f"none {statistics.median(none):.3f} s, auto {statistics.median(auto):.3f} s"
+        print(f"{what}: {shown}, auto / none {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+
+
 def build_parser(description: str | None, *, num_batches: int) -> argparse.ArgumentParser:
     """Return the parser of a benchmark that measures this model on every lengths file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,7 +172,12 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser(__doc__, num_batches=2)
     parser.add_argument("--schedule", choices=tuple(BUILDERS), default="eager-1f1b")
     parser.add_argument("--schedule-passes", default="", metavar="A,B")
+    parser.add_argument("--train", type=int, default=0, metavar="N")
+    parser.add_argument("--rounds", type=int, default=4, metavar="N")
     given = parser.parse_args(argv)
+    if given.train:
+        train_in_turn(given.train, given.rounds)
+        return 0
     table = {
         name: measure(samples, schedule=given.schedule, passes=given.schedule_passes, num_batches=given.num_batches)
         for name, samples in read_lengths(given.lengths).items()

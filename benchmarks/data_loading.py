@@ -10,13 +10,19 @@ in --side FOLDER, into which pip installed them; a side that is missing is named
 Then --rows samples without tokens are an index: seconds until it is open, and until a global batch is drawn, and the memory that
 this took.
 
-Run `python benchmarks/data_loading.py [--samples N] [--shards N] [--workers N] [--rounds N] [--rows N] [--side FOLDER] [--json]`.
+--index N instead indexes N samples in tars, images of 16 x 16 with captions, beside Energon's preparation of the same tars, and
+opens what was written as every rank of a run does at its start. Braid's index also has all tokens and the sizes of images. Memory
+is what the processes have each to itself, summed up.
+
+Run `python benchmarks/data_loading.py [--samples N] [--shards N] [--workers N] [--rounds N] [--rows N] [--side FOLDER] [--json]`,
+or with `--index 200000 [--shards N] [--side FOLDER]`.
 """
 
 import argparse
 import gc
 import io
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -67,6 +73,18 @@ def write_tars(folder: Path, *, num_samples: int, num_shards: int) -> None:
                     tar.addfile(member, io.BytesIO(raw))
 
 
+def write_small_tars(folder: Path, *, num_samples: int, num_shards: int) -> None:
+    """Write tars with one small image again and again, and a caption of its own for each sample."""
+    Image.new("L", (16, 16)).save(encoded := io.BytesIO(), "JPEG")
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"shard_{shard}.tar", "w") as tar:
+            for number in range(shard, num_samples, num_shards):
+                for kind, raw in (("jpg", encoded.getvalue()), ("txt", f"sample {number} ".encode() * 8)):
+                    member = tarfile.TarInfo(f"{number:06}.{kind}")
+                    member.size = len(raw)
+                    tar.addfile(member, io.BytesIO(raw))
+
+
 def made(image: Image.Image, text: str) -> tuple[int, int]:
     """Make the patches and tokens of a sample, and return how many there are."""
     graph_input = GRAPH.unit("vision").image
@@ -89,11 +107,14 @@ class _Made(torch.utils.data.Dataset[tuple[int, int]]):
         return len(self._source.item(drawn.source_index, 0).patches), len(self._source.text(drawn.source_index).token_ids)
 
 
+def open_source(folder: Path) -> ManifestSource:
+    """Open Braid's source, and index it if it has no index."""
+    return ManifestSource(folder, graph=GRAPH, tokenizer=TOKENIZER, options=IndexOptions(4096), cache=IndexCache("bytes"))
+
+
 def braid(folder: Path, workers: int) -> Iterable[Any]:
     """Yield batches of Braid's."""
-    options = IndexOptions(4096)
-    source = ManifestSource(folder, graph=GRAPH, tokenizer=TOKENIZER, options=options, cache=IndexCache("bytes"))
-    return torch.utils.data.DataLoader(_Made(source), batch_size=BATCH, num_workers=workers, collate_fn=list)
+    return torch.utils.data.DataLoader(_Made(open_source(folder)), batch_size=BATCH, num_workers=workers, collate_fn=list)
 
 
 def energon(folder: Path, workers: int) -> Iterable[Any]:
@@ -204,17 +225,67 @@ def _resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def measure_indexing(work: Callable[[], object]) -> dict[str, float]:
+    """Do this in another process; returns its seconds, and the processor seconds and the most memory of it and its children."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    start, used, most = time.perf_counter(), _processor_seconds(), 0.0
+    process.start()
+    while process.is_alive():
+        most = max(most, sum(map(_private_mb, _with_children(str(process.pid)))))
+        process.join(0.05)
+    if process.exitcode:
+        raise SystemExit("it failed; its message is above")
+    return {"seconds": time.perf_counter() - start, "processor seconds": _processor_seconds() - used, "mb": most}
+
+
+def _with_children(pid: str) -> list[str]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has ended
+        return []
+    return [pid, *(each for child in children for each in _with_children(child))]
+
+
+def _private_mb(pid: str) -> float:
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1e3
+
+
+def compare_indexing(num_samples: int, num_shards: int) -> dict[str, dict[str, float]]:
+    """Return what indexing takes, opening the index, and Energon's preparation if it is installed."""
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base)
+        write_small_tars(folder, num_samples=num_samples, num_shards=num_shards)
+        found = {name: measure_indexing(partial(open_source, folder)) for name in ("braid, indexing", "braid, each start")}
+        try:
+            import megatron.energon  # noqa: F401
+
+            found["energon, preparation"] = measure_indexing(partial(prepare_for_energon, folder))
+        except ImportError as problem:
+            print(f"energon is left out: {problem}")
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("samples", 2000), ("shards", 4), ("workers", 2), ("rounds", 3), ("rows", 10_000_000)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--index", type=int, default=0, metavar="N")
     parser.add_argument("--side", type=Path)
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     if flags.side:
         sys.path.append(str(flags.side))
         os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{flags.side}"
+    if flags.index:
+        for name, each in compare_indexing(flags.index, flags.shards).items():
+            print(f"{name:20} {', '.join(f'{value:.2f} {what}' for what, value in each.items())}")
+        print(f"load {os.getloadavg()[0]:.1f}")
+        return
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "set"
