@@ -1,4 +1,4 @@
-"""Claim: on one process a Llama trains at most a fifth slower in Braid than in transformers, and faster on texts that vary.
+"""Claim: on one process a Llama trains in Braid as fast as in transformers, and faster on texts that vary.
 
 Both have the same weights (Braid loads the peer's folder), the same texts in the same batches, float32 and one thread, and take
 turns, step by step: `pretrain_mllm.py`'s loop, with its balancing, its timeline and its checks, and the loop that transformers'
