@@ -135,8 +135,13 @@ class _Search:
         return sorted({1, *(count for count in counts if count and pipeline > 1)})
 
     def _cut(self, unit: Unit, size: StageSize, data: int, pipeline: int, virtual: int) -> UnitLayout | None:
-        """Cut the LLM's or a generator's layers by their times; None if there are too few, or other sizes are fixed."""
+        """Cut the LLM's or a generator's layers by their times; None if there are too few, or other sizes are fixed.
+
+        A module of transformers or diffusers, which is one piece, has a replica on every rank.
+        """
         fixed = self.request.fixed(unit.name)
+        if unit.module is not None:
+            size, data, pipeline = StageSize(1), data * size.tensor * size.context * pipeline, 1
         count = pipeline * (virtual if unit.role is Role.BACKBONE else 1)
         given = (fixed.tensor_parallel_size, fixed.context_parallel_size, fixed.pipeline_parallel_size, fixed.data_parallel_size)
         agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))

@@ -9,7 +9,7 @@ from benchmarks.filling_report import with_filling
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.balance.encoder_pipelines import keep_beside_llm
-from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners import PLANNERS, optimus
 from multimodal.plan.planners.optimus import SCHEDULES
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
@@ -18,10 +18,11 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
 from tests.sanity.repository import ROOT
-from tests.unit.plan.planners.planning_cases import TWO, TWO_ENCODERS, request, with_memory
+from tests.unit.plan.planners.planning_cases import THREE, TWO, TWO_ENCODERS, request, with_memory
 
 PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
 
@@ -36,6 +37,15 @@ def num_inside(plan: Plan, unit: str) -> list[int]:
     found = [{owners[rank] for rank in replica.ranks} for replica in plan.units[unit].replicas]
     assert all(len(each) == 1 for each in found)
     return [each.pop() for each in found]
+
+
+def test_a_generator_of_one_piece_is_whole_on_every_rank():
+    generator = ModelGraph.from_file(ROOT / "examples" / "models" / "mllm-9b.yaml").unit("generator")
+    assert generator.module is not None
+    graph = replace(THREE, units=(*THREE.units[:2], generator))
+    plans = optimus._Search(request(graph, fixed_sizes={"llm": PIPELINE}))._llm_plans()
+    layouts = {plan.candidate.layouts["generator"] for plan in plans}
+    assert {(each.tensor_parallel_size, each.pipeline_parallel_size, each.data_parallel_size) for each in layouts} == {(1, 1, 8)}
 
 
 @pytest.mark.parametrize("graph", [TWO, TWO_ENCODERS], ids=["one encoder", "two encoders"])
