@@ -182,10 +182,9 @@ class Reporter:
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report an evaluation; name: the evaluated data."""
         entry = {key: value for key, value in self._entry(report).items() if isinstance(value, dict) or not math.isnan(value)}
-        self.say(
-            f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
-            f"({report.token_accuracy:.1%} of tokens)"
-        )
+        answers = f"{report.answer_accuracy:.1%} of answers right ({report.token_accuracy:.1%} of tokens)"
+        right = f"{report.token_accuracy:.1%} of tokens right" if math.isnan(report.answer_accuracy) else answers
+        self.say(f"step {number}: {name}: {_shown_loss(report)}, {right}")
         self.say_if(_shown_losses(entry))
         self._log({"step": number, "evaluation": name, **entry})
         self._track(lambda tracker: tracker.add_numbers(_tags(name, entry), number))

@@ -1,5 +1,6 @@
 """Describes a run before its first step and after its last one."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -84,9 +85,9 @@ def describe_end(run: Run, progress: Progress) -> str:
         without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
         return "; ".join([f"stopped by {progress.stop.describe()} after step {progress.step}{without}", *places])
     results, (evaluation, blank_evaluation) = f"step {progress.step} done", progress.evaluation
-    if evaluation:
+    if evaluation and not math.isnan(evaluation.answer_accuracy):
         results += f": {evaluation.answer_accuracy:.1%} of held-out answers right"
-    if blank_evaluation:
+    if blank_evaluation and not math.isnan(blank_evaluation.answer_accuracy):
         results += f" ({blank_evaluation.answer_accuracy:.1%} with blank images)"
     if progress.peak_bytes:
         results += f"; activations took up to {progress.peak_bytes / 2**20:.1f} MiB a rank"

@@ -237,13 +237,14 @@ def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> N
     assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
-def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
+def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pictures are inside, and nothing that it holds is taken for HTML; a resumed run's has what was before, too."""
     logging = LoggingConfig(log_json=tmp_path / "log.jsonl", report_dir=tmp_path)
     with closing(Reporter(logging, train_iters=9, first_step=0, run_config={"lr": 0.1})) as reporter:
         reporter.begin("vision: dp 2 <x pp 1>")
         reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
         reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
+        assert "step 1: charts: loss 1.2500, 50.0% of tokens right" in capsys.readouterr().out, "no answer is in words alone"
         drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", PIXEL)
         reporter.samples(1, [SampleAnswer("how <many>", "two", "three"), drawn])
         reporter.timeline(1, Timeline((), ()), {"predicted": Timeline((), ())})
