@@ -31,7 +31,7 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], object]
 def find_accumulation() -> Accumulate | None:
     """Return what adds in the product itself: on a CPU torch, on CUDA Apex's kernel; None if it is not installed."""
     if not torch.cuda.is_available():
-        return lambda rows, gradient, buffer: buffer.addmm_(gradient.t(), rows)
+        return torch.no_grad()(lambda rows, gradient, buffer: buffer.addmm_(gradient.t(), rows))
     try:
         accumulate: Accumulate = import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
     except ImportError:

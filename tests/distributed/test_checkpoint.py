@@ -20,9 +20,10 @@ import torch
 from megatron.runtime.checkpoint import checkpoint as saving
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import checkpoint_size, default_zero_stage
-from multimodal.schedule.passes.reduce_by_layer import gather_parameters
+from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_plan_change import ALIKE, CUT
 from tests.distributed.training_case import (
     EXPERTS,
     RankReport,
@@ -39,7 +40,7 @@ from tests.distributed.training_case import (
 
 GRAPH, TIED = build_graph(), build_graph(tied=True)
 EDGES = build_graph(with_generator=True, with_edges=True)
-FROZEN = build_graph(tied=True, frozen=("vision",))
+FROZEN, PROJECTOR = build_graph(tied=True, frozen=("vision",)), build_graph(frozen=("vision", "llm"))
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
 WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 2)}
 DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 1)}
@@ -47,6 +48,7 @@ EDGES_WIDE = {"vision": (2, 1, 1), "second": (1, 1, 2), "joint": (2, 1, 1), "llm
 EDGES_DEEP = {"vision": (1, 2, 1), "second": (1, 1, 1), "joint": (1, 2, 1), "llm": (1, 2, 1), "painter": (1, 1, 1)}
 COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
 SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 2)}
+SPREAD_WIDE = {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)}
 """With context parallelism."""
 OVERLAPPING = {"vision": (1, 1, 3), "llm": (1, 3, 1), "colocated": True}
 UNEQUAL = {"vision": (1, 1, 2), "llm": (1, 1, 3)}
@@ -61,9 +63,16 @@ def case_of(graph: ModelGraph, sizes: Mapping[str, Any], dtype: torch.dtype = FL
     return TrainingCase(graph, build_plan(graph, **sizes), dtype, sequence_parallel=wide, **options)
 
 
+def copies_of(plan: Any, dtype: torch.dtype, count: int) -> TrainingCase:
+    return TrainingCase(TIED, plan, dtype, num_state_copies=count)
+
+
 SAME: dict[str, TrainingCase] = {
     "context parallel": case_of(TIED, SPREAD, BFLOAT16),
+    "experts": case_of(EXPERTS, PAIRS),
     "weights shared, frozen encoder": case_of(FROZEN, COLOCATED, BFLOAT16, shards_weights=True),
+    "one copy of the state, replicas cut differently": copies_of(CUT, FLOAT32, 1),
+    "gathered by the schedule, reduced by layer": case_of(TIED, STAGES, passes=(gather_parameters, reduce_by_layer)),
 }
 
 
@@ -86,6 +95,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return train
 
 
+@pytest.mark.deep(when=lambda name: name not in ("context parallel", "weights shared, frozen encoder"))  # like rows below
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, saved: Saved, name: str) -> None:
     case = SAME[name]
@@ -109,11 +119,15 @@ def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
 
 OTHERS: dict[str, tuple[TrainingCase, TrainingCase]] = {
     "tied: tensor parallel to pipelines": (case_of(TIED, WIDE, BFLOAT16), case_of(TIED, DEEP, BFLOAT16)),
+    "own ranks to shared ranks": (case_of(GRAPH, WIDE, FLOAT64), case_of(GRAPH, COLOCATED, FLOAT64)),
+    "pipelines to context and tensor parallel": (case_of(GRAPH, DEEP, FLOAT64), case_of(GRAPH, SPREAD_WIDE, FLOAT64)),
+    "only the projector is trained": (case_of(PROJECTOR, DEEP, FLOAT64), case_of(PROJECTOR, WIDE, FLOAT64)),
     "queries, edges between encoders and to a generator": (
         case_of(EDGES, {**EDGES_WIDE, "colocated": True}, FLOAT64),
         case_of(EDGES, EDGES_DEEP, FLOAT64),
     ),
     "experts of two to four replicas": (case_of(EXPERTS, PAIRS), case_of(EXPERTS, FOURS)),
+    "copies of the state to tensor parallel": (copies_of(ALIKE, BFLOAT16, 2), case_of(TIED, STAGES, BFLOAT16)),
 }
 CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
     "weights shared": (case_of(TIED, UNEQUAL, FLOAT64), {"shards_weights": True}),
@@ -138,6 +152,13 @@ def assert_resumed(ranks: RankPool, saved: Saved, before: TrainingCase, after: T
     assert np.allclose(resumed[0].losses, reports_before[0].losses, rtol=TOLERANCES[before.dtype], atol=0)
 
 
+LIKE_OTHERS = (
+    *("only the projector is trained", "pipelines to context and tensor parallel", "own ranks to shared ranks"),
+    "copies of the state to tensor parallel",
+)
+
+
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)  # other tests change plans, or lose copies, like these between steps
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_plan_resumes_from_the_same_values(ranks: RankPool, saved: Saved, name: str) -> None:
     assert_resumed(ranks, saved, *OTHERS[name])
@@ -164,9 +185,11 @@ def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
     assert_resumed(ranks, saved, changed, plain)
 
 
-def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.deep(when=lambda shards_weights: not shards_weights)
+@pytest.mark.parametrize("shards_weights", [False, True])
+def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: Path, shards_weights: bool) -> None:
     """The file is held back until a step later has changed every value."""
-    case = case_of(TIED, COLOCATED, BFLOAT16, shards_weights=True, saves_in_background=True)
+    case = case_of(TIED, COLOCATED, BFLOAT16, shards_weights=shards_weights, saves_in_background=True)
     expected: list[RankReport] = run(ranks, train_while_saving, case, tmp_path, 1, 1)
     found: list[RankReport] = run(ranks, resume, case, tmp_path, 1)
     assert_resumed_bit_for_bit(found, expected=expected)
@@ -221,6 +244,28 @@ def test_weights_alone_load_into_another_precision(ranks: RankPool, tmp_path: Pa
     rounded = {key: torch.from_numpy(values).bfloat16().float().numpy() for key, values in saved.items()}
     assert_equal(join_parameters(second.plan, [report.parameters_at_checkpoint for report in after]), rounded)
     assert np.allclose(after[0].losses, before[0].losses, rtol=2e-2, atol=0)
+
+
+@pytest.mark.deep  # test_lora.py has units with a fresh optimizer
+def test_a_unit_that_was_frozen_starts_with_a_fresh_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    """From then on step counts differ between parameters, and that is saved, too."""
+    frozen, trained = case_of(build_graph(frozen=("vision",)), WIDE), case_of(GRAPH, COLOCATED)
+    run(ranks, train_and_save, frozen, tmp_path, 1, 0)
+    first: list[RankReport] = run(ranks, resume, trained, tmp_path, 2)
+    assert {report.loaded.units_with_fresh_optimizer for report in first if report.loaded} == {("vision",)}
+    second: list[RankReport] = run(ranks, train_one_save_train_one, trained, tmp_path)
+    third: list[RankReport] = run(ranks, resume, trained, tmp_path, 1)
+    assert second[0].losses == first[0].losses[1:]
+    assert third[0].losses == second[0].losses
+    assert {report.loaded.units_with_fresh_optimizer for report in third if report.loaded} == {()}
+
+
+def train_one_save_train_one(case: TrainingCase, folder: Path) -> RankReport:
+    training = Training(case)
+    step = training.load(folder).step
+    training.train_step(step)
+    training.save(folder, step=step + 1)
+    return RankReport([training.train_step(step + 1)], {}, {})
 
 
 def test_what_else_a_run_is_comes_back(ranks: RankPool, tmp_path: Path) -> None:

@@ -33,13 +33,22 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str, unde
     return found
 
 
+def is_like_others(schedule: str, case: LoopCase) -> bool:
+    return schedule == "gpipe" or case.per_token_loss or (schedule == "interleaved-zb" and not case.launches_sync)
+
+
+@pytest.mark.deep(when=is_like_others)
 @pytest.mark.parametrize(
     ("schedule", "case"),
     [
+        ("gpipe", LoopCase(2, num_microbatches=5, launches_sync=True)),
+        ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
+        ("1f1b", LoopCase(4, per_token_loss=True, options=VARIABLE | {"deallocate_pipeline_outputs": True})),
         ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
         ("zb-h1", LoopCase(2, tensor_parallel_size=2)),
         ("zb-h1", LoopCase(2, has_images=True)),
         ("interleaved-zb", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),
+        ("interleaved-zb", LoopCase(2, num_chunks=2, options=INTERLEAVED | VARIABLE)),
         ("interleaved-1f1b", LoopCase(4, num_chunks=2, num_microbatches=8, options=INTERLEAVED | VARIABLE)),
     ],
 )

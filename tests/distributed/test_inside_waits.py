@@ -89,6 +89,13 @@ def case() -> GradientCase:
     return found
 
 
+@pytest.mark.deep  # drawn cases have them
+def test_four_tensor_parallel_ranks(ranks: RankPool) -> None:
+    case = build_case(4, QUARTET)
+    assert schedule_of(case).has_inside
+    assert_matches(case, ranks)
+
+
 def events_of(case: GradientCase) -> tuple[TimelineEvent, ...]:
     session, step = build_session(case), plan_case(case)
     return session.executor.execute(step).events
@@ -149,6 +156,7 @@ GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups":
 NAMES = {Exchange.GATHER: "gathering", Exchange.GATHER_AGAIN: "gathering", Exchange.SUM: "summing"}
 
 
+UNITS_THAT_WAIT = ("vision", "llm", "painter")
 WAITS = [
     RangeCase(unit, sequence_parallel=sequence_parallel, recompute=recompute, num_frozen=num_frozen, transformer=GATED)
     for unit, sequence_parallel, recompute, num_frozen in product(

@@ -74,16 +74,18 @@ def image_with(folder: Path, **changes: Any) -> dict[str, Any]:
     return {**sizes, "latents": {**latents, **changes}}
 
 
-@pytest.mark.deep(when=lambda options: "shards_weights" in options)
+@pytest.mark.deep(when=lambda painter, options: "sequence_parallel" not in options and "lora" not in options)
 @pytest.mark.parametrize(
     ("painter", "options"),
     [
+        ({"first": 1, "cp": 2, "pp": 2}, {"block_size": 4}),
         ({"first": 0, "tp": 2}, {"sequence_parallel": True, "exchanges_samples": True, "builder": "zb-h1"}),
         ({"first": 1, "tp": 2, "cp": 2}, {**JOINT, "sequence_parallel": True, "block_size": 2, "recompute": "full"}),
+        ({"first": 1, "tp": 2, "pp": 2}, {**JOINT, "builder": "zb-h1"}),
         ({"first": 0, "pp": 2}, {**JOINT, "lora": {"rank": 2}, "builder": "gpipe"}),
         ({"first": 0, "dp": 2}, {**JOINT, "shards_weights": True}),
     ],
-    ids=["tp 2 colocated", "joint cp 2 tp 2", "joint with adapters", "joint zero 3"],
+    ids=["cp 2 pp 2", "tp 2 colocated", "joint cp 2 tp 2", "joint tp 2 pp 2", "joint with adapters", "joint zero 3"],
 )
 def test_gradients_equal_one_process(painter: Any, options: Any, ranks: RankPool, tmp_path: Path) -> None:
     options = dict(options)

@@ -44,11 +44,15 @@ def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
     return dealt_case(described_units, Plan(plan), shapes=ONE_ITEM_EACH, groups=None, builder="optimus", cluster=cluster)
 
 
-def test_orders_by_durations_train_as_one_process_does(ranks: RankPool) -> None:
-    assert_matches(build_case(EVEN), ranks)
+@pytest.mark.deep(when=lambda cluster, freezing: cluster is not EVEN or bool(freezing))
+@pytest.mark.parametrize(("cluster", "freezing"), [(SLOW, {}), (EVEN, {}), (FAST, {}), (EVEN, {"freeze_module": True})])
+def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
+    assert_matches(build_case(cluster, **freezing), ranks)
 
 
-def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool) -> None:
+@pytest.mark.deep(when=lambda builder: builder == "nested")
+@pytest.mark.parametrize("builder", ["optimus-zb", "nested"])
+def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool, builder: str) -> None:
     """Four ranks: the LLM has tp 2 and pp 2; of four replicas of the encoder, those of the first stage take one of three."""
     source = source_of(described("vision", "llm"), ONE_ITEM_EACH)
     vision = replace(unit_plan(0, dp=4), microbatch_shares=(1, 1, 2, 2))
@@ -56,7 +60,7 @@ def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool) 
     lengths = [replace(source.lengths(index), sample_id=index) for index in range(len(source))]
     assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=BalanceOptions())
     assert list(map(len, assignment.units["vision"])) == [1, 1, 2, 2]
-    assert_matches(GradientCase(graph, plan, assignment, source, builder="optimus-zb", cluster=EVEN), ranks)
+    assert_matches(GradientCase(graph, plan, assignment, source, builder=builder, cluster=EVEN), ranks)
 
 
 def order_of(case: GradientCase) -> str:

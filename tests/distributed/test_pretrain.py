@@ -65,11 +65,13 @@ def train_beside(alone: Alone, folder: Path, flags: Mapping[str, object], **how:
     return train(alone[0], {**STEPS, "--log-json": folder / "log.jsonl", **flags}, **how)
 
 
+@pytest.mark.deep(when=lambda num_ranks: num_ranks == 6)  # below is a run that cuts sequences
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
         (5, {"--vision-dp": 2, "--llm-pp": 3, "--balance": "orchmllm", "--vision-micro-batch-size": 3}),
         (3, {"--llm-pp": 2, "--llm-vpp": 2, "--schedule": "zb-v", "--micro-batch-size": 2}),
+        (6, {"--vision-cp": 2, "--llm-cp": 2, "--llm-pp": 2, "--context-parallel-block-size": 8}),
     ],
 )
 def test_any_sizes_log_the_same_losses(tmp_path: Path, alone: Alone, num_ranks: int, flags: dict[str, object]) -> None:
@@ -83,10 +85,12 @@ def test_layers_are_measured_ever_more_rarely() -> None:
     assert due == {120, 140, 180, 260, 420, 740}
 
 
-def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone) -> None:
+@pytest.mark.deep(when=lambda source: not source)
+@pytest.mark.parametrize("source", [{}, {"--lengths-from": "decode", "--num-workers": LEFT_OUT}], ids=["index", "decode"])
+def test_steps_decided_by_measured_layers_log_the_same_losses(tmp_path: Path, alone: Alone, source: dict[str, object]) -> None:
     """Balance and order change behind step 2; a run that is resumed there goes on by what was measured before."""
     how = {"--balance": "auto", "--schedule": "zb-memory", "--measure-interval": 2, "--vision-dp": 2, "--llm-pp": 2}
-    how |= {"--save": tmp_path, "--load": tmp_path, "--lengths-from": "decode", "--num-workers": LEFT_OUT}
+    how |= {"--save": tmp_path, "--load": tmp_path, **source}
     entries, said = [], []
     for more in ({"--exit-interval": 2}, {}):
         found, launched = train_beside(alone, tmp_path, how | more, num_ranks=4)

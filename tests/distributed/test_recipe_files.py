@@ -63,6 +63,9 @@ def write_chats(folder: Path, *, hears: bool) -> Path:
 
 KINDS = {
     "llava-1.5-7b-projector": "llava",
+    "llava-1.5-7b-full": "llava",
+    "qwen2.5-vl-7b-projector": "qwen2.5-vl",
+    "qwen2.5-vl-7b-full": "qwen2.5-vl",
     "qwen2.5-vl-7b-lora": "qwen2.5-vl",
     "internvl3-8b-full": "internvl",
     "qwen2-audio-7b-lora": "qwen2-audio",
@@ -70,13 +73,13 @@ KINDS = {
     "qwen3-vl-30b-a3b-full": "qwen3-vl",
     "vit-22b-gpt-175b": "",
 }
-"""Recipe -> the family whose model of two or three layers it trains; empty: a model file, from the beginning.
+"""Recipe -> the family whose model of two or three layers it trains; empty: a model file, from the beginning."""
+LIKE_OTHERS = ("llava-1.5-7b-full", "qwen2.5-vl-7b-projector", "qwen2.5-vl-7b-full")
+"""Recipes whose family another one trains, and whose way of training another family."""
 
-Left out are those whose family another one trains, and whose way of training another family.
-"""
 
-
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
+@pytest.mark.parametrize("name", make_recipes.RECIPES)
 def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) -> None:
     """A step with all its flags but those of its plan, which other sizes replace."""
     family, model = FAMILIES.get(KINDS[name]), tmp_path / "model"
