@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
@@ -151,16 +150,13 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
         }
         for (own, decays), mains in groups.items()
     ]
-    # One pass over all values in place of ten, some of them tensors of their own; what it rounds depends on where a value stands,
-    # so ranks that hold copies of a value would drift apart.
-    is_fused = not torch.cuda.is_available() and dist.is_initialized() and dist.get_world_size() == 1
     adam: torch.optim.Optimizer = Adam(
         rows,
         lr=config.lr,
         weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        **({"fused": is_fused} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
+        **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
     )
     if any(own.average_decay is not None for own in rates):
         _keep_averages(adam)
