@@ -143,7 +143,7 @@ class UnitStage(MegatronModule):
                 module.waits = self.waits  # type: ignore[assignment]
         self.delays_weight_gradients = defer_in_modules(self.layers)
         """True if every forward with a backward needs an active queue, split or not."""
-        accumulate = find_accumulation() if options.accumulates_in_products else None
+        accumulate = find_accumulation(options.precision.params_dtype) if options.accumulates_in_products else None
         if accumulate is not None:
             tied = self.shared_parameter  # it gets gradients from two layers, one of which would be lost
             accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)

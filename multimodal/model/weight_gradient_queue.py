@@ -24,13 +24,13 @@ class PendingGradient(Protocol):
 
 
 Accumulate = Callable[[Tensor, Tensor, Tensor], object]
-"""Adds a product's weight gradient to a float32 buffer; called with inputs and output gradient, both [rows, size], and buffer."""
+"""Adds a product's weight gradient to a buffer; called with inputs and output gradient, both [rows, size], and buffer."""
 
 
 @cache
-def find_accumulation() -> Accumulate | None:
-    """Return what adds in the product itself: on a CPU torch, on CUDA Apex's kernel; None if it is not installed."""
-    if not torch.cuda.is_available():
+def find_accumulation(params_dtype: torch.dtype) -> Accumulate | None:
+    """Return what adds in products: torch to buffers of the weights' type, else Apex; None if that is not installed."""
+    if params_dtype != torch.bfloat16:
         return torch.no_grad()(lambda rows, gradient, buffer: buffer.addmm_(gradient.t(), rows))
     try:
         accumulate: Accumulate = import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32

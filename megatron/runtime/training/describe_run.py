@@ -129,7 +129,8 @@ def _describe_paths(session: Session) -> str:
         parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe}{_describe_wide_products(session)})")
     if options.fuses_kernels:
         parts.append("fused activations and rotation")
-    if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():
+    in_local_layers = options.accumulates_in_products and find_accumulation(options.precision.params_dtype)
+    if accumulates_in_engine(options) if is_engine else in_local_layers:
         parts.append("weight gradients added in products")
     if options.buffer_rows is not None:
         parts.append(f"tensor parallel collectives of the LLM in user buffers of {options.buffer_rows} rows")

@@ -84,7 +84,6 @@ class PlannedRun:
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
         flags += [f"--balance {self.balance}", f"--micro-batch-size {self.micro_batch_size}"]
-        flags += [f"--{unit.replace('_', '-')}-micro-batch-size {size}" for unit, size in self.encoder_micro_batch_sizes]
         flags.append(f"--transformer-impl {self.transformer_impl}")
         if self.tp_comm_overlap:
             flags.append("--tp-comm-overlap")
@@ -97,6 +96,7 @@ class PlannedRun:
     def training_flags(self, cluster: str | Path) -> str:
         """Return the flags of pretrain_mllm.py; cluster: the machine's file, which schedules that use durations take."""
         flags = [self.flags]
+        flags += [f"--{unit.replace('_', '-')}-micro-batch-size {size}" for unit, size in self.encoder_micro_batch_sizes]
         if self.sharding != "optim":
             flags.append(f"--data-parallel-sharding-strategy {self.sharding}")
         if self.has_tensor_parallelism:
@@ -108,4 +108,10 @@ class PlannedRun:
     @property
     def simulation_flags(self) -> str:
         """The flags of tools/simulate.py."""
-        return f"{self.flags} --zero-stage 3" if self.sharding != "optim" else self.flags
+        flags = [self.flags]
+        if self.encoder_micro_batch_sizes:
+            items = ",".join(f"{unit}={size}" for unit, size in self.encoder_micro_batch_sizes)
+            flags.append(f"--encoder-micro-batch-sizes {items}")
+        if self.sharding != "optim":
+            flags.append("--zero-stage 3")
+        return " ".join(flags)
