@@ -60,7 +60,12 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster, planned: P
     for name, run in {"none": by_hand, "auto": replace(by_hand, balance="auto"), "--plan auto": planned}.items():
         schedules = ScheduleCache(graph, run.plan, BUILDERS[run.schedule], passes_named(",".join(run.passes)))
         predictor = StepPredictor(schedules, cluster, VOCAB_SIZE)
-        options = BalanceOptions(micro_batch_size=run.micro_batch_size, vocab_size=VOCAB_SIZE, predictor=predictor)
+        options = BalanceOptions(
+            micro_batch_size=run.micro_batch_size,
+            encoder_micro_batch_sizes=dict(run.encoder_micro_batch_sizes),
+            vocab_size=VOCAB_SIZE,
+            predictor=predictor,
+        )
         assignment = BALANCERS[run.balance](lengths, graph=graph, plan=run.plan, options=options)
         shape = schedules.shape(assignment)
         costs = ModelCosts(shape, assignment, lengths, cluster, VOCAB_SIZE)
@@ -117,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     batches = list(draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=given.num_batches, seed=0))
     planned = plan_auto(samples[:MOST_SAMPLES], slow_cluster(batches[0]))
     sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
-    print(f"--plan auto: {sizes}; {planned.flags}", file=sys.stderr)
+    print(f"--plan auto: {sizes}; {' '.join((planned.flags, *planned.encoder_flags))}", file=sys.stderr)
     results = [emulate_batch(lengths, slow_cluster(lengths), planned) for lengths in batches]
     print(json.dumps(results)) if given.json else print_table(results)
     return 0

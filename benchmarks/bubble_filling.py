@@ -25,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.filling_report import Filling, measure_filling
 from benchmarks.published_setups.optimus import BALANCED_SECONDS, BATCH_SIZE, setup_of
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from multimodal.cost.cluster import Cluster
@@ -38,6 +37,7 @@ from multimodal.schedule.execute_lanes import unit_costs
 from multimodal.schedule.simulate import BUBBLE_KINDS
 from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.work.step_work import step_work
+from tools.filling_report import Filling, measure_filling
 
 PUBLISHED_SECONDS = {"megatron": 10.65, "megatron-balanced": 10.43, "optimus": 9.80}
 """Seconds of a step on 1,536 GPUs."""

@@ -18,7 +18,6 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baselines import COMPARED
-from benchmarks.filling_report import report_filling, with_filling
 from megatron.runtime.flags.arguments import choose_trained
 from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster
@@ -46,6 +45,7 @@ from tools.command_line import (
     program,
     read_lengths,
 )
+from tools.filling_report import report_filling, with_filling
 from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
 
 DEFAULT_FAULT_TOLERANCE = 1

@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.filling_report import FillingReport
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import CheckpointSize, checkpoint_size, default_zero_stage
 from multimodal.plan.communicators import max_communicators_per_rank
@@ -21,6 +20,7 @@ from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.plan import UnitPlan
 from tools.command_line import format_seconds
+from tools.filling_report import FillingReport
 
 COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
 """Color of computations, followed by those of the kinds of idle time."""

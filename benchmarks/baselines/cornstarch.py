@@ -12,7 +12,7 @@ from multimodal.plan.planners.estimate.step_estimate import choose_run
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, stage_times
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Unit
 
 
@@ -27,16 +27,21 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, backbone = request.graph, request.graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
     for size in stage_sizes(request, backbone.name):
-        for num_stages in pipeline_parallel_sizes(request, backbone.name):
-            if size.tensor * size.context * num_stages > request.num_gpus:
-                break
-            llm = balanced_layout(request, backbone, size, data=1, num_stages=num_stages)
+        for llm in _layouts(request, backbone, size):
             target_seconds = _slowest_stage(request, backbone, llm)
             layouts = {
                 unit.name: llm if unit is backbone else _match_stage_seconds(request, unit, target_seconds)
                 for unit in graph.units
             }
             yield from with_replicas(request, layouts, data_sizes)
+
+
+def _layouts(request: PlanningRequest, unit: Unit, size: StageSize) -> Iterator[UnitLayout]:
+    """Yield the layouts of a unit on one replica: all numbers of stages that the GPUs suffice for, ascending."""
+    for num_stages in pipeline_parallel_sizes(request, unit.name):
+        if size.tensor * size.context * num_stages > request.num_gpus:
+            return
+        yield balanced_layout(request, unit, size, data=1, num_stages=num_stages)
 
 
 def _slowest_stage(request: PlanningRequest, unit: Unit, layout: UnitLayout) -> float:
@@ -47,10 +52,7 @@ def _match_stage_seconds(request: PlanningRequest, unit: Unit, target_seconds: f
     """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
     best = list[tuple[bool, float, float, UnitLayout]]()
     for size in stage_sizes(request, unit.name):
-        for num_stages in pipeline_parallel_sizes(request, unit.name):
-            if size.tensor * size.context * num_stages > request.num_gpus:
-                break
-            layout = balanced_layout(request, unit, size, data=1, num_stages=num_stages)
+        for layout in _layouts(request, unit, size):
             seconds = _slowest_stage(request, unit, layout)
             is_late = seconds > target_seconds * (1 + 1e-9)
             best.append((is_late, seconds if is_late else layout.num_ranks, seconds, layout))

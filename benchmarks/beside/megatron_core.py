@@ -20,7 +20,7 @@ from benchmarks.beside.turns import show, take_turns
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.braid_training import MICRO_BATCH_SIZE, BraidTraining, ComparedCase, Weights, initial_weights
+from tests.distributed.braid_training import MICRO_BATCH_SIZE, BraidTraining, ComparedCase, Weights, compared_run, initial_weights
 from tests.distributed.megatron_training import MegatronTraining, megatron_without_cuda, one_pipeline
 from tests.distributed.random_source import SampleShape
 
@@ -43,7 +43,7 @@ def measure(hidden_size: int, weights: Weights, num_iterations: int, *, rank: in
     with one_pipeline(), megatron_without_cuda():
         runs = {
             "megatron-core": MegatronTraining(case, weights["llm"]),
-            "Braid": BraidTraining(case, plan, balancer="none"),
+            "Braid": BraidTraining(case, compared_run(plan, balance="none")),
         }
         return take_turns(runs, case.batch_of_step, num_iterations)
 

@@ -20,7 +20,6 @@ import argparse
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -42,7 +41,7 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.braid_training import VOCAB_SIZE, BraidTraining, ComparedCase, Weights, initial_weights
+from tests.distributed.braid_training import VOCAB_SIZE, BraidTraining, ComparedCase, Weights, compared_run, initial_weights
 from tests.distributed.mimo_training import MimoLayout, MimoTraining, mimo_without_cuda
 from tests.distributed.random_source import SampleShape
 
@@ -109,21 +108,14 @@ def build_runs(
         "llm": UnitSizes(pipeline_parallel_size=layout.llm_pp, data_parallel_size=layout.llm_dp),
     }
     every = {name: UnitSizes(data_parallel_size=layout.num_ranks) for name in case.graph.unit_names}
-    apart = partial(BraidTraining, case, plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks))
-    shared = partial(BraidTraining, case, plan_colocated(case.graph, sizes=every, world_size=layout.num_ranks))
+    apart = plan_disaggregated(case.graph, sizes=sizes, world_size=layout.num_ranks)
+    shared = plan_colocated(case.graph, sizes=every, world_size=layout.num_ranks)
     return {
         "MIMO": MimoTraining(case, weights, layout),
-        "as MIMO": apart(balancer="none"),
-        "balanced": apart(balancer="auto"),
-        "ranks shared": shared(balancer="auto"),
-        "--plan auto": BraidTraining(
-            case,
-            planned.plan,
-            balancer=planned.balance,
-            builder=planned.schedule,
-            passes=planned.passes,
-            micro_batch_size=planned.micro_batch_size,
-        ),
+        "as MIMO": BraidTraining(case, compared_run(apart, balance="none")),
+        "balanced": BraidTraining(case, compared_run(apart, balance="auto")),
+        "ranks shared": BraidTraining(case, compared_run(shared, balance="auto")),
+        "--plan auto": BraidTraining(case, planned),
     }
 
 
@@ -155,7 +147,10 @@ def main() -> None:
         layout = MimoLayout(*map(int, text.split(",")))
         planned = plan_auto(build_case(data), layout.num_ranks)
         sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
-        print(f"{data}, {layout.num_ranks} ranks, --plan auto: {sizes}; {planned.flags}", file=sys.stderr)
+        print(
+            f"{data}, {layout.num_ranks} ranks, --plan auto: {sizes}; {' '.join((planned.flags, *planned.encoder_flags))}",
+            file=sys.stderr,
+        )
         found[f"{data}; {text}"] = run_on_ranks(
             measure, data, layout, weights, planned, given.iterations, num_ranks=layout.num_ranks
         )

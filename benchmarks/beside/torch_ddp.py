@@ -1,4 +1,4 @@
-"""What a user would write instead: a small vision-language model, trained by torch's DistributedDataParallel on the digits.
+"""A small vision-language model, trained on the digits by torch's DistributedDataParallel, as a user would without Braid.
 
     torchrun --nproc-per-node 4 benchmarks/beside/torch_ddp.py [STEPS]
 

@@ -103,8 +103,10 @@ def _only_among_several(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         noted = dist.distributed_c10d._world.pg_coalesce_state
         noted[group] = []  # collectives inside are noted here, and not run: one rank has all shards, in their places
-        yield dist.distributed_c10d._CoalescingManager()
-        del noted[group]
+        try:
+            yield dist.distributed_c10d._CoalescingManager()
+        finally:
+            del noted[group]
 
     return coalesce
 

@@ -1,6 +1,6 @@
 """Models, batches and an optimizer that megatron-core's own loops and Braid's are both given, to compare what they learn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.run_options import RunOptions
 from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.model_graph import ModelGraph
@@ -105,7 +106,7 @@ Weights = Mapping[str, Mapping[str, np.ndarray]]
 
 def initial_weights(case: ComparedCase) -> Weights:
     """Every parameter whole, under Braid's names; on one rank."""
-    stages = BraidTraining(case, single_rank_plan(case.graph)).session.stages
+    stages = BraidTraining(case, compared_run(single_rank_plan(case.graph))).session.stages
     return {
         unit: {name: parameter.detach().numpy().copy() for name, parameter in stage.named_parameters()}
         for (unit, _), stage in stages.items()
@@ -113,22 +114,17 @@ def initial_weights(case: ComparedCase) -> Weights:
 
 
 def braid_losses(case: ComparedCase, plan: Plan) -> list[float]:
-    training = BraidTraining(case, plan)
+    training = BraidTraining(case, compared_run(plan))
     return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
 
 
+def compared_run(plan: Plan, *, balance: str = "orchmllm") -> PlannedRun:
+    return PlannedRun(plan, balance=balance, micro_batch_size=MICRO_BATCH_SIZE)
+
+
 class BraidTraining:
-    def __init__(
-        self,
-        case: ComparedCase,
-        plan: Plan,
-        *,
-        balancer: str = "orchmllm",
-        builder: str = "1f1b",
-        passes: Sequence[str] = (),
-        micro_batch_size: int = MICRO_BATCH_SIZE,
-    ) -> None:
-        self.case, self.balancer, self.micro_batch_size = case, balancer, micro_batch_size
+    def __init__(self, case: ComparedCase, run: PlannedRun) -> None:
+        self.case, self.run = case, run
         optimizer = build_optimizer_config(
             lr=LEARNING_RATE,
             min_lr=LEARNING_RATE,
@@ -147,18 +143,22 @@ class BraidTraining:
             seed=SEED,
             timeout=TIMEOUT,
             optimizer=optimizer,
-            builder=BUILDERS[builder],
-            passes=passes_named(",".join(passes)),
+            builder=BUILDERS[run.schedule],
+            passes=passes_named(",".join(run.passes)),
         )
-        self.session = Session(options, plan=plan)
+        self.session = Session(options, plan=run.plan)
         for group in (group for unit in self.session.optimizers.values() for group in unit.param_groups):
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step
 
     def prepare(self, source: RandomSource) -> Step:
         lengths = [source.lengths(index) for index in range(len(source))]
         predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs)
-        options = BalanceOptions(micro_batch_size=self.micro_batch_size, predictor=predictor)
-        assignment = BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
+        options = BalanceOptions(
+            micro_batch_size=self.run.micro_batch_size,
+            encoder_micro_batch_sizes=dict(self.run.encoder_micro_batch_sizes),
+            predictor=predictor,
+        )
+        assignment = BALANCERS[self.run.balance](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 
     def train_step(self, step: Step) -> float:

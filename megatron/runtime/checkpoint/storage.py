@@ -194,7 +194,7 @@ def _tensor(plain: Plain, *, files: Mapping[str, int]) -> SavedTensor:
 
 _Result = TypeVar("_Result")
 MAKE_ROOM = "make room or give another folder; a run with --save goes on from there"
-"""What to do where a folder could not be written."""
+"""The advice where a folder could not be written."""
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:

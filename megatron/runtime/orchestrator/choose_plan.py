@@ -160,7 +160,7 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
 
 def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
     run, prediction = planned
-    yield f"plan: {_sizes(run)}; {run.flags}"
+    yield f"plan: {_sizes(run)}; {' '.join((run.flags, *run.encoder_flags))}"
     yield (
         f"predicted: {prediction.iteration_seconds:.4g} s a step, of which {prediction.ideal_seconds:.4g} s are the same "
         f"computations without idle time ({describe_kinds(prediction)}); {prediction.peak_memory_bytes / 1e9:.3g} GB of "

@@ -73,7 +73,7 @@ class StepDecision:
 
     @property
     def loss_counts(self) -> Mapping[str | int, float]:
-        """What sums of losses are divided by: of units, and by the numbers of data sets if there are several."""
+        """The divisors of sums of losses: by unit, and by the numbers of data sets if there are several."""
         counts: dict[str | int, float] = {self.graph.backbone.name: self.loss_divisor}
         counts |= self.num_generated_values.items()
         if len(self.data_set_divisors) > 1:

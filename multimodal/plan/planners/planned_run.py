@@ -93,10 +93,14 @@ class PlannedRun:
             flags.append(f"--num-distributed-optimizer-instances {self.num_state_copies}")
         return " ".join(flags)
 
+    @property
+    def encoder_flags(self) -> list[str]:
+        """The flags of pretrain_mllm.py for `encoder_micro_batch_sizes`."""
+        return [f"--{unit.replace('_', '-')}-micro-batch-size {size}" for unit, size in self.encoder_micro_batch_sizes]
+
     def training_flags(self, cluster: str | Path) -> str:
         """Return the flags of pretrain_mllm.py; cluster: the machine's file, which schedules that use durations take."""
-        flags = [self.flags]
-        flags += [f"--{unit.replace('_', '-')}-micro-batch-size {size}" for unit, size in self.encoder_micro_batch_sizes]
+        flags = [self.flags, *self.encoder_flags]
         if self.sharding != "optim":
             flags.append(f"--data-parallel-sharding-strategy {self.sharding}")
         if self.has_tensor_parallelism:

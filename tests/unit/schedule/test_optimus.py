@@ -7,7 +7,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from benchmarks.filling_report import measure_filling
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
@@ -20,6 +19,7 @@ from multimodal.values.schedule import SlotMode
 from tests.unit.golden_answers import Kinds, differing, write
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
 from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, written_case
+from tools.filling_report import measure_filling
 
 
 def filled(document: dict[str, Any]) -> str:

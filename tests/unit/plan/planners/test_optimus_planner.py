@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from benchmarks.filling_report import with_filling
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.training.prediction import build_predictor
 from multimodal.balance.encoder_pipelines import keep_beside_llm
@@ -23,6 +22,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
 from tests.sanity.repository import ROOT
 from tests.unit.plan.planners.planning_cases import THREE, TWO, TWO_ENCODERS, request, with_memory
+from tools.filling_report import with_filling
 
 PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
 

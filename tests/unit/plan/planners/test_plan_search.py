@@ -249,7 +249,8 @@ def test_encoders_get_smaller_and_larger_microbatches_or_follow_the_llm() -> Non
     found = [each.encoder_micro_batch_sizes for each in other_encoder_sizes(run, asked)]
     assert found == [(("vision", size),) for size in (4, 8, 16)]
     given = replace(run, encoder_micro_batch_sizes=(("vision", 5),))
-    assert "--vision-micro-batch-size 5" in given.flags
+    assert "--vision-micro-batch-size 5" in given.training_flags("cluster.yaml")
+    assert "--encoder-micro-batch-sizes vision=5" in given.simulation_flags
     found = [dict(each.encoder_micro_batch_sizes).get("vision") for each in other_encoder_sizes(given, asked)]
     assert found == [None, 2, 4, 6, 10]
 

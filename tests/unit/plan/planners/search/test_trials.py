@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from benchmarks.filling_report import with_filling
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
@@ -23,6 +22,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, request, with_memory
+from tools.filling_report import with_filling
 
 
 @pytest.fixture
