@@ -90,20 +90,14 @@ def apply(
 
 
 def unit(name: str) -> AbstractContextManager[None]:
-    """Return a context in which `parallel_state` answers with the groups of a unit of the applied plan: build its layers in it.
-
-    Raises ConfigError if no plan is applied or this rank is not in the unit.
-    """
+    """Return a context in which `parallel_state` has a unit's groups: build its layers in it; ConfigError if there are none."""
     if _groups is None:
         raise ConfigError(f"patches.unit({name!r}): no plan is applied; call patches.apply(model=..., plan=...) first")
     return _groups.within(name)
 
 
 def copy_weights(model: Module | Sequence[Module]) -> None:
-    """Give the LLM's replicas, where those of the applied plan are not alike, the weights of the first one; collective over them.
-
-    model: this rank's chunks. Call it before the optimizer copies weights. Megatron gives replicas alike weights by itself.
-    """
+    """Give the LLM's unlike replicas the first one's weights, before the optimizer copies them; collective. model: its chunks."""
     if _groups is not None and _groups.unlike is not None:
         _groups.unlike.copy_weights([model] if isinstance(model, Module) else model)
 

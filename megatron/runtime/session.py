@@ -120,11 +120,9 @@ class Session:
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Continue under another plan, with the same weights and optimizer state; between two steps.
 
-        options: with other schedules, or other build options; for the same model, and with layers of the same implementation.
-
-        If it raises PlanError because plan, model and ranks do not fit, nothing has changed. Objects made for the old plan
-        elsewhere (planners of steps, prepared steps) are invalid afterwards. Until the new plan's part is built, the state is in
-        host memory, so a device never holds it twice.
+        options: with other schedules, or other build options, for layers of the same implementation. If it raises PlanError
+        because plan, model and ranks do not fit, nothing has changed. Objects made for the old plan elsewhere are invalid
+        afterwards. Until the new plan's part is built, the state is in host memory, so a device never holds it twice.
         """
         self._check_plan(plan)
         self.complete_parameters()

@@ -64,8 +64,7 @@ Write = Callable[[Sequence[HeldTensor], ProcessGroup | None], None]
 class BackgroundSave:
     """This rank's part of the current save while training continues, if there is one; all ranks call its methods alike.
 
-    A thread of every rank writes a copy in host memory as a save in the foreground would, in the same order, but over a process
-    group of its own: so it is equally atomic, a failure on one rank fails on all, and training stops only for the copy.
+    A thread writes a copy in host memory as a save in the foreground would, but over a process group of its own.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -76,10 +75,7 @@ class BackgroundSave:
         self._problem: BaseException | None = None
 
     def start(self, write: Write, tensors: Sequence[HeldTensor], *, what: str) -> None:
-        """Copy the tensors' values, and let a thread write the copies; there must be no current save.
-
-        what: names the save in the CheckpointError that all ranks raise if one has no memory for the copy.
-        """
+        """Copy the tensors, and let a thread write the copies; without memory all ranks raise CheckpointError about `what`."""
         assert self._thread is None, "a save is under way; finish it first"
         copies = on_this_rank(lambda: self._copy(tensors), what=what)
         self._thread = threading.Thread(target=self._run, args=(write, copies), name="save", daemon=True)
@@ -155,19 +151,12 @@ def save_checkpoint(
 ) -> None:
     """Save the whole state of a run after `step` steps, and remove older ones; collective over all ranks.
 
-    The `keep_last` newest stay, and those of steps that `retain_interval` divides.
-
-    schedulers_state and run_state are rank 0's and must fit into JSON. A checkpoint of the same step is replaced.
-
-    check_right: called on rank 0 before anything is written, and again before the checkpoint gets its name; may raise
-    CheckpointError.
-
-    background: writes it while training continues, once its previous save is done; this function then returns when the state is
-    copied, and `check` and `finish` of the background save raise errors.
-
-    has_optimizer: False: save the weights, and their averages if there are any, alone.
-
-    Raises CheckpointError on every rank if it fails on any; earlier checkpoints are then untouched.
+    The `keep_last` newest stay, and those of steps that `retain_interval` divides; one of the same step is replaced.
+    schedulers_state and run_state are rank 0's and must fit into JSON. check_right: called on rank 0 before anything is written,
+    and before the checkpoint gets its name; may raise CheckpointError. background: writes it while training continues, once its
+    previous save is done; this function then returns when the state is copied, and `check` and `finish` of the background save
+    raise errors. has_optimizer: False: save only weights, and their averages. Raises CheckpointError on every rank if it fails on
+    any; earlier checkpoints are then untouched.
     """
     if background is not None:
         background.finish()
@@ -241,15 +230,11 @@ def load_checkpoint(
     """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
 
     The plan may differ from the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
-    hyperparameters to the run's flags. New adapters (LoRA) keep their initial values. Nothing in the files is executed, and every
-    value that is read is compared with its checksum.
-
-    check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
-
-    takes_averages: fill parameters with their averages over the steps, where the checkpoint has any.
-
-    Raises CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with
-    `load_optimizer`) precision.
+    hyperparameters to the flags; new adapters (LoRA) keep their initial values. Nothing in the files is executed, and every value
+    that is read is compared with its checksum. check_run: called on rank 0 with the checkpoint and its run_state, before anything
+    is loaded; may raise CheckpointError. takes_averages: fill parameters with their averages, where there are any. Raises
+    CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with `load_optimizer`)
+    precision.
     """
 
     def find() -> tuple[Path, Manifest]:

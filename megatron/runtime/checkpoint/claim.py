@@ -101,10 +101,7 @@ class FolderClaim:
         self._is_released = threading.Event()
 
     def try_to_take(self) -> bool:
-        """Take the folder if no run writes there; returns False if that is not certain yet: call it again.
-
-        Returns within seconds. Raises CheckpointError if another run is alive, OSError if the folder cannot be written to.
-        """
+        """Take the folder if no run writes there; False: not certain yet, call it again. Raises CheckpointError or OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._create():
             mark = _read(self._path)

@@ -1,7 +1,4 @@
-"""Pieces of tensors to and from a folder of torch.distributed.checkpoint: the form of Megatron's torch_dist checkpoints, too.
-
-Every rank writes its own pieces into a file of its own, and reads what it needs; such a folder says in a pickle where they are.
-"""
+"""Pieces of tensors to and from folders of torch.distributed.checkpoint (Megatron's torch_dist): files of ranks, and an index."""
 
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,10 +28,7 @@ def write_folder(folder: Path, tensors: Sequence[HeldTensor], *, what: str) -> N
 
 
 def read_folder(folder: Path, tensors: Iterable[HeldTensor]) -> None:
-    """Fill this rank's pieces, converted to their types; they must be in the folder. Needs no other rank.
-
-    Raises CheckpointError if a file is damaged.
-    """
+    """Fill this rank's pieces, which the folder must have, converted to their types; raises CheckpointError for damaged files."""
     with _explained(f"reading {folder}", remedy="; copy it again"):
         state_dict_loader.load({}, storage_reader=FileSystemReader(folder), planner=_Reading(tensors), no_dist=True)
 
@@ -62,10 +56,7 @@ def has_optimizer_state(folder: Path) -> bool:
 
 
 def export_checkpoint(folder: Path, target: Path) -> None:
-    """Write all tensors of a run's checkpoint, whole, into a new folder, and `braid.json` beside them; by one process.
-
-    Raises CheckpointError.
-    """
+    """Write all tensors of a run's checkpoint, whole, and `braid.json` into a new folder, in one process; CheckpointError."""
     path, index = read_index_of(folder)
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target}: is not empty; give a new folder")

@@ -60,10 +60,7 @@ def folder_of_run(path: Path) -> Path:
 
 
 def damaged(checkpoint: Path, found: str) -> CheckpointError:
-    """Return the error for a checkpoint that differs from what was saved, with the way out.
-
-    found: names the file and what is wrong with it.
-    """
+    """Return the error for a checkpoint that differs from what was saved; found: names the file and what is wrong with it."""
     earlier = [other for other in list_checkpoints(checkpoint.parent) if step_of(other) < step_of(checkpoint)]
     way_out = "it is the only one there; restore it from a copy, or start anew without --load"
     if earlier:

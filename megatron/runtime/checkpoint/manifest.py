@@ -78,10 +78,7 @@ def read_newest(folder: Path) -> tuple[Path, Manifest]:
 
 
 def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph, dtype: str | None = None) -> None:
-    """Raise CheckpointError with the first difference if the checkpoint is of another model than `graph`.
-
-    dtype: of the run that loads its optimizer's state, which must be the same; None: it loads none.
-    """
+    """Raise CheckpointError with the first difference from the run's model, or dtype if its optimizer's state is to be loaded."""
     try:
         saved = ModelGraph.from_dict(manifest.model)
     except Exception as problem:  # the content may be anything
@@ -169,10 +166,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(path: Path, state: dict[str, Any]) -> None:
-    """Set the generators to a result of `capture_random_state`; CUDA's is unchanged if the state or the process has none.
-
-    path: of the checkpoint. Raises CheckpointError if the state is none.
-    """
+    """Set the generators to a result of `capture_random_state`, CUDA's if both have it; raises CheckpointError if it is none."""
     try:
         version, values, gauss = state["python"]
         random.setstate((version, tuple(values), gauss))

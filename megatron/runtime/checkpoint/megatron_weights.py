@@ -110,10 +110,8 @@ def embeddings_of(keys: Iterable[str], *, folder: Path) -> str:
 def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = False) -> LoadedCheckpoint:
     """Fill all parameters, and on wish the optimizer's state, from a checkpoint of Megatron; collective.
 
-    Biases of a projector that has none there are zero; rows of the vocabulary that are missing, too, and rows beyond it are left
-    out. A release has no optimizer's state and starts at step 0.
-
-    Raises CheckpointError on every rank if anything else is missing, left over, or of another shape.
+    A release has no optimizer's state and starts at step 0. Missing biases of projectors and rows of the vocabulary are zero,
+    rows beyond it are left out; raises CheckpointError on every rank for any other difference.
     """
     what, graph = f"loading {folder}", session.graph
     with failing_together(what=what):

@@ -85,10 +85,7 @@ def choose_writers(offered: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
 def write_tensors(
     folder: Path, tensors: Sequence[HeldTensor], writers: Mapping[Place, int]
 ) -> tuple[dict[str, int], TensorIndex]:
-    """Write this rank's pieces into a file of its own, which is on the disk then; raises OSError.
-
-    Returns file name -> bytes, and the place of these pieces.
-    """
+    """Write this rank's pieces into a file of its own; returns file name -> bytes, and the pieces' places. Raises OSError."""
     rank, written = dist.get_rank(), dict[str, SavedTensor]()
     own = ((tensor, piece) for tensor in tensors if not tensor.is_copy for piece in tensor.pieces)
     chosen = [(tensor, piece) for tensor, piece in own if writers[tensor.key, piece.box] == rank]
@@ -126,10 +123,7 @@ def write_index(folder: Path, written: Sequence[TensorIndex]) -> tuple[int, int]
 
 @torch.no_grad()
 def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
-    """Fill this rank's pieces from the files of all ranks.
-
-    Every saved piece that is read is compared with its checksum. Raises CheckpointError and OSError.
-    """
+    """Fill this rank's pieces from the files of all ranks, checking every checksum; raises CheckpointError and OSError."""
     wanted = [
         (saved, tensor.key, found)
         for tensor in tensors
@@ -161,10 +155,7 @@ def index_to_json(index: TensorIndex) -> bytes:
 
 
 def read_index(checkpoint: Path, *, files: Mapping[str, int], crc32: int) -> TensorIndex:
-    """Read `tensors.json` of a checkpoint; raises CheckpointError if it is not as written, or describes impossible pieces.
-
-    files: name -> bytes of the checkpoint's files. crc32: of `tensors.json`.
-    """
+    """Read `tensors.json`, which must have this checksum and fit the files (name -> bytes); raises CheckpointError."""
     content = (checkpoint / INDEX_NAME).read_bytes()
     if zlib.crc32(content) != crc32:
         raise damaged(checkpoint, f"{INDEX_NAME} is not the one that was written (its checksum differs)")
@@ -198,10 +189,9 @@ MAKE_ROOM = "make room or give another folder; a run with --save goes on from th
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
-    """Run `action` on every rank and return the results of all of them, in rank order; for small results.
+    """Run `action` on every rank and return all results, which should be small, in rank order.
 
-    what: names the step in the error; group: a gloo group of all ranks, for threads of their own; by default the run's. Raises
-    CheckpointError on every rank if the action failed on any.
+    group: a gloo group of all ranks, for threads of their own. Raises CheckpointError about `what` on every rank if one fails.
     """
     return gather_objects(on_this_rank(action, what=what, group=group), group=group)
 
@@ -215,10 +205,7 @@ def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGrou
 
 @contextmanager
 def failing_together(*, what: str, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Raise CheckpointError on every rank if the body failed on any, of BraidErrors with their message.
-
-    Ranks exchange one number that says if all went well, and more only if not.
-    """
+    """Raise CheckpointError on every rank if the body failed on any, of BraidErrors with their message."""
     problem = None
     try:
         yield

@@ -221,10 +221,7 @@ class Broker:
         self._unsent: dict[MessageKey, list[tuple[Tensor, int]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
-        """Start sending this rank's pieces of `payload`, all rows that it sends; pieces for this rank itself are kept.
-
-        A rank that also receives a part of the message sends when it posts that receive, which is the next thing it does.
-        """
+        """Send this rank's rows at once, or, if it receives a part of the message itself, when it posts that receive."""
         sends: list[tuple[Tensor, int]] = []
         for piece in pieces_of(link):
             if piece.source_rank != self._rank:
@@ -276,10 +273,7 @@ class Broker:
         return incoming.buffer
 
     def complete(self, key: MessageKey, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Return all rows that this rank needs, in the route's order.
-
-        group: between units, its tensor parallel peers, with which it gathers shares.
-        """
+        """Return the rows that this rank needs, in the route's order; group: its tensor parallel peers, which gather shares."""
         incoming = self._incoming.pop(key)
         link, received = incoming.link, incoming.buffer
         if not link.is_replicated:

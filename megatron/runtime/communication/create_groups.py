@@ -51,9 +51,8 @@ def create_groups(
 ) -> list[dist.ProcessGroup]:
     """Create one group for each set of ranks; collective over the world, in which every rank gives the same sets.
 
-    backend: by default that of the world. urgent: sets whose collectives go before other work that is ready (NCCL), such as work
-    that fills waits for them; most_blocks: multiprocessors that a call of a group may hold (NCCL). Returns the groups in order,
-    with torch's mark where this rank is no member. Raises RuntimeError.
+    urgent: sets whose collectives go before other work that is ready (NCCL); most_blocks: multiprocessors that a call of a group
+    may hold (NCCL). Returns the groups in order, with torch's mark where this rank is no member. Raises RuntimeError.
     """
     listed, rank, size = [list(ranks) for ranks in rank_sets], dist.get_rank(), dist.get_world_size()
     if (backend or dist.get_backend()) != "gloo" or size == 1:

@@ -65,10 +65,7 @@ class MessageChannel:
     def start(
         self, track: Track, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
     ) -> Sequence[Arrival]:
-        """Start one message: tensors with their target ranks, and contiguous buffers with their source ranks.
-
-        Sent tensors are kept until they have left and must not be changed. Returns the works to wait for before buffers are read.
-        """
+        """Start a message: sent tensors, unchanged until they have left, with target ranks; contiguous buffers with sources."""
         group, tag = self._groups[track], self._tags[track]
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
         landings = [_landing(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]

@@ -83,10 +83,7 @@ def build_memberships(
     num_state_copies: int | None = None,
     shares_weights: bool = False,
 ) -> dict[str, Membership]:
-    """Create all process groups of the plan in `book` and return this rank's place in each of its units; collective.
-
-    num_state_copies, shares_weights: as for `group_ranks`.
-    """
+    """Create all process groups of `group_ranks` in `book`; returns this rank's place in each of its units; collective."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # in which sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
     stages = [(unit, stage) for unit in plan.units.values() for replica in unit.replicas for stage in replica.stages]

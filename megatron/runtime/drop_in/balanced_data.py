@@ -58,10 +58,7 @@ def _deal(iterator: Iterator[Any] | None, count: int, length: Length, group: dis
 
 
 def find_problem(told: Sequence[tuple[list[int], list[int] | None, bytes | None]]) -> str | None:
-    """Return why replicas cannot exchange microbatches.
-
-    told: each rank's data parallel group, and, if it reads data, lengths and, of several replicas, a digest of what it read.
-    """
+    """Return why replicas cannot exchange microbatches; told: each rank's data parallel group, lengths and digest of its data."""
     found: dict[int, list[int]] = {}
     if len({len(ranks) for ranks, lengths, _ in told if lengths is not None}) > 1:
         return "modules have data parallel groups of unlike sizes; give all modules as many replicas"

@@ -40,11 +40,7 @@ _TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward"
 
 
 class ForwardBackward:
-    """Megatron's three forward-backward functions in one, with a Braid schedule.
-
-    Holds the process groups for messages between stages. All ranks of the world create them together in the first step with more
-    than one stage.
-    """
+    """Megatron's three forward-backward functions in one, with a Braid schedule; all ranks make its groups in the first step."""
 
     def __init__(
         self,
@@ -53,10 +49,7 @@ class ForwardBackward:
         length: Length | None = None,
         groups: UnitGroups | None = None,
     ) -> None:
-        """length: by which microbatches are balanced over data parallel replicas; None: they stay where they are drawn.
-
-        groups: of the applied plan, which modules on ranks of their own must follow.
-        """
+        """length: balances microbatches over replicas, if given; groups: of the plan, which modules on own ranks must follow."""
         self._schedule, self._length = schedule, length
         self._units, self._unlike, self._collections = (
             ({}, None, {}) if groups is None else (groups.units, groups.unlike, groups.collections)
@@ -173,10 +166,7 @@ class ForwardBackward:
 def _run_step(
     step: PipelineStep, *, tp_group: dist.ProcessGroup, told: Any, is_last_rank: bool, force_all_reduce: bool | None
 ) -> None:
-    """Run a step between Megatron's timers, then finalize gradients (data parallel reduction, tied embeddings, scaling).
-
-    told: the process groups that the loop's finalize_model_grads_func is told.
-    """
+    """Run a step between Megatron's timers, then let the loop's finalize_model_grads_func, which is told groups, finish it."""
     config, chunks = step.inputs.config, list(step.inputs.chunks)
     finalizes = config.finalize_model_grads_func is not None and not step.shape.forward_only
     embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last_rank) if finalizes else None
@@ -245,11 +235,9 @@ All others either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only 
 
 
 def check_options(config: Any, *, shape: PipelineShape, num_chunks: int, is_llm: bool = True) -> None:
-    """Check that a step can honour Megatron's config.
+    """Check that a step can honour Megatron's config; raises ConfigError that names the option and the fix.
 
-    config: a ModelParallelConfig, with the sizes of the LLM on all ranks; num_chunks: model chunks that the loop gave on this
-        rank; is_llm: True if it has the LLM, or the whole model.
-    Raises ConfigError that names the option and the fix.
+    config: a ModelParallelConfig; num_chunks: model chunks on this rank; is_llm: True if it has the LLM, or the whole model.
     """
     for option, (reason, fix) in REFUSALS.items():
         if (value := getattr(config, option, None)) and value != "none":

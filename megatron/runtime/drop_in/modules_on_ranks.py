@@ -132,10 +132,9 @@ def _ranks_of_grid(grid: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def modules_of_plan(units: Mapping[str, UnitPlan], model: Module) -> tuple[LoopModule, ...]:
-    """Return the plan's units as modules of a loop's model, the LLM last; empty if the model runs them as one, as Megatron does.
+    """Return the plan's units as modules of a loop's model, the LLM last; raises ConfigError for units that it cannot have.
 
-    That is so if it is no LLaVAModel or MimoModel, if every rank has all of it, and on the LLM's ranks with unlike replicas or
-    context parallelism. Raises ConfigError for units that it cannot have.
+    Empty if it runs as one: no LLaVAModel or MimoModel, all of it on every rank, or an LLM with unlike replicas or cp.
     """
     if not units:
         return ()

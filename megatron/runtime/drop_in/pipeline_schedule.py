@@ -72,10 +72,9 @@ class PipelineShape:
 
 @lru_cache(maxsize=64)
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
-    """Build, lower and validate the schedule `name`, alike on all ranks of the modules; a rank executes the lane that has it.
+    """Build, lower and validate the schedule `name`, alike on all ranks; a rank executes the lane that has it.
 
-    A pipeline that is all of the model has one for each of its tensor, context and data parallel ranks. Raises ConfigError if the
-    schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
+    Raises ConfigError if it needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
     schedule = build_schedule(BUILDERS[name], step_of_pipeline(shape))
     for lane in schedule.lanes:
@@ -84,10 +83,7 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 
 
 def step_of_pipeline(shape: PipelineShape) -> StepShape:
-    """Describe a step: every microbatch of the LLM is one sample, of which each of several encoders' replicas has an item.
-
-    Layers and sizes of the loop's own model are unknown here; all virtual stages count as equally long.
-    """
+    """Describe a step: one sample per microbatch, with an item of each encoder's replica; all virtual stages equally long."""
     units, plans, placed, width = [], {}, {}, len(shape.llm.replicas)
     for module in shape.modules:
         num_stages, is_llm = module.num_stages * module.num_chunks, module is shape.llm

@@ -104,10 +104,7 @@ SHAPE_TRACKS = tuple(Track("shape", parity) for parity in PARITIES)
 
 
 class ShapeTellingBroker(Broker):
-    """A broker that posts the receive of an activation when its shape has arrived; gradients have their activations' shapes.
-
-    Receives are posted in the order of the sends, whichever activation is needed first.
-    """
+    """A broker that posts receives of activations, in the order of the sends, as their shapes arrive; gradients have these."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -179,11 +176,7 @@ class PipelineStep(LaneRun):
         shape: PipelineShape,
         schedule: Schedule,
     ) -> None:
-        """channel: None if there is one stage.
-
-        message_shapes: of activations that are received, and of those that are sent (sequence, microbatch, hidden); gradients
-        have the shapes of their activations.
-        """
+        """channel: None with one stage; message_shapes: of received and sent activations (sequence, microbatch, hidden)."""
         dtype = inputs.config.pipeline_dtype or torch.float32
         make_broker = ShapeTellingBroker if inputs.config.variable_seq_lengths else Broker
         broker = make_broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
@@ -360,10 +353,7 @@ class PipelineStep(LaneRun):
         return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=self.inputs.batch_dimension(module))
 
     def _gather_next(self) -> None:
-        """Launch the gathering of a chunk's parameters, while the chunk before it in the lane starts.
-
-        As in Megatron, only interleaved training steps call param_sync_func; otherwise the model's own hooks gather parameters.
-        """
+        """Launch the gathering of a chunk's parameters beside the chunk before it; as in Megatron, in interleaved training."""
         functions, chunks = self.inputs.config.param_sync_func, self.inputs.chunks
         if functions is not None and len(chunks) > 1 and not self.shape.forward_only and self.ungathered:
             index = self.ungathered.pop(0)

@@ -43,10 +43,9 @@ class UnlikeReplicas:
             self._add_up([*self._layers(chunks)], lambda parameter: parameter, float(self._replica == 0))
 
     def reduce(self, chunks: Sequence[Any], count: Tensor | int) -> None:
-        """Make the gradients of every replica the mean of all; collective over the unit.
+        """Make every replica's gradients, means over `count` microbatches or tokens, the mean of all; collective over the unit.
 
-        count: the microbatches, or tokens, of which this replica's gradients are the mean. Raises ConfigError on all ranks, in
-        the first step, if one of them has other layers than the plan gives it, or replicas have unlike weights.
+        Raises ConfigError on all ranks, in the first step, if a rank has other layers than planned, or weights differ.
         """
         if not self._is_checked:
             self._raise(self._find_misplaced(chunks))

@@ -57,10 +57,7 @@ class EmulatedRun:
 
 
 def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
-    """Run it in processes of this machine, one per rank of the plan; returns the measured timelines after a warm-up.
-
-    Raises RuntimeError or torch's ProcessRaisedException, with the traceback, if a rank fails.
-    """
+    """Run it in processes of this machine, one per rank; returns measured timelines after a warm-up. Raises if a rank fails."""
     return run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.shape.plan.num_ranks)
 
 

@@ -139,10 +139,7 @@ class EmulatedStage(UnitStage):
         return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
 
     def _spend(self, action: Action, *, fraction: float = 1.0) -> None:
-        """Take as long as a computation; work inside it runs in its waits.
-
-        Replicas that share experts begin together: they would wait for each other in every layer, and all take equally long.
-        """
+        """Take as long as a computation, with other work in its waits; replicas that share experts begin together."""
         cost = self._cost(action)
         if self._meets_replicas and action.kind in EXCHANGES:
             dist.barrier(group=self.groups.ep)

@@ -20,8 +20,7 @@ from multimodal.values.schedule import Lane
 class LaneRun(ABC):
     """One step of one rank: values that are stored, receives that are posted, collectives that are started.
 
-    Subclasses define the computation of a microbatch and the form of its messages: `RunningStep` for Braid's own stages, the
-    drop-in's `PipelineStep` for the model of a loop written for Megatron.
+    Subclasses compute: `RunningStep` by Braid's own stages, the drop-in's `PipelineStep` by the model of a loop for Megatron.
     """
 
     def __init__(self, *, broker: Broker, clock: StepClock) -> None:

@@ -179,10 +179,7 @@ class SegmentPass:
             self._repeating = None
 
     def _walk(self, first: int, last: int, point: _Point, *, counts: bool = True) -> tuple[list[_Graph], _Point]:
-        """Run parts; returns a graph for each stretch between collectives, if graphs are kept, and the result.
-
-        A collective behind the last part is not started; in recomputation it is not needed at all.
-        """
+        """Run parts; returns a graph per stretch between collectives, if kept, and the result, with no collective at its end."""
         graphs = []
         parts, link = self._segments.parts, self._stage.link
         cuts = [  # where a piece ends, or a collective lies between two parts

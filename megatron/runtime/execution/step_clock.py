@@ -1,7 +1,4 @@
-"""Measures the times of each action of a step, by host time on CPU and by events on the stream on CUDA.
-
-One rank keeps the events of its own lane; together they are the measured timeline of a step.
-"""
+"""Measures the times of each action in this rank's lane, by host time on CPU and by events on the stream on CUDA."""
 
 import math
 import socket

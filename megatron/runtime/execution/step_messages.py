@@ -1,7 +1,4 @@
-"""A rank's resources for all its steps; of one step its inputs on the rank's device, and the messages of its computations.
-
-Activations go forward and gradients go back, wherever the other end runs.
-"""
+"""A rank's resources for all its steps; of one step its inputs on the rank's device, and the messages of its computations."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,10 +34,7 @@ _FAR_APART = 2**40
 
 
 class RankResources:
-    """Resources that are the same for all steps: this rank's stages, the broker, the clock.
-
-    stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); gradients: by unit.
-    """
+    """Alike for all steps: stages ((unit, virtual stage) -> module), groups (unit -> tp, cp, tp_cp), gradients, broker, clock."""
 
     def __init__(
         self,
@@ -69,11 +63,7 @@ class RankResources:
 
 
 class StepInputs:
-    """Copies every parcel of a packed step once, from the start of the step, on a stream beside the computations.
-
-    A computation's stream waits for the copy of its inputs; the host waits for nothing. A step that is not packed is copied piece
-    by piece.
-    """
+    """Copies a step's inputs on a stream beside the computations, which wait for them: parcels at once, others piece by piece."""
 
     def __init__(self, step: Step, *, rank: int, device: torch.device) -> None:
         self._step, self._rank, self._device = step, rank, device
@@ -222,11 +212,7 @@ class StepMessages(LaneRun):
                 self.publish(key.answered(action.covers if route is None else None), _gradient_of(tensor))
 
     def _resized_link(self, key: MessageKey, *, width: int) -> Link:
-        """Return the link of hidden states between stages of different tensor parallel sizes, for one context parallel rank.
-
-        Under sequence parallelism each rank has its own rows, and stages pad to different numbers: rows that one end lacks are
-        zero.
-        """
+        """Return the link between stages of different tensor parallel sizes; rows that only one end pads are zero."""
         unit = key.source.unit
         groups = (
             self.executor.plan.units[unit].tensor_parallel_groups(self._virtual_stage(each)) for each in (key.source, key.target)

@@ -1,7 +1,4 @@
-"""Ranks decide for themselves, so all must decide alike, which is checked before each step; also what samples are left out.
-
-A digest of the assignment is compared in one small reduction; only if it differs are assignments exchanged, to find the place.
-"""
+"""Checks before each step, by a digest in one small reduction, that all ranks decided alike; also leaves out bad samples."""
 
 import hashlib
 import logging
@@ -50,10 +47,9 @@ class Agreed(NamedTuple):
 
 
 def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:
-    """Compare this step's assignment on all ranks; collective.
+    """Compare this step's assignment on all ranks; collective. Raises AssignmentError, on all, with the first difference.
 
-    wait_seconds: time that this rank waited for the step; stop: this rank's wish. Raises AssignmentError, on every rank, with the
-    first difference.
+    wait_seconds: time that this rank waited for the step; stop: this rank's wish.
     """
     told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds), stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
@@ -120,10 +116,7 @@ class BadSamples:
         self._most_per_thousand, self._num_bad, self._num_seen = most_per_thousand, 0, 0
 
     def leave_out(self, step: Step, *, device: torch.device) -> Step:
-        """Return the step without what any rank could not read; collective.
-
-        Raises DataError, on every rank, if there have been too many (`check_share`), or if nothing is left of the step.
-        """
+        """Return the step without what any rank could not read; collective. Raises DataError on all if that is too much."""
         self._num_seen += len(step.lengths)
         told = torch.tensor([len(step.problems)], dtype=torch.int64, device=device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)

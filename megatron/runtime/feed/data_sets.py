@@ -1,7 +1,4 @@
-"""The training and validation sets that the flags name, and their description in checkpoints.
-
-A resumed run must continue with the same data, in the same order.
-"""
+"""The training and validation sets that the flags name, and their description in checkpoints, which a resumed run must match."""
 
 import hashlib
 import logging
@@ -67,10 +64,7 @@ class DataSets:
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
-    """Open `--data-path`; raises DataError or ConfigError if it, or a producer, cannot be used.
-
-    in_turn: lets one rank of a node index the data first, whose index the others then read; None: ranks do not wait.
-    """
+    """Open `--data-path`; raises DataError or ConfigError. in_turn: lets one rank of a node index the data before the others."""
     if (program := config.data.sample_program) is not None:
         tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
         num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
@@ -107,10 +101,7 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 def _join(
     source: SampleSource, indices: SplitPart | None = None, *, config: RunConfig, name: str, is_shuffled: bool = False
 ) -> tuple[SampleSource, DataPart]:
-    """Return samples of a source as they are drawn: one by one, or joined into sequences.
-
-    indices: of the samples; None: all. is_shuffled: join them in an order of the run's seed.
-    """
+    """Return samples, all or of these indices, as they are drawn: singly, or joined into sequences, in the seed's order."""
     most = config.training.packing_seq_length
     if most is None:
         found = source if indices is None else SourceSubset(source, indices)
@@ -255,8 +246,7 @@ def text_settings(config: RunConfig) -> TextSettings:
 def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
     """Enlarge an LLM's exact vocabulary to the tokenizer's if that is larger, for special tokens that it lacks.
 
-    Where its embeddings are frozen, the rows of these tokens become `new_tokens`, also if the vocabulary has had rows to spare.
-    Raises ConfigError for a tokenizer that has more tokens even without these, which must belong to another model.
+    Rows that frozen embeddings lack, or had to spare, become `new_tokens`. Raises ConfigError for another model's tokenizer.
     """
     backbone = graph.backbone
     own, known = tokenizer.num_own_tokens, backbone.vocab_size or 0
@@ -273,11 +263,7 @@ def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
 
 
 def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
-    """Raise ConfigError if the tokenizer's placeholders differ from those in the config.json of a model's folder.
-
-    Such a tokenizer belongs to another model, and the folder that --save-hf writes would have placeholders without a meaning.
-    Byte tokenizers are exempt.
-    """
+    """Raise ConfigError if a tokenizer's placeholders differ from a model folder's config.json; byte tokenizers are exempt."""
     if not model.is_dir() or not isinstance(tokenizer, HuggingFaceTokenizer):
         return
     architecture, config = read_config(model)
@@ -343,10 +329,7 @@ _DESCRIBED = (
 
 
 def describe_data(config: RunConfig, data: DataSets) -> RunData:
-    """Return the description that checkpoints store; O(bytes of the manifest). Raises OSError.
-
-    Files are identified by their content, so they may be moved.
-    """
+    """Return the description that checkpoints store, of files by content, as they may move; O(bytes of the manifest). OSError."""
     program = config.data.sample_program
     remote, mixture = config.data.remote, config.data.mixture
     digests = [program_digest(program)] if program else []
@@ -379,8 +362,7 @@ def data_set_name(digest: str, split: str | None, num_samples: int) -> str:
 def check_same_data(where: str, *, saved: RunData, current: RunData, is_new_phase: bool = False) -> None:
     """Raise CheckpointError with the first difference that would make a resumed run continue differently.
 
-    where: names the checkpoint; is_new_phase: allow the differences that --new-phase allows. Values that only one of the two has
-    are not compared.
+    where: names the checkpoint; is_new_phase: allow what --new-phase allows. What only one of the two has is not compared.
     """
     for name, flag, shown, unit, may_change in _COMPARED:
         if name not in saved or saved[name] == current[name] or (is_new_phase and may_change):

@@ -26,11 +26,8 @@ def pack_encoder_microbatch(
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need pixels, later ones only positions).
 
     Positions are (row, column) of each patch in its image; CLASS_POSITION twice for a class token, and one less for each register
-    behind it. If learned positions are interpolated, the image's numbers of rows and columns follow. For sound they are as
-    returned by `audio_positions`.
-
-    atoms: at least one; source: has samples by their ids; item_input: description of the encoder's items. Raises DataError if an
-    item cannot be decoded.
+    behind it. If learned positions are interpolated, the image's numbers of rows and columns follow; for sound see
+    `audio_positions`. source: has samples by their ids. Raises DataError if an item cannot be decoded.
     """
     assert item_input is not None
     positions = [_positions(source.item_grid(*atom), item_input) for atom in atoms]
@@ -47,8 +44,7 @@ def pack_language_microbatch(
 ) -> tuple[PackedInput, dict[Atom, tuple[int, int]]]:
     """Pack whole samples for the LLM, and return (start, length) of the placeholders of each item among the tokens, too.
 
-    atoms: none for a replica that only computes others' tokens; source: has samples by their ids; images: of each image
-    encoder, if tokens of images have a time, rows and columns in the LLM; None: a token's position is its index in its sample.
+    images: of each image encoder, if tokens of images have a time, rows and columns in the LLM; None: positions are indices.
     """
     texts = [source.text(atom.sample_id) for atom in atoms]
     lengths = tuple(len(text.token_ids) for text in texts)

@@ -33,10 +33,7 @@ class Phase:
 
 
 def find_phase(saved: RunData, current: RunData, *, step: int, may_change: bool) -> Phase:
-    """Return the phase of a run that continues after `step` from a checkpoint of `saved`: the checkpoint's, or a new one.
-
-    may_change: True if a new phase may begin; it does if the batches, the learning rate's schedule or the trained parts differ.
-    """
+    """Return the phase after `step` of a checkpoint of `saved`: that one, or a new one if this differs and may change."""
     phase = Phase(**saved.get("phase", {}))
     if not may_change:
         return phase

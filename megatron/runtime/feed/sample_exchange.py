@@ -79,10 +79,7 @@ class SampleExchange:
         self._group = create_groups([range(world_size)], backend="gloo", timeout=timeout)[0]
 
     def decode(self, source: SampleSource, sample_ids: Sequence[int]) -> HeldSamples:
-        """Decode every world_size-th sample of the batch here, and send all ranks its lengths.
-
-        source: has samples by their ids; sample_ids: of the batch, in its order. Raises DataError on every rank if one fails.
-        """
+        """Decode every world_size-th sample of the batch here, and send all ranks its lengths; raises DataError on every rank."""
         pieces, own, failure = dict[Atom, SampleText | ItemPixels](), dict[int, Described](), None
         try:
             share = sample_ids[self._rank :: self._world_size]

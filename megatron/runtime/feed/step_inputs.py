@@ -36,12 +36,10 @@ def load_inputs(
 ) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
     """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
-    Returns `Step.inputs` and `Step.target_samples`, on the CPU. Microbatches that run in sample subsets are packed subset by
-    subset. If a unit spreads tokens over ranks (`Step.placement`), all its ranks read the whole, and keep theirs.
-
-    source: has samples by their ids; options: of the run's stages, for which masks and other derived values are prepared; None:
-    stages derive them when they run. seed: of the noise from which generators learn.
-    Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
+    Returns `Step.inputs` and `Step.target_samples`, on the CPU; what runs in sample subsets is packed subset by subset, and of
+    tokens spread over ranks (`Step.placement`) each keeps its own. source: has samples by their ids; options: of the stages, for
+    which masks and the like are prepared; None: stages derive them. seed: of the noise from which generators learn. Raises
+    DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:

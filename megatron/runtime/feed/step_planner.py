@@ -65,8 +65,7 @@ Decision = tuple[Assignment, tuple[float, float] | None]
 class NodeDecisions:
     """Assignments that take long to choose: one rank of a node chooses, the others read it, as only this user can.
 
-    Each rank still computes the digest that all ranks compare before a step: one that sees other lengths chooses for itself, and
-    the comparison finds it.
+    A rank that sees other lengths chooses for itself, and the comparison of digests before a step finds it.
     """
 
     def __init__(self, name: str, *, subject: object) -> None:
@@ -75,10 +74,7 @@ class NodeDecisions:
         self._subject = repr(subject).encode()
 
     def find(self, lengths: LengthBatch, decide: Callable[[], Decision]) -> Decision:
-        """Return what another rank has chosen for these lengths, waiting for it, or choose it.
-
-        Raises what `decide` raises, on every rank. Where the folder cannot be used, each rank decides for itself.
-        """
+        """Return what another rank chose for these lengths, or choose it; a rank alone where the folder cannot be used."""
         try:
             digest, arrays = hashlib.blake2b(self._subject), lengths.arrays
             for each in (getattr(arrays, field.name) for field in fields(arrays)):
@@ -246,10 +242,7 @@ def plan_step(
     assignment: Assignment,
     options: StepOptions,
 ) -> Step:
-    """Return the step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
-
-    source: has samples by their ids.
-    """
+    """Return the step of an assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError."""
     schedules, rank, costs_of = options.schedules, options.rank, options.costs_of
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, lengths, graph=graph, plan=plan)
@@ -312,11 +305,7 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Gener
 
 
 def load_steps_in_thread(planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
-    """Do the same in a thread of this process, for planners that communicate with other ranks, as no forked worker can.
-
-    Raises errors of planning and loading at the step that failed. Decoding, balancing kernels and messages release the
-    interpreter lock, so training continues meanwhile.
-    """
+    """Do the same in a thread, for planners that communicate, as no forked worker can; raises errors at their step."""
     prepared: queue.Queue[Step | BaseException] = queue.Queue(maxsize=STEPS_AHEAD)
 
     def prepare() -> None:

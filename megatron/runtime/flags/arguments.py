@@ -1,7 +1,4 @@
-"""Reads the command line, a configuration file and the model file into a checked `RunConfig`, frozen units and the plan.
-
-Neither torch nor megatron-core is imported on this path, so `--help` and all errors are instant.
-"""
+"""Reads the command line, a configuration file and the model file into a checked `RunConfig`; without torch, so in an instant."""
 
 import argparse
 import difflib
@@ -76,10 +73,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
 
 
 def with_epochs(config: RunConfig, *, graph: ModelGraph, num_samples: int) -> RunConfig:
-    """Return the configuration with --num-epochs, if given, as --train-iters; raises ConfigError if other flags do not fit these.
-
-    graph: as for `check_config`; num_samples: those of training, of which there is at least one.
-    """
+    """Return the configuration with --num-epochs, if given, as --train-iters; raises ConfigError if other flags do not fit."""
     training = config.training
     if training.num_epochs is None:
         return config
@@ -96,10 +90,7 @@ def _with_steps(config: RunConfig) -> RunConfig:
 
 
 def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
-    """Read the model of --model, or else of the folder of --load-hf; for each, the command line takes precedence.
-
-    Raises ConfigError if there is neither a file nor a folder of Hugging Face.
-    """
+    """Read the model of --model, or else of --load-hf, the command line first; raises ConfigError if there is no such file."""
     for flag in ("--model", "--load-hf"):
         entry = entries.get(flag)
         if (path := first.get(flag[2:].replace("-", "_"))) is None:
@@ -179,10 +170,7 @@ def _listed_data(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that a folder of --load-hf sets besides weights: the model and, unless one is given, the tokenizer.
-
-    Raises ConfigError if the folder has no tokenizer: any other gives tokens that the weights do not know.
-    """
+    """Return the model and, unless given, the tokenizer of a folder of --load-hf; raises ConfigError if it has no tokenizer."""
     tokenizer = folder / "tokenizer.json"
     if "tokenizer_type" in values or "tokenizer_model" in values:
         return {"model": folder}
@@ -246,10 +234,8 @@ def build_plan(
 ) -> Plan:
     """Build the plan of the flags for `world_size` processes, `ranks_per_node` of them per node if that is known.
 
-    A plan file is used as it is; `--colocate-units` shares all ranks; otherwise every unit gets ranks of its own. One process and
-    sizes of 1 throughout can only be colocated, which needs no flag. Raises PlanError if the plan does not fit.
-
-    layer_seconds: seconds by which size flags cut units into stages; known once there is data; checks do not need them.
+    A plan file is used as it is; `--colocate-units`, or one process with sizes of 1, shares all ranks; otherwise every unit gets
+    ranks of its own. layer_seconds: by which size flags cut units into stages, once there is data. Raises PlanError.
     """
     parallelism = config.parallelism
     if parallelism.plan is not None and parallelism.elastic:
@@ -269,10 +255,7 @@ def build_plan(
 
 
 def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
-    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for unknown names.
-
-    `llm` stands for the backbone, whatever its name.
-    """
+    """Return the model as trained: units frozen (`llm`: the backbone), adapters added; raises ConfigError for unknown names."""
     modules = {_unit_name(graph, name, flag="--freeze") for name in model.freeze}
     projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in model.freeze_projector}
     if graph.backbone.name in projectors:
@@ -318,10 +301,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def _parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
-    """Return destination -> value, parsed like the command line; input paths are looked up beside the file.
-
-    Raises ConfigError that starts with the file's path, and the line of the first key whose flag the problem names.
-    """
+    """Return destination -> value, input paths looked up beside the file; ConfigErrors begin with its path and the key's line."""
     try:
         tokens = [token for flag, value in entries.items() for token in _tokens(flag, value, parser=parser)]
         values = parser.parse_given(tokens)

@@ -29,10 +29,9 @@ MAX_MICROBATCHES = 2**14
 
 
 def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], units: tuple[str, ...]) -> dict[str, Any]:
-    """Drop one of two mutually exclusive flags if the command line overrules it.
+    """Drop one of two mutually exclusive flags if the command line overrules it; raises ConfigError if both are in one place.
 
-    values: destination -> value; overruled(a, b): True if a is from a file and b from the command line. Raises ConfigError if
-    both were given in the same place.
+    values: destination -> value; overruled(a, b): True if a is from a file and b from the command line.
     """
     kept = dict(values)
     sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
@@ -71,9 +70,7 @@ def check_bounds(config: RunConfig) -> None:
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Check combinations of a whole configuration; raises ConfigError for the first broken rule.
-
-    Raises ModelError for a model that can be planned but not trained.
+    """Check combinations; raises ConfigError for the first broken rule, ModelError for a model that can only be planned.
 
     graph: the model with its units frozen and adapted as the configuration says.
     """

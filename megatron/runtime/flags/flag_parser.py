@@ -1,7 +1,4 @@
-"""The argparse parser of all flags: grouped like the configuration, and stricter than argparse.
-
-For an unknown flag, the error names Braid's counterpart of Megatron's flag, or the most similar spelling.
-"""
+"""The argparse parser of all flags, grouped like the configuration; it says what to use in place of an unknown flag."""
 
 import argparse
 import difflib
@@ -39,10 +36,7 @@ BALANCE_OPTIONS: Mapping[str, tuple[str, str]] = {
 
 
 def unfold_balance(tokens: Sequence[str]) -> list[str]:
-    """Return flags with `--balance NAME:key=value,key` as `--balance NAME` and the flags of `BALANCE_OPTIONS`.
-
-    `costs` may come several times, once for each unit. Raises ConfigError for an option that is unknown or lacks its value.
-    """
+    """Unfold `--balance NAME:key=value,key`, where `costs` may come several times, into flags; raises ConfigError."""
     found: list[str] = []
     costs: list[str] = []
     for before, token in zip(("", *tokens), tokens, strict=False):
@@ -65,10 +59,7 @@ def unfold_balance(tokens: Sequence[str]) -> list[str]:
 
 
 def unfold_freezes(tokens: Sequence[str], graph: ModelGraph | None) -> list[str]:
-    """Return flags with Megatron's switches that freeze (`FREEZES`) as units of --freeze and --freeze-projector.
-
-    graph: None if the model is not known, and so the units neither. Raises ConfigError if the model has no such unit.
-    """
+    """Unfold Megatron's switches (`FREEZES`) into --freeze and --freeze-projector; raises ConfigError without such a unit."""
     found = [token for token in tokens if token not in FREEZES]
     for switch in dict.fromkeys(token for token in tokens if token in FREEZES):
         flag, whose = FREEZES[switch]
@@ -199,10 +190,7 @@ WORDS_ALIKE = 0.65
 
 
 def explain_unknown(flag: str, *, spellings: Collection[str], graph: ModelGraph | None) -> str:
-    """Return the flag to use instead of an unknown one.
-
-    flag: with its dashes. spellings: of all flags. graph: None if the model is not known.
-    """
+    """Return the flag to use instead of an unknown one; spellings: of all flags; graph: None if the model is not known."""
     name = flag.lstrip("-").replace("_", "-")
     if f"--{name}" in spellings:
         return f"it is spelt --{name}"

@@ -1,7 +1,4 @@
-"""Checks flags against the plan: schedule and passes, templates of elastic runs, and defaults that the device allows.
-
-A schedule that would silently run as another one is refused.
-"""
+"""Checks flags against the plan: schedule, passes, templates of elastic runs; and the defaults that the device allows."""
 
 from collections.abc import Iterator
 from dataclasses import replace

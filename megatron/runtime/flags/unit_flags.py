@@ -35,10 +35,7 @@ MICRO_BATCH_HELP = "Items in one microbatch of this encoder; by default they fol
 
 
 def unit_flags(graph: ModelGraph | None) -> Mapping[str, tuple[FieldFlag, ...]]:
-    """Return unit -> its flags; without a model, those of the LLM.
-
-    Raises ConfigError when two units' flags would coincide.
-    """
+    """Return unit -> its flags; without a model, those of the LLM. Raises ConfigError when two units' flags would coincide."""
     if graph is None:
         return {LLM: tuple(_size_flags(LLM, is_backbone=True))}
     spelled = [flag_of(unit.name) for unit in graph.units]

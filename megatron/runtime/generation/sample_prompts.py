@@ -1,8 +1,4 @@
-"""Answers of the model in training (--sample-prompts), by a process of its own, so that nothing in the run changes.
-
-It opens the weights that the ranks have just written, on the CPU of rank 0's node: a rank's groups, random generators and device
-memory stay as they are.
-"""
+"""Answers of the model in training (--sample-prompts), by a process on rank 0's CPU, so that nothing in the run changes."""
 
 import base64
 import io
@@ -40,10 +36,7 @@ class SampleAnswer(NamedTuple):
 def answer_prompts(
     checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_scale: float, timeout: timedelta
 ) -> list[SampleAnswer]:
-    """Return the likeliest answers of a checkpoint to the questions of a file; raises DataError if they are not there in time.
-
-    guidance_scale: of what generators make (`make_of_sample`).
-    """
+    """Return a checkpoint's likeliest answers to the questions of a file; raises DataError if they are not there in time."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     environ["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)  # the other ranks wait
     with tempfile.TemporaryDirectory() as folder:

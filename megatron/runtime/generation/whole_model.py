@@ -63,10 +63,7 @@ def find_checkpoint(folder: Path) -> StoredModel:
 
 
 def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: int = 0) -> StoredModel:
-    """Describe a folder of Hugging Face, its vocabulary padded to a multiple; raises ModelError.
-
-    vocab_size: of tokens that are added, if it is larger.
-    """
+    """Describe a folder of Hugging Face, its vocabulary, or a larger `vocab_size`, padded to a multiple; raises ModelError."""
     graph = read_model(folder)
     if vocab_size > (graph.backbone.vocab_size or 0):
         larger = replace(graph.backbone, vocab_size=vocab_size)
@@ -123,10 +120,8 @@ def open_model(
 ) -> Iterator[OpenedModel]:
     """Yield the whole model of a run's checkpoints, or of a folder of Hugging Face, with its weights, for forwards only.
 
-    Of generators whose run keeps averages of their weights (--generator-ema-decay) it has these.
-
-    is_hugging_face: None: if it holds a config.json. dtype: None: the one that it has where it is read. Raises CheckpointError or
-    ModelError, and ConfigError in a process that is a rank already.
+    Generators have the averages of their weights, if kept. is_hugging_face: None: if it holds a config.json. dtype: None: as
+    stored. Raises CheckpointError or ModelError, and ConfigError in a process that is a rank already.
     """
     folder = Path(folder)
     if is_hugging_face is None:

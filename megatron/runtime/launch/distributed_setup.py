@@ -77,9 +77,8 @@ def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> 
 def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float, again: str = "") -> None:
     """Wait until all ranks have compared their values with those of rank 0, by a digest: O(ranks) small messages.
 
-    again: distinguishes later agreements from the first.
-
-    Raises ConfigError on rank 0 about the first rank that differs, RanksLostError on the others or if ranks do not come.
+    again: distinguishes later agreements from the first. Raises ConfigError on rank 0 about the first rank that differs,
+    RanksLostError on the others or if ranks do not come.
     """
     deadline = time.monotonic() + timeout_seconds
     place, store, key, digest = meeting.place, meeting.store, f"start{again}", digest_of(values)
@@ -195,10 +194,7 @@ class World:
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Let rank 0 run the code inside first, then the first rank of every other node, then all others.
-
-        Raises RanksLostError if an earlier rank fails.
-        """
+        """Let rank 0 run the body first, then each other node's first rank, then all others; raises RanksLostError."""
         node = f"{name}/{platform.node()}"
         is_first_of_node = self.rank == 0 or self.meeting.store.add(f"{node}/claimed", 1) == 1
         if self.rank != 0:
@@ -219,10 +215,7 @@ class World:
 
 
 def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> World:
-    """Meet the other ranks; alone if no launcher set RANK. Raises ConfigError for a backend that cannot work.
-
-    ending: gets the meeting, so that from now on a failure of any rank ends all.
-    """
+    """Meet the other ranks, of whose failures `ending` learns; alone without RANK. Raises ConfigError for an unfit backend."""
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--distributed-backend nccl needs CUDA, which this machine lacks; use gloo or leave the flag out")
     place = find_rank_place(os.environ)
@@ -245,10 +238,7 @@ def choose_device(local_rank: int) -> None:
 
 
 def leave_world(world: World) -> NoReturn:
-    """End this process, successfully, when all ranks have called this.
-
-    Nothing is destroyed before: destroying a group, or the interpreter, waits for threads, which may wait for peers.
-    """
+    """End this process, successfully, when all ranks have called this; nothing is destroyed, as that may wait for peers."""
     dist.barrier()
     world.watch.stop()
     with suppress(RuntimeError):  # all ranks have finished their work

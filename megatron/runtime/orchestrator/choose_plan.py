@@ -80,10 +80,7 @@ def build_request(
     num_ranks: int,
     profile: LayerProfile | None = None,
 ) -> PlanningRequest:
-    """Return the request to a planner; given sizes and options are kept. Raises PlanError.
-
-    Replicas share weights only if that is requested, or if nothing fits otherwise (`choose_plan`).
-    """
+    """Return the request to a planner; given sizes and options are kept. Raises PlanError."""
     given, is_given = config.given, config.given.__contains__
     fixed = {
         unit: FixedSizes(**{_FIXED[name]: getattr(sizes, name) for name in _FIXED if f"{unit}.{name}" in given})
@@ -108,10 +105,7 @@ def build_request(
 
 
 def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: Mapping[str, str], cluster_name: str) -> Choice:
-    """Plan for all ranks of the request; raises PlanError.
-
-    may_share_weights: if nothing fits otherwise. made_for, cluster_name: for the plan file, as in `plan_text`.
-    """
+    """Plan for all ranks; may_share_weights: if nothing fits otherwise; the rest: as in `plan_text`. Raises PlanError."""
     planned = _plan(request, may_share_weights=may_share_weights)
 
     def chosen(found: PredictedRun, reason: str, second: Choice | None = None) -> Choice:

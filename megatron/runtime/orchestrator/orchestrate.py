@@ -1,7 +1,4 @@
-"""Turns `--plan auto` into a plan, which rank 0 makes for all.
-
-Measurements are kept for later runs on this machine, and so is the plan, under everything that it depends on.
-"""
+"""Turns `--plan auto` into a plan, which rank 0 makes for all; it and the measurements are kept for later runs."""
 
 import json
 import logging
@@ -54,9 +51,7 @@ class Planned(NamedTuple):
 def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: BuildOptions) -> Planned:
     """Measure what is unknown, plan, and return the run's configuration under the plan; collective.
 
-    Layers are timed before ranks connect. Raises a BraidError on rank 0 if nothing can be planned, RanksLostError on others.
-
-    build: options with which the run builds its layers.
+    Layers, built with `build`, are timed before ranks connect. Raises a BraidError on rank 0, RanksLostError on others.
     """
     first = _FirstRank(config, world, inputs) if world.rank == 0 else None
     if not world.from_first("links", lambda: first and first.look_at_machine(build)):
@@ -153,10 +148,7 @@ def _key(request: PlanningRequest) -> str:
 
 
 def first_lengths(config: RunConfig, data: DataSets, *, most: int | None = MOST_SAMPLES) -> Iterator[SampleLengths]:
-    """Yield the lengths of the first samples of the training, up to the given number or all of them; None: of the first step.
-
-    Where --split leaves nothing to train on (--skip-train), those of the held-out samples.
-    """
+    """Yield the first lengths of the training (held-out ones if there are none); most: None: those of the first step."""
     source, parts = data.train if len(data.train.source) else data.valid
     is_shuffled, seed = config.data.sample_program is None, config.training.seed
     batches = GlobalBatches(parts, config.training.global_batch_size, seed, shuffle=is_shuffled)

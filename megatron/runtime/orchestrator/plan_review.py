@@ -124,10 +124,7 @@ class PlanReview:
 
 @dataclass
 class PlanTrial:
-    """The first steps of a run: some under the best plan, as many under the second best; it settles on the faster one.
-
-    All of them train. DistTrain's orchestrator runs benchmarking trials of modules before the training.
-    """
+    """The first steps of a run, as many under the best plan as under the second best; it goes on under the faster (DistTrain)."""
 
     planned: Planned
     """The plan of the current half."""

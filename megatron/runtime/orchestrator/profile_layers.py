@@ -170,10 +170,7 @@ NUM_REPETITIONS, SECONDS_PER_SIZE = 5, 0.03
 
 
 def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bool]:
-    """Return the machine of --cluster, or as measured before, and True; else its description with assumed links, and False.
-
-    Raises ConfigError for an invalid file.
-    """
+    """Return the machine of --cluster, or as measured, and True; else one with assumed links, and False. Raises ConfigError."""
     if config.training.cluster is not None:
         return Cluster.from_file(config.training.cluster), True
     if (known := find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
@@ -202,10 +199,7 @@ def _machine_key(config: RunConfig, world_size: int) -> str:
 
 
 def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerProfile, str]:
-    """Time all layers of a request's model at sizes that suit its lengths, or find a kept profile; also return which it was.
-
-    There must be no process group: layers are timed as those of a rank whose peers are absent.
-    """
+    """Time a request's layers, without process groups, at sizes that suit its lengths, or find them kept; says which it was."""
     graph = request.graph
     sizes = {unit.name: profiled_sizes(request, unit) for unit in graph.units}
     tensor = {unit.name: tensor_parallel_sizes(request, unit.name) for unit in graph.units}

@@ -63,10 +63,7 @@ class Connections:
             dist.distributed_c10d._abort_process_group()
 
     def cut_new(self) -> None:
-        """Cut the open connections. This must be repeated, as a thread that opens connections does not know of the cut yet.
-
-        After `forget` nothing is cut: connections may belong to the next generation.
-        """
+        """Cut the open connections, until `forget`; to be repeated, as a thread that opens some does not know of the cut."""
         with self._lock:
             if not self.is_cut:
                 return
@@ -90,10 +87,7 @@ class Connections:
 
 
 def forget_groups() -> list[object]:
-    """Forget all process groups of this process, without the other ranks, and return them: `drop` destroys them.
-
-    torch names groups by a counter; ranks that were interrupted while joining would continue with different names.
-    """
+    """Forget all process groups without the other ranks, and torch's counter of their names; returns them for `drop`."""
     groups: list[object] = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -37,10 +37,7 @@ _SEAL_BYTES = 64
 
 
 class SealedStore:
-    """A store's keys below a prefix. Values that nobody of the run wrote under their key are as good as not there.
-
-    Counters (`add`) are numbers of the store's own, and cannot be sealed.
-    """
+    """A store's keys below a prefix, whose values, but not counters, are sealed: a stranger's are as good as not there."""
 
     def __init__(self, store: Store, token: bytes, prefix: str) -> None:
         self._store, self._token, self._prefix = store, token, prefix
@@ -111,10 +108,7 @@ class SealedStore:
 
 
 def find_token(path: Path | None, environ: Mapping[str, str], *, makes_one: bool) -> bytes:
-    """Return the token in a file, or else in the environment, or else a new one; raises ConfigError.
-
-    makes_one: True if all who need the token get it from this process.
-    """
+    """Return the token in a file, or else in the environment, or else, if this makes one, a new one; raises ConfigError."""
     if path is not None:
         return read_token(path, flag="--token")
     if TOKEN_VARIABLE in environ:

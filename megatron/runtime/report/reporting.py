@@ -1,7 +1,4 @@
-"""Reports the progress of training: progress bar or lines, JSON lines, TensorBoard, a page. Rank 0 only.
-
-A file that cannot be written is an error before training, and a warning during it: a full disk costs reports, not steps.
-"""
+"""Reports the progress of training, on rank 0: bar or lines, JSON lines, TensorBoard, a page. A full disk costs reports only."""
 
 import errno
 import math
@@ -101,13 +98,10 @@ class Reporter:
         save_folder: Path | None = None,
         data_sets: Sequence[str] = (),
     ) -> None:
-        """Open all places.
+        """Open all places; raises ConfigError if a file cannot be written.
 
-        first_step: steps that were done before this run, 0 for a new one; run_config: shown in Weights & Biases; save_folder: of
-        the checkpoints, where trackers' names of the run are kept, so that a resumed run goes on in the same; data_sets: the
-        paths of a mixture, in order.
-
-        Raises ConfigError if a file cannot be written.
+        first_step: steps that were done before this run; run_config: shown in Weights & Biases; save_folder: of the checkpoints,
+        where trackers' names of the run are kept, for a resumed run; data_sets: the paths of a mixture, in order.
         """
         self._logging, self._train_iters = logging, train_iters
         names = [Path(path).name for path in data_sets]
@@ -223,10 +217,7 @@ class Reporter:
         return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 
     def timeline(self, number: int, timeline: Timeline, predicted: Mapping[str, Timeline]) -> None:
-        """Write a measured timeline for ui.perfetto.dev and tools/trace.py, as a picture, and as a page below the predicted one.
-
-        predicted: by its title, if there is one.
-        """
+        """Write a measured timeline for ui.perfetto.dev and tools/trace.py, as a picture, and as a page below predicted ones."""
         if folder := self._logging.report_dir:
             title, path = f"Measured pipeline of step {number}", folder / f"timeline_step_{number}.json.gz"
             self._write(f"--report-dir {folder}", lambda: write_chrome_trace(timeline, path))

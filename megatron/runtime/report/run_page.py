@@ -1,7 +1,4 @@
-"""The page of a run, `index.html` in --report-dir: one file with its pictures inside, which needs no network.
-
-Loss, throughput and balance are drawn by matplotlib, from what --log-json would hold.
-"""
+"""The page of a run, `index.html` in --report-dir: one file with matplotlib's pictures inside, which needs no network."""
 
 import base64
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Where a run's numbers and answers go: a log for programs, TensorBoard, Weights & Biases and MLflow, each an extra.
-
-The log has one JSON object per step, and a resumed run continues it.
-"""
+"""Where a run's numbers and answers go: a log in JSON lines, TensorBoard, Weights & Biases and MLflow."""
 
 import io
 import json
@@ -194,10 +191,7 @@ class JsonLog:
     """Appends lines to --log-json."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open a file; a run resumed after step `keep_until` keeps the lines up to there, a new run (0) starts an empty file.
-
-        Raises ConfigError if it cannot be written.
-        """
+        """Open a file, which keeps a resumed run's lines up to step `keep_until`; raises ConfigError if it cannot be written."""
         self.kept: list[dict[str, Any]] = []
         """The entries of the earlier run."""
         with _named_in_errors(path):

@@ -53,10 +53,9 @@ def hold_state(state: TrainedState) -> list[HeldTensor]:
 
 
 def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
-    """Fill `state` on every rank from what all ranks hold; collective.
+    """Fill `state` on every rank from what all ranks hold, as `hold_state` returned it; collective.
 
-    held: the result of `hold_state` for an earlier state of the same model; empty on a rank that had none. Optimizers that never
-    stepped remain so. Raises CheckpointError on every rank if no rank holds some part of the needed state.
+    Optimizers that never stepped remain so. Raises CheckpointError on every rank if no rank holds a needed part.
     """
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, boxes_by_key in enumerate(gather_objects(_boxes_by_key(held))):

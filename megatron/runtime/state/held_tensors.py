@@ -158,18 +158,12 @@ class _OptimizerPart(NamedTuple):
 
 
 def model_tensors(state: TrainedState) -> list[HeldTensor]:
-    """Return all parameters of this rank's stages, including frozen ones and adapters; the pieces are views of them.
-
-    Of sharded weights only the part that this rank keeps.
-    """
+    """Return all parameters of this rank's stages, frozen ones and adapters, too, as views; of sharded weights its own part."""
     return list(_held_weights(state, {}))
 
 
 def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
-    """Yield the same without adapters, which are added to their weights in at least float32; one copy at a time.
-
-    adapters: by the key of the weight; whole on this rank.
-    """
+    """Yield the same with adapters (whole; key of the weight ->) added to weights in at least float32; one copy at a time."""
     return (tensor for tensor in _held_weights(state, adapters) if not is_adapter(tensor.key))
 
 
@@ -225,10 +219,7 @@ def is_average(key: str) -> bool:
 
 
 def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
-    """Give optimizers that never stepped the state that the tensors named `saved` will fill.
-
-    Parameters without saved state start with fresh state; returns their units.
-    """
+    """Give optimizers that never stepped the state that `saved` tensors fill; returns units with parameters that have none."""
     fresh_units = set()
     for parameter, part in _optimizer_parts(state):
         if not all(parameter.key(kind) in saved for kind in (*_MOMENTS, "step")):

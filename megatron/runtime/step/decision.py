@@ -82,10 +82,7 @@ class StepDecision:
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:
-        """Generator -> pixel values that it makes in the whole global batch, by which its loss is divided.
-
-        One per token if the model does not describe the images (emulated runs).
-        """
+        """Generator -> pixel values (emulated: tokens) that it makes in the global batch, by which its loss is divided."""
         num_tokens = {unit.name: 0 for unit in self.graph.generators}
         for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
             num_tokens[item.unit] += item.num_tokens
@@ -116,11 +113,7 @@ class StepDecision:
                     yield MicrobatchPlace(name, replica, microbatch)
 
     def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
-        """Return the sample subsets that a microbatch runs as; a single one if its backward is not cut.
-
-        The forward of a cut microbatch runs subset by subset, too, so that each subset has an autograd graph of its own. Packed
-        samples do not attend to each other, so this changes no number.
-        """
+        """Return the sample subsets that a microbatch runs as, each with an autograd graph of its own; one if it is not cut."""
         if place not in self.cuts.num_subsets:
             return (self.assignment.atoms(place),)
         return self.assignment.subsets(self.graph, place)

@@ -149,10 +149,7 @@ class LossMeans(NamedTuple):
         backbone: str,
         sum_over_ranks: Callable[[list[float]], list[float]],
     ) -> "LossMeans":
-        """Divide sums of this rank (`StepResult.loss_sums`) by `loss_counts`, which all ranks know; collective.
-
-        A generator without values adds nothing.
-        """
+        """Divide all ranks' sums (`StepResult.loss_sums`) by `loss_counts`; collective. Without values, nothing is added."""
         totals = zip(counts, sum_over_ranks([sums.get(key, 0.0) for key in counts]), strict=True)
         means = {key: total / counts[key] for key, total in totals if counts[key]}
         by_data_set = {key: mean for key, mean in means.items() if isinstance(key, int)}

@@ -1,7 +1,4 @@
-"""The context parallel rank that holds each token of a step's microbatches, and the tokens that ranks send and receive.
-
-All of it follows from lengths, which every rank knows, so no communication is needed.
-"""
+"""The context parallel rank of each token of a step, and the tokens that ranks send and receive, as follows from lengths."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

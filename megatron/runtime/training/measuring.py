@@ -61,10 +61,7 @@ class Measuring:
         return measured_after(number, first=self.run.done_steps, interval=self.run.config.measuring_interval)
 
     def add(self, number: int, step: Step, report: StepReport, events: Sequence[TimelineEvent]) -> str | None:
-        """Add a step that was run; collective behind the steps of `measured_after`.
-
-        Returns a line, on every rank, if the run goes by other durations from the next step on; they are in `run.measured`.
-        """
+        """Add a step; collective behind those of `measured_after`. Returns a line if the run goes by other costs from now on."""
         done, interval, due = self.run.done_steps, self.run.config.measuring_interval, self.due(number)
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())

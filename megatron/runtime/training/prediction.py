@@ -1,7 +1,4 @@
-"""Predicts steps and memory, from plan and schedule, on a described machine or by measured layers, and warns by that.
-
-All ranks must predict alike: layers are read from --layer-costs, or `measuring` has told all ranks the same.
-"""
+"""Predicts steps and memory, on a described machine or by measured layers, alike on all ranks, and warns by that."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -78,10 +75,7 @@ def build_predictor(
     num_state_copies: int | None = None,
     measured: MeasuredCosts | None = None,
 ) -> StepPredictor:
-    """Return a predictor of steps as `schedules` would run them, by --cluster and --layer-costs; may raise ConfigError.
-
-    num_state_copies: of an elastic run's optimizer state; measured: what the run has measured, without --layer-costs.
-    """
+    """Return a predictor of steps as `schedules` runs them, by --cluster and --layer-costs or `measured`; raises ConfigError."""
     options = run_options(config, num_state_copies=num_state_copies)
     assumed = _profile_of(config), 0.0 if config.training.emulate is not None else _UNMEASURED_MARGIN
     profile, margin = (measured.layers, measured.margin) if measured else assumed
@@ -143,10 +137,7 @@ def _profile_of(config: RunConfig) -> LayerProfile | None:
 
 
 def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
-    """Return a warning if another --balance or --schedule is predicted to make the step of these samples clearly shorter.
-
-    None if computations are waits from a table (--emulate), which these predictions do not consider.
-    """
+    """Return a warning if another --balance or --schedule is predicted to be clearly faster for these samples."""
     training = config.training
     if training.emulate is not None or not isinstance(options.predictor, StepPredictor):
         return None

@@ -41,10 +41,8 @@ class Start(NamedTuple):
 def resume(run: Run, *, has_saved: bool = False) -> None:
     """Claim --save for this run, and load the checkpoints that the flags name; collective.
 
-    has_saved: True if this run has written to --save, and resumes from there.
-
-    Raises CheckpointError if another run writes to --save, if there is no checkpoint (unless --save names the same folder), or if
-    it does not belong to this run.
+    has_saved: True if this run has written to --save, and resumes from there. Raises CheckpointError if another run writes there,
+    if there is no checkpoint (unless --save names the same folder), or if it does not belong to this run.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.save is not None:
@@ -219,10 +217,9 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
 
 
 def save_due(run: Run, number: int) -> int:
-    """Write the checkpoints that the flags ask for after step `number`, and return it; collective.
+    """Write the checkpoints that the flags ask for after step `number`, and return it; collective; may raise CheckpointError.
 
-    With --async-save a checkpoint has only been copied then; `run.background_save` reports when it is written. Raises
-    CheckpointError on every rank if one cannot be written, or another run has taken the folder.
+    With --async-save a checkpoint has only been copied then; `run.background_save` reports when it is written.
     """
     checkpoint, scheduler = run.config.checkpoint, run.scheduler.state_dict()
     if checkpoint.save is not None:
@@ -244,10 +241,7 @@ def save_due(run: Run, number: int) -> int:
 
 
 def save_weights(run: Run, number: int, *, name: str, **state: Any) -> Path:
-    """Write the weights after step `number` into a folder of --save, which holds no others then, and return it; collective.
-
-    state: kept beside the description of the run. Raises CheckpointError as `save_due` does.
-    """
+    """Write the weights after step `number`, and `state`, into a folder of their own in --save; collective; CheckpointError."""
     checkpoint, claim = run.config.checkpoint, run.claim
     assert checkpoint.save is not None and claim is not None, "the rules of the flags ask for --save"
     save_checkpoint(
@@ -264,10 +258,7 @@ def save_weights(run: Run, number: int, *, name: str, **state: Any) -> Path:
 
 
 def keep_best(run: Run, number: int, value: float) -> str | None:
-    """Save the weights if an evaluation gives a better value than all before; returns a line if so; collective.
-
-    What is kept of a step that is not done yet, such as one before the run was set back, does not count.
-    """
+    """Save the weights if an evaluation gives a better value than all of earlier steps; returns a line if so; collective."""
     metric, save_folder = run.config.checkpoint.save_best, run.config.checkpoint.save
     assert metric is not None and save_folder is not None, "a rule of the flags asks for --save"
     folder, key = save_folder / "best", f"best_{metric}"

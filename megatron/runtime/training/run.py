@@ -127,10 +127,7 @@ class Prepared:
 
 
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:
-    """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors.
-
-    The steps that this rank can take alone come first; the collective ones follow once all ranks have agreed.
-    """
+    """Build this rank's part of a run: first what it can alone, then what takes all ranks' agreement; raises BraidErrors."""
     inputs = open_inputs(config, world)
     planned, seconds = None, world.timeout.total_seconds()
     if config.parallelism.plans_itself:

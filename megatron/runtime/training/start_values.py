@@ -1,7 +1,4 @@
-"""Values that must be the same on every rank before a run starts, in printable form: flags, model, plan, data, versions.
-
-A rank with another value would decide or compute something else than its peers: silently, or until all wait forever.
-"""
+"""Values that must be the same on every rank before a run starts, in printable form: flags, model, plan, data, versions."""
 
 import hashlib
 import os

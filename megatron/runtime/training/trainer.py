@@ -121,10 +121,7 @@ class Trainer:
         return None if number is None or executor is None else (number, executor.clock.num_spans)
 
     def finish(self, outcome: Outcome, *, is_updated: bool = False) -> None:
-        """Update the weights by this rank's gradients, which are complete once any rank knows the outcome.
-
-        is_updated: False if that is still to be done; without a finite norm it is not.
-        """
+        """Update the weights, unless done already, by this rank's gradients, complete once any rank knows the outcome."""
         if math.isfinite(outcome.grad_norm):
             if not is_updated:
                 norm = torch.tensor([outcome.grad_norm], dtype=torch.float64, device=platform.device())

@@ -79,10 +79,7 @@ class Connection:
     """An open connection; all methods raise WireError if the producer is lost."""
 
     def __init__(self, address: tuple[str, int], *, context: zmq.Context, keys: Keys, data_set: str, local: ItemReader) -> None:
-        """Connect, prove the token to each other, and let the producer open the data set. Raises WireError or OSError.
-
-        local: knows which shapes items must have.
-        """
+        """Connect, exchange proofs of the token, open the data set; local: knows items' shapes. Raises WireError or OSError."""
         with socket.create_connection(address, timeout=HANDSHAKE_SECONDS) as reached:  # says why, where there is nobody
             (host, port), is_long = reached.getpeername()[:2], reached.family == socket.AF_INET6
         self._local = local

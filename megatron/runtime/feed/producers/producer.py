@@ -55,10 +55,7 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAIL
 
 
 class Strangers:
-    """The strangers among the peers of a socket that listens.
-
-    ZeroMQ ends a handshake that takes too long, but has no limit for those who begin one.
-    """
+    """The strangers among the peers of a socket, of whom ZeroMQ ends slow handshakes but limits no number."""
 
     def __init__(self, listening: zmq.asyncio.Socket, *, port: int) -> None:
         self._monitor, self._port = listening.get_monitor_socket(_EVENTS), port
