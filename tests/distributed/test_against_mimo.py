@@ -59,9 +59,7 @@ def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
         sizes = {
             "vision": UnitSizes(data_parallel_size=layout.vision_dp),
             "llm": UnitSizes(
-                data_parallel_size=layout.llm_dp,
-                pipeline_parallel_size=layout.llm_pp,
-                virtual_pipeline_size=layout.llm_chunks,
+                data_parallel_size=layout.llm_dp, pipeline_parallel_size=layout.llm_pp, virtual_pipeline_size=layout.llm_chunks
             ),
         }
         lay = plan_colocated if layout.shares_ranks else plan_disaggregated

@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.conftest import Once
-from tests.distributed.small_run import (
-    LEFT_OUT,
-    SIZED_OTHERWISE,
-    losses,
-    manifest_entries,
-    train,
-    write_working_files,
-)
+from tests.distributed.small_run import LEFT_OUT, SIZED_OTHERWISE, losses, manifest_entries, train, write_working_files
 
 TOGETHER = {"--global-batch-size": 4, "--micro-batch-size": 4}
 

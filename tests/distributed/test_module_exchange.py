@@ -29,8 +29,7 @@ def train_example(name: str, variant: object) -> tuple[list[float], dict[str, np
 
 @pytest.mark.deep(when=lambda example: example == "megatron_mimo")
 @pytest.mark.parametrize(
-    ("example", "as_drawn", "variants"),
-    [("torch_ddp", (), [("vision",), ("vision", "llm")]), ("megatron_mimo", False, [True])],
+    ("example", "as_drawn", "variants"), [("torch_ddp", (), [("vision",), ("vision", "llm")]), ("megatron_mimo", False, [True])]
 )
 def test_examples_train_as_unbalanced(ranks: RankPool, example: str, as_drawn: object, variants: list[object]) -> None:
     expected = ranks.run(train_example, example, as_drawn, world_size=WORLD)

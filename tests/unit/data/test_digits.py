@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.digits.handwritten_digits import (
-    QUESTIONS,
-    DigitsSource,
-    DigitsToDrawSource,
-    glyph_pool,
-    load_handwritten_digits,
-)
+from examples.digits.handwritten_digits import QUESTIONS, DigitsSource, DigitsToDrawSource, glyph_pool, load_handwritten_digits
 from examples.digits_generator.sums import open_samples as open_sums
 from multimodal.data.sample_source import SampleRequest
 from multimodal.data.tokenizer import ByteTokenizer

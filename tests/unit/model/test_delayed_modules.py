@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multimodal.model.weight_gradient_queue import (
-    WeightGradientQueue,
-    defer_in_modules,
-    defer_weight_gradients,
-)
+from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_in_modules, defer_weight_gradients
 
 
 class Store(deque[tuple[Tensor, Tensor]]):

@@ -10,13 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.plan.plans_of_sizes import (
-    UnitSizes,
-    describe_placement,
-    fold_stages,
-    plan_colocated,
-    plan_disaggregated,
-)
+from multimodal.plan.plans_of_sizes import UnitSizes, describe_placement, fold_stages, plan_colocated, plan_disaggregated
 from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan

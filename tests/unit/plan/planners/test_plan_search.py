@@ -269,10 +269,7 @@ def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
 
 
 CASES = [(name, graph) for name in COMPARED for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
-SOME = {
-    *((name, "two") for name in ("disttrain", "megatron", "entrain")),
-    ("disttrain", "three"),
-}
+SOME = {*((name, "two") for name in ("disttrain", "megatron", "entrain")), ("disttrain", "three")}
 
 
 @pytest.mark.deep(when=lambda name, graph: (name, graph) not in SOME)

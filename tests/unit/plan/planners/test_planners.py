@@ -28,16 +28,7 @@ from multimodal.values.model_graph import Experts
 from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_plan
 from tests.unit.golden_answers import Kinds, differing, write
-from tests.unit.plan.planners.planning_cases import (
-    CLUSTER,
-    GRAPHS,
-    THREE,
-    TWO,
-    frozen,
-    random_lengths,
-    request,
-    with_memory,
-)
+from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, THREE, TWO, frozen, random_lengths, request, with_memory
 from tests.unit.plan.test_plans_of_sizes import placement
 from tests.unit.schedule.built_schedules import GivenCosts
 from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case

@@ -17,13 +17,7 @@ from multimodal.values.schedule import Schedule, read_cuts
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
-from tests.unit.schedule.schedule_cases import (
-    PlacedCase,
-    golden_cases,
-    placed_cases,
-    placed_golden_cases,
-    reduced_together,
-)
+from tests.unit.schedule.schedule_cases import PlacedCase, golden_cases, placed_cases, placed_golden_cases, reduced_together
 from tests.unit.values.work.dependencies import dependencies
 
 

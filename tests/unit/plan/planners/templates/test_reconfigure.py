@@ -6,13 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulate_trace import (
-    NodeChange,
-    Pauses,
-    read_trace,
-    simulate_restarts,
-    simulate_templates,
-)
+from benchmarks.simulate_trace import NodeChange, Pauses, read_trace, simulate_restarts, simulate_templates
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import (
     Pipeline,
