@@ -28,7 +28,7 @@ from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.cross_checks import check_plan
 from multimodal.cost.layers.registry import read_model
 from multimodal.schedule.builders import BUILDERS, VirtualStages
-from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.action import Resource
 from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
 from tools.launch import free_port, import_for_ranks
@@ -159,7 +159,7 @@ BENCH, LEFT_OUT = "timelines: ", "left out: "
 def overlap_of(timeline: Timeline) -> float:
     """Return the share of communication during which the lane computes, from 0 to 1; without communication 1."""
     hidden = total = 0.0
-    resources = [(each, ACTION_TABLE[each.action.kind].resource) for each in timeline.events]
+    resources = [(each, each.action.kind.resource) for each in timeline.events]
     for event, resource in resources:
         if resource is not Resource.COMPUTE:
             total += event.end_seconds - event.start_seconds

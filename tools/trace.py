@@ -16,7 +16,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.chrome_trace import read_timeline, write_picture
-from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.action import ActionKind, Resource
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline
 from tools.command_line import Parser, format_ranks, format_seconds, program
@@ -76,7 +76,7 @@ def _sum(timeline: Timeline) -> dict[tuple[int, str], float]:
     for event in timeline.events:
         seconds = event.end_seconds - event.start_seconds
         sums[event.lane, str(event.action.kind)] += seconds
-        if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
+        if event.action.kind.resource is Resource.COMPUTE:
             computing[event.lane] += seconds
     for lane in range(len(timeline.lanes)):
         sums[lane, IDLE] = timeline.duration_seconds - computing[lane]
@@ -119,7 +119,7 @@ def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int
 
 
 def _name(kind: str) -> str:
-    return f"{kind} (computes nothing)" if kind == IDLE else f"{kind} ({ACTION_TABLE[ActionKind(kind)].resource})"
+    return f"{kind} (computes nothing)" if kind == IDLE else f"{kind} ({ActionKind(kind).resource})"
 
 
 def _row(name: str, share: Share) -> tuple[str, ...]:

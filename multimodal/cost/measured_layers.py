@@ -18,7 +18,7 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.action import Action, ActionKind, Resource
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import TimelineEvent
@@ -51,7 +51,7 @@ def timed_computations(events: Sequence[TimelineEvent]) -> tuple[list[Timed], fl
         end = max(end, last)
         if found and last <= computed:
             found[-1] = Timed(found[-1].action, found[-1].seconds - (last - start))
-        elif ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+        elif action.kind.resource is Resource.COMPUTE:
             found.append(Timed(action, last - start))
             computed = last
     return found, median(between) * len(between) if between else 0.0

@@ -27,8 +27,6 @@ from multimodal.values.work.step_work import COLLECTIVE, COMPUTE, SEND, StepWork
 
 _INSIDE, _BETWEEN, _EXCHANGED = range(3)
 _SEVERAL_NODES = -1
-
-
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "_stage_links")
 """Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.cost.layers.registry import LAYER_KINDS
-from multimodal.values.action import ACTION_TABLE, BACKWARDS, Action, ActionKind, Resource
+from multimodal.values.action import BACKWARDS, Action, ActionKind, Resource
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
@@ -107,13 +107,13 @@ class Alignment:
     def _advance(self, lane: int) -> None:
         """Advance a lane past messages and reductions up to its next computation."""
         while (action := self._head(lane)) is not None:
-            if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+            if action.kind.resource is Resource.COMPUTE:
                 self._arrive(action)
                 return
-            if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE and self._must_wait(action, lane):
+            if action.kind.resource is not Resource.RECEIVE and self._must_wait(action, lane):
                 return
             self.positions[lane] += 1
-            if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE:
+            if action.kind.resource is Resource.COLLECTIVE:
                 self.order[action] = self.num_fired
             self.num_passed[action] = self.num_passed.get(action, 0) + 1
             if self.num_passed[action] == len(self._lanes_of(*action[1:4])):
@@ -162,7 +162,7 @@ class Alignment:
         """Return True if a dependency is not done; the lane is woken when it is."""
         for need in self.work.needs_of(action, lowered=True):
             missing = [need] if need not in self.done else []
-            if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
+            if not missing and need.kind.resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
                 missing = [send for send in self.work.needs_of(need, lowered=True) if send not in self.done]
             if missing:
                 self.waiters.setdefault(missing[0], {}).update(dict.fromkeys(lanes))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.schedule.draw import action_look, draw_comparison, events_and_units, list_looks, row_label
-from multimodal.values.action import ACTION_TABLE, ActionKind, Place, Resource, SampleSubset, SegmentRange
+from multimodal.values.action import ActionKind, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline, TimelineEvent
 
@@ -54,11 +54,11 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield both ends of each message of which there are two: a receive that need not wait has no event."""
     ends: dict[tuple[Any, ...], dict[Resource, TimelineEvent]] = defaultdict(dict)
     for event in timeline.events:
-        action, row = event.action, ACTION_TABLE[event.action.kind]
+        action, resource = event.action, event.action.kind.resource
         if action.peer is not None:
             places = (Place(*action[1:5]), action.peer)
-            ordered = places if row.resource is Resource.SEND else places[::-1]
-            ends[action.kind.value[1], ordered, action.covers][row.resource] = event
+            ordered = places if resource is Resource.SEND else places[::-1]
+            ends[action.kind.value[1], ordered, action.covers][resource] = event
     for number, both in enumerate(both for both in ends.values() if len(both) == 2):
         sent, received = both[Resource.SEND], both[Resource.RECEIVE]
         shared = {"id": number, "name": "message", "cat": "message"}
@@ -91,7 +91,7 @@ def _event(event: TimelineEvent) -> dict[str, Any]:
         "name": name,
         "cat": action.kind.name.lower(),
         "pid": event.lane,
-        "tid": _THREADS[ACTION_TABLE[action.kind].resource],
+        "tid": _THREADS[action.kind.resource],
         "ts": event.start_seconds * 1e6,
         "dur": (event.end_seconds - event.start_seconds) * 1e6,
         "args": details,
@@ -114,10 +114,10 @@ def write_timeline_page(timelines: Mapping[str, Timeline], path: str | Path) -> 
     events, units = events_and_units(timelines)
     looks = list_looks(events, units)
     of_computation = {(kind, units[unit]): index for index, (_, kind, unit) in enumerate(looks)}
-    of_resource = {ACTION_TABLE[kind].resource: index for index, (_, kind, _) in enumerate(looks)}
+    of_resource = {kind.resource: index for index, (_, kind, _) in enumerate(looks)}
 
     def plain(event: TimelineEvent) -> list[Any]:
-        kind, unit, resource = event.action.kind, event.action.unit, ACTION_TABLE[event.action.kind].resource
+        kind, unit, resource = event.action.kind, event.action.unit, event.action.kind.resource
         is_computed = resource is Resource.COMPUTE
         look = of_computation[kind, unit] if is_computed else of_resource[resource]
         name, details = describe_event(event)

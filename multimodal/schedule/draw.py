@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.action import ActionKind, Resource
 from multimodal.values.timeline import Timeline, TimelineEvent
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
     ends: dict[int, float] = {}
     for event in sorted(timeline.events, key=lambda each: (each.start_seconds, -each.end_seconds)):
         is_later_range = event.action.stage > first_stages[(event.lane, *event.action[1:3])]
-        is_computed = ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE
+        is_computed = event.action.kind.resource is Resource.COMPUTE
         is_inside = is_computed and event.end_seconds <= ends.get(event.lane, 0.0)
         kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
         look = action_look(kind, units.index(event.action.unit))
@@ -118,7 +118,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
 
 def action_look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
     """Return the look of an action's box: colors by resource, and for computations by direction and unit."""
-    resource = ACTION_TABLE[kind].resource
+    resource = kind.resource
     if resource is Resource.COLLECTIVE:
         return {"facecolor": _REDUCE_COLOR, "edgecolor": "white"}
     if resource is Resource.SEND:
@@ -160,7 +160,7 @@ def list_looks(events: Sequence[TimelineEvent], units: tuple[str, ...]) -> list[
     ]
     kinds = [kind for kind in ActionKind if any(kind is each for each, _ in seen)]
     for resource, name in _OTHERS.items():
-        found += [(name, kind, 0) for kind in kinds if ACTION_TABLE[kind].resource is resource][:1]
+        found += [(name, kind, 0) for kind in kinds if kind.resource is resource][:1]
     return found
 
 

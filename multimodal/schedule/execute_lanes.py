@@ -15,7 +15,7 @@ from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import NodeKind, run_without_messages
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SegmentRange
+from multimodal.values.action import Action, ActionKind, Resource, SegmentRange
 from multimodal.values.arrays.rows import Bools, Floats, Integers, row_starts, take_rows
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
@@ -32,7 +32,7 @@ def unit_cost(action: Action, shape: StepShape) -> int:
     a gradient on, or trains only adapters, computes one of them; a stage that trains little more than its projector computes
     hardly any, and counts as 1, the minimum.
     """
-    if ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE):
+    if action.kind.resource in (Resource.SEND, Resource.RECEIVE):
         return 0
     if action.kind is not ActionKind.BACKWARD or isinstance(action.covers, SegmentRange):
         return 1

@@ -1,4 +1,4 @@
-"""The actions of lanes: their kinds, the table of facts about each kind, and the text form of an action.
+"""The actions of lanes: their kinds, and the text form of an action.
 
     F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]    F vision/0/0/3{2:7}
 
@@ -6,31 +6,11 @@ A place is unit/replica/stage/microbatch; `#1` is its second sample subset, `[1:
 its stage's segments; `>` leads to the peer that a send feeds, `<` to the peer that a receive drains.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from multimodal.values.arrays.microbatches import MicrobatchPlace
-
-
-class ActionKind(StrEnum):
-    """The kinds of action; the value is the kind's name in a schedule's text."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT_GRADIENT = "I"
-    WEIGHT_GRADIENT = "W"
-    SEND_FORWARD = "SF"
-    RECEIVE_FORWARD = "RF"
-    SEND_BACKWARD = "SB"
-    RECEIVE_BACKWARD = "RB"
-    GATHER_PARAMETERS = "GP"
-    REDUCE_GRADIENTS = "RG"
-
-
-BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-"""Kinds of actions that compute gradients."""
 
 
 class Resource(StrEnum):
@@ -42,27 +22,39 @@ class Resource(StrEnum):
     COLLECTIVE = "collective"
 
 
-class ActionRow(NamedTuple):
-    """One row of the action table."""
+class ActionKind(StrEnum):
+    """The kinds of action; the value is the kind's name in a schedule's text."""
 
-    resource: Resource
-    meaning: str
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Whatever gradients the stage must give."""
+    INPUT_GRADIENT = "I"
+    """The first half of a split backward: the gradient of the stage's input."""
+    WEIGHT_GRADIENT = "W"
+    """The second half."""
+    SEND_FORWARD = "SF"
+    RECEIVE_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECEIVE_BACKWARD = "RB"
+    GATHER_PARAMETERS = "GP"
+    """Over replicas, after an update."""
+    REDUCE_GRADIENTS = "RG"
+    """Over replicas."""
+
+    @property
+    def resource(self) -> Resource:
+        """The resource of a lane that such an action occupies."""
+        return _RESOURCES[self]
 
 
-ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
-    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, "forward of one microbatch through one stage"),
-    ActionKind.BACKWARD: ActionRow(Resource.COMPUTE, "backward: whatever gradients the stage must give"),
-    ActionKind.INPUT_GRADIENT: ActionRow(Resource.COMPUTE, "first half of a split backward: the gradient of the stage's input"),
-    ActionKind.WEIGHT_GRADIENT: ActionRow(
-        Resource.COMPUTE, "second half of a split backward: the gradients of the stage's weights"
-    ),
-    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, "send activations to the peer"),
-    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, "receive activations from the peer"),
-    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, "send gradients to the peer"),
-    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, "receive gradients from the peer"),
-    ActionKind.GATHER_PARAMETERS: ActionRow(Resource.COLLECTIVE, "gather a stage's updated parameters over replicas"),
-    ActionKind.REDUCE_GRADIENTS: ActionRow(Resource.COLLECTIVE, "reduce a stage's gradients over replicas"),
+_RESOURCES = {
+    **dict.fromkeys(map(ActionKind, "FBIW"), Resource.COMPUTE),
+    **dict.fromkeys((ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD), Resource.SEND),
+    **dict.fromkeys((ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD), Resource.RECEIVE),
+    **dict.fromkeys((ActionKind.GATHER_PARAMETERS, ActionKind.REDUCE_GRADIENTS), Resource.COLLECTIVE),
 }
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+"""Kinds of actions that compute gradients."""
 
 
 class Place(NamedTuple):
@@ -143,7 +135,7 @@ ARROWS = {Resource.SEND: ">", Resource.RECEIVE: "<"}
 def action_to_text(action: Action) -> str:
     """Print one action, such as `SF vision/0/0/3>llm/1/0/2`."""
     place: tuple[object, ...] = action.place if action.microbatch >= 0 else action.place[:3]
-    peer = f"{ARROWS[ACTION_TABLE[action.kind].resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
+    peer = f"{ARROWS[action.kind.resource]}{'/'.join(map(str, action.peer))}" if action.peer else ""
     return f"{action.kind.value} {'/'.join(map(str, place))}{_coverage_to_text(action.covers)}{peer}"
 
 

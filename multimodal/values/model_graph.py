@@ -10,23 +10,9 @@ from multimodal.values.typed_reader import Plain
 from multimodal.values.units.check_unit import check_unit
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
 from multimodal.values.units.transformer import Experts, Transformer
-from multimodal.values.units.unit import Lora, Opaque, Queries, Role, Unit, unit_from_plain, unit_to_dict
+from multimodal.values.units.unit import Lora, Queries, Role, Unit, unit_from_plain, unit_to_dict
 
-__all__ = [
-    "AudioInput",
-    "Experts",
-    "ImageInput",
-    "ItemInput",
-    "Lora",
-    "ModelGraph",
-    "Opaque",
-    "Queries",
-    "Role",
-    "Transformer",
-    "Unit",
-]
-
-
+__all__ = ["AudioInput", "Experts", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Queries", "Role", "Transformer", "Unit"]
 _EDGE_ROLES = (*((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)), (Role.BACKBONE, Role.GENERATOR))
 
 

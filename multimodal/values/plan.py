@@ -34,6 +34,11 @@ class Stage:
     tensor_parallel_size: int | None = field(default=None, metadata=_SIZE)
     """The stage's own size, if replicas are not alike; None: that of its unit."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form."""
+        own = {} if self.tensor_parallel_size is None else {"tensor_parallel_size": self.tensor_parallel_size}
+        return {"ranks": list(self.ranks), "layers": [list(pair) for pair in self.layer_ranges], **own}
+
 
 @dataclass(frozen=True)
 class VirtualStage:
@@ -145,6 +150,15 @@ class UnitPlan:
         """All ranks of this unit, replica by replica."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, without what is left at its default."""
+        plain: dict[str, Any] = {name: getattr(self, name) for name in ("tensor_parallel_size", "context_parallel_size")}
+        if self.expert_parallel_size > 1:
+            plain["expert_parallel_size"] = self.expert_parallel_size
+        if self.microbatch_shares:
+            plain["microbatch_shares"] = list(self.microbatch_shares)
+        return {**plain, "replicas": [{"stages": [stage.to_dict() for stage in each.stages]} for each in self.replicas]}
+
 
 class StageTable(NamedTuple):
     """The virtual stages of a unit, stage by stage, replica by replica."""
@@ -247,7 +261,7 @@ class Plan(FromFile):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
-        return {"units": {name: _unit_plan_to_dict(unit) for name, unit in self.units.items()}}
+        return {"units": {name: unit.to_dict() for name, unit in self.units.items()}}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Plan":
@@ -259,30 +273,6 @@ class Plan(FromFile):
     def to_file(self, path: str | Path) -> None:
         """Write a YAML or JSON plan file."""
         write_mapping(path, self.to_dict())
-
-
-def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
-    shares = {"microbatch_shares": list(unit.microbatch_shares)} if unit.microbatch_shares else {}
-    experts = {"expert_parallel_size": unit.expert_parallel_size} if unit.expert_parallel_size > 1 else {}
-    return {
-        "tensor_parallel_size": unit.tensor_parallel_size,
-        "context_parallel_size": unit.context_parallel_size,
-        **experts,
-        **shares,
-        "replicas": [
-            {
-                "stages": [
-                    {
-                        "ranks": list(stage.ranks),
-                        "layers": [list(pair) for pair in stage.layer_ranges],
-                        **({} if (size := stage.tensor_parallel_size) is None else {"tensor_parallel_size": size}),
-                    }
-                    for stage in replica.stages
-                ]
-            }
-            for replica in unit.replicas
-        ],
-    }
 
 
 @lru_cache(maxsize=4)

@@ -6,7 +6,7 @@ Those of a global batch also as arrays.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, count, islice
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -77,15 +77,11 @@ def draw_length_batches(
 
     seed: for shuffling the samples in every pass; None keeps their order. Sample ids count from 0 over all batches.
     """
-    stream = (replace(samples[index], sample_id=number) for number, index in enumerate(_indices(len(samples), seed)))
+    size, generator = len(samples), np.random.default_rng(seed)
+    passes = (range(size) if seed is None else generator.permutation(size).tolist() for _ in count())
+    stream = (replace(samples[index], sample_id=number) for number, index in enumerate(chain.from_iterable(passes)))
     for _ in range(num_batches):
         yield tuple(islice(stream, batch_size))
-
-
-def _indices(count: int, seed: int | None) -> Iterator[int]:
-    generator = np.random.default_rng(seed)
-    while True:
-        yield from range(count) if seed is None else generator.permutation(count).tolist()
 
 
 def pass_items(graph: ModelGraph, items: Sequence[ItemLengths]) -> tuple[ItemLengths, ...]:

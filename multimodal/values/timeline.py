@@ -1,20 +1,10 @@
 """The timeline of a step: (action, lane, start, end), simulated or measured."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
-from multimodal.values.action import (
-    ACTION_TABLE,
-    Action,
-    ActionKind,
-    Coverage,
-    LayerRange,
-    Place,
-    Resource,
-    SampleSubset,
-    SegmentRange,
-)
+from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, Resource, SampleSubset, SegmentRange
 
 
 class TimelineEvent(NamedTuple):
@@ -42,7 +32,7 @@ class Timeline:
     @property
     def computing_seconds(self) -> float:
         """Seconds of all computations, over all lanes."""
-        computed = (each for each in self.events if ACTION_TABLE[each.action.kind].resource is Resource.COMPUTE)
+        computed = (each for each in self.events if each.action.kind.resource is Resource.COMPUTE)
         return sum(event.end_seconds - event.start_seconds for event in computed)
 
     def scaled(self, factor: float) -> "Timeline":
@@ -55,8 +45,8 @@ class Timeline:
         return {
             "lanes": [list(ranks) for ranks in self.lanes],
             "events": [
-                [[*action[:5], list(action.peer) if action.peer else None, _plain(action.covers)], *interval]
-                for action, *interval in self.events
+                [[*place, peer and list(peer), covers and list(astuple(covers))], *interval]
+                for (*place, peer, covers), *interval in self.events
             ],
         }
 
@@ -71,12 +61,6 @@ class Timeline:
                 for kind in [ActionKind(name)]
             ),
         )
-
-
-def _plain(covers: Coverage) -> list[int] | None:
-    if isinstance(covers, SampleSubset):
-        return [covers.index]
-    return [covers.first, covers.end] if covers is not None else None
 
 
 def _coverage(kind: ActionKind, plain: list[int] | None) -> Coverage:

@@ -11,7 +11,7 @@ from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SampleSubset, SegmentRange
+from multimodal.values.action import Action, ActionKind, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
 
@@ -108,7 +108,7 @@ class FillWithWeightGradients:
         if actions[index].kind is not ActionKind.WEIGHT_GRADIENT or not _draw(self.seed, *actions[index].place):
             return False
         after = next((action for action in actions[index + 1 :] if action.kind is not ActionKind.WEIGHT_GRADIENT), None)
-        return after is not None and ACTION_TABLE[after.kind].resource is Resource.COMPUTE
+        return after is not None and after.kind.resource is Resource.COMPUTE
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from multimodal.plan.communicators import data_parallel_ranks, holders_of_parame
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.values.action import ACTION_TABLE, ActionKind
+from multimodal.values.action import ActionKind
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -284,7 +284,7 @@ def test_microbatches_that_replicas_cannot_exchange_are_refused(told: Any, messa
 def test_a_loop_can_run_every_kind_that_backwards_need() -> None:
     halves = {ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT}
     assert {action.kind for action in step_work(step_of_pipeline(SHAPE)).actions} == RUNNABLE - halves
-    assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
+    assert set(ActionKind) > RUNNABLE, "nothing is left to refuse"
 
 
 def test_one_forward_one_backward_is_the_textbooks() -> None:

@@ -19,7 +19,7 @@ from multimodal.schedule.passes import passes_named
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.action import Action, ActionKind, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -58,7 +58,7 @@ def test_every_computation_takes_its_seconds_on_its_lane(
     found = ranks.run(_emulate, run, world_size=run.schedule.shape.plan.num_ranks)
     (timeline,) = found[0]
     assert isinstance(timeline, Timeline)
-    computed = [event for event in timeline.events if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
+    computed = [event for event in timeline.events if event.action.kind.resource is Resource.COMPUTE]
     expected = Counter(
         (index, action) for index, lane in enumerate(run.schedule.lanes) for action in lane.actions if _is_computation(action)
     )
@@ -149,7 +149,7 @@ def _spread(unit: UnitPlan, size: int) -> UnitPlan:
 
 
 def _is_computation(action: Action) -> bool:
-    return ACTION_TABLE[action.kind].resource is Resource.COMPUTE
+    return action.kind.resource is Resource.COMPUTE
 
 
 def _emulate(run: EmulatedRun) -> tuple[Timeline, ...]:

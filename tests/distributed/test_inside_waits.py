@@ -15,7 +15,7 @@ from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, computation_
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, ActionKind, Resource
+from multimodal.values.action import ActionKind, Resource
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import Schedule, SlotMode
@@ -109,7 +109,7 @@ def test_work_inside_has_events_within_those_of_its_carrier(ranks: RankPool, cas
         for slot in schedule.lane(schedule.shape.plan.lane_of_rank[rank]).slots:
             if slot.mode is SlotMode.INSIDE:
                 carried.append(spans[slot.action])
-            elif ACTION_TABLE[slot.action.kind].resource is Resource.COMPUTE:
+            elif slot.action.kind.resource is Resource.COMPUTE:
                 carrier = spans[slot.action]
                 assert all(carrier.start_seconds <= each.start_seconds for each in carried)
                 assert all(each.end_seconds <= carrier.end_seconds for each in carried)

@@ -12,7 +12,7 @@ from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.attention.context_parallel import detached
 from multimodal.model.weight_gradient_queue import defer_weight_gradients
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
 
@@ -48,7 +48,7 @@ class LaneRun(ABC):
                 continue
             self.num_waits = 0
             HANDLERS[action.kind](self, action)
-            is_carrier = ACTION_TABLE[action.kind].resource is Resource.COMPUTE and index not in lane.fillers
+            is_carrier = action.kind.resource is Resource.COMPUTE and index not in lane.fillers
             if self.inside and is_carrier:
                 wait, (missed, *_) = min(self.inside.items())
                 found = (
@@ -165,6 +165,6 @@ def _message_of(action: Action) -> MessageKey:
     """Return the message of which an action is one end."""
     assert action.peer is not None
     direction = "forward" if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD) else "backward"
-    if ACTION_TABLE[action.kind].resource is Resource.SEND:
+    if action.kind.resource is Resource.SEND:
         return MessageKey(direction, action.place, action.peer, action.covers)
     return MessageKey(direction, action.peer, action.place, action.covers)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from multimodal.values.action import ACTION_TABLE, Action, Resource, action_to_text
+from multimodal.values.action import Action, Resource, action_to_text
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import Timeline, TimelineEvent
 
@@ -88,7 +88,7 @@ def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     for event in sorted(events, key=lambda each: (each.start_seconds, -each.end_seconds)):
         if event.end_seconds > end_seconds:  # else it lies inside another one
             end_seconds = event.end_seconds
-            split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
+            split[kinds[event.action.kind.resource]] += event.end_seconds - event.start_seconds
     return split
 
 

@@ -12,7 +12,7 @@ from megatron.runtime.step.step import Step
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.prediction import judge_run
-from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.action import Resource
 from multimodal.values.timeline import Timeline
 
 CLEARLY = 1.05
@@ -65,7 +65,7 @@ class PlanReview:
         self._seconds.append(seconds)
         costs = self._costs(step)
         for event in timeline.events:
-            if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
+            if event.action.kind.resource is Resource.COMPUTE:
                 unit = event.action.unit
                 self._measured[unit] = self._measured.get(unit, 0.0) + event.end_seconds - event.start_seconds
                 self._predicted[unit] = self._predicted.get(unit, 0.0) + costs.compute(event.action).seconds

@@ -10,8 +10,6 @@ from multimodal.values.errors import AssignmentError
 
 MAX_SUBSET_SUMS = 256
 """Most sums of samples' loads that are kept in the search for those to defer (csrc/subset_sums.h)."""
-
-
 NEEDS_KERNELS = (
     "Entrain's microbatches are assigned by the C++ kernels, which cannot be used here; run 'pip install -e .' where this copy "
     "of Braid lies"

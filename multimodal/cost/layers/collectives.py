@@ -9,14 +9,10 @@ from multimodal.cost.seconds.layer_curves import Quadratic
 ATTENTION_BACKWARD = 2.5
 """Seconds of flash attention's backward over its forward: five products instead of two, since scores are recomputed (Dao et al.,
 FlashAttention, section 3)."""
-
-
 GATHERED_AT_ONCE_BYTES = 8 * 2**20
 """Most bytes of keys and values that context parallel ranks gather in one step, unless a single group of heads has more."""
 GATHERED_STEPS = 2
 """Steps whose keys and values are in memory at a time: the one that is attended to, and the one that is gathered."""
-
-
 LAYERS_AHEAD = 2
 """Layers whose weights are gathered while another one computes, if replicas share them (ZeRO-3)."""
 

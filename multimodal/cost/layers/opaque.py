@@ -7,8 +7,9 @@ from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbedd
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Opaque, Role
+from multimodal.values.model_graph import Role
 from multimodal.values.units.items import Waveform
+from multimodal.values.units.unit import Opaque
 
 
 class _WaveformLayer(PatchEmbeddingLayer):

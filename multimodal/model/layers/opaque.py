@@ -13,8 +13,9 @@ from torch.nn import Module
 from multimodal.model.latents import normalised_patches
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.values.errors import ModelError, require_package
-from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, Opaque, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, Unit
 from multimodal.values.units.items import FRAMES_PER_TOKEN
+from multimodal.values.units.unit import Opaque
 
 _NUM_TRIED = 8
 """Tokens of the clip that a module is tested with."""

@@ -146,8 +146,6 @@ PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
 
 TEMPLATE_PLANNERS: dict[str, Callable[..., TemplateSet]] = {"oobleck": _plan_oobleck}
 """Planners, by their name for `--planner`, of pipeline templates for every number of nodes, whose replicas differ."""
-
-
 LARGEST_SEARCH = 1 << 14
 """Most GPUs up to which a sufficient number is searched."""
 SEARCH_BUDGET_SECONDS = 1.0

@@ -9,7 +9,7 @@ import numpy as np
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
 from multimodal.schedule.simulate import timeline_of_unit_costs
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import Action, ActionKind, Resource, action_to_text
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ScheduleError
@@ -57,7 +57,7 @@ def _fill_lane(lane: Lane, shape: StepShape, receiving: Collection[Action], *, s
 def _carrier(lane: Lane, position: int) -> Action | None:
     """Return the next action that would not become a filler itself, if only computations lie between."""
     for slot in lane.slots[position + 1 :]:
-        if ACTION_TABLE[slot.action.kind].resource is not Resource.COMPUTE:
+        if slot.action.kind.resource is not Resource.COMPUTE:
             return None
         if slot.action.kind is not ActionKind.WEIGHT_GRADIENT and slot.mode is not SlotMode.INSIDE:
             return slot.action
@@ -221,7 +221,7 @@ def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> d
 
 
 def _is_computed(event: TimelineEvent) -> bool:
-    return ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE
+    return event.action.kind.resource is Resource.COMPUTE
 
 
 @keeps_earlier_passes(never_longer=True)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Place, Resource, SampleSubset, SegmentRange
+from multimodal.values.action import Action, ActionKind, LayerRange, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.parts.cuts import UNCUT, Cuts, SegmentCut, StageKey
 from multimodal.values.plan import Plan
@@ -67,7 +67,7 @@ class _UnlikeReductions:
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             self._reducing.add(action[1:4])
             self._parts[action.unit].update(self._covers_part(action))
-        elif action[1:4] in self._reducing and ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
+        elif action[1:4] in self._reducing and action.kind.resource is Resource.COMPUTE:
             self._early.add(action.unit)
 
     @property

@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Place, Resource, SegmentRange
+from multimodal.values.action import Action, ActionKind, LayerRange, Place, Resource, SegmentRange
 from multimodal.values.arrays.rows import Bools, Bytes, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
@@ -28,7 +28,7 @@ __all__ = ["BACKWARD", "FORWARD", "GATHER", "INPUT_GRADIENT", "KINDS", "KIND_NUM
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
 COMPUTE, SEND, RECEIVE, COLLECTIVE = RESOURCE_NUMBERS.values()
-_RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for kind in KINDS], np.uint8)
+_RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[kind.resource] for kind in KINDS], np.uint8)
 SEND_OF = {
     ActionKind.FORWARD: ActionKind.SEND_FORWARD,
     ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,

@@ -15,10 +15,11 @@ from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Opaque
+from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 from multimodal.values.units.items import Waveform
+from multimodal.values.units.unit import Opaque
 from tests.unit.cost.cost_cases import EVEN_CLUSTER, SHAPE, cluster_of, transfer
 from tests.unit.plan.planners.planning_cases import TWO, request
 

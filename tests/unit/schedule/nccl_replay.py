@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.nccl_replay import COMPUTE_STREAM, Kernel, run_kernels
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
+from multimodal.values.action import Action, ActionKind, Place, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import reduced_together
@@ -59,7 +59,7 @@ def issue_all(
                 _issue(ranks[rank], action, step, track_of)
     for rank, issued in ranks.items():
         for action, kernel in issued.issued.items():
-            kernel.seconds = seconds_of(action) if ACTION_TABLE[action.kind].resource is Resource.COMPUTE else 0.0
+            kernel.seconds = seconds_of(action) if action.kind.resource is Resource.COMPUTE else 0.0
             kernel.peers += [ranks[peer].issued[other] for peer, other in _peers(rank, action, step) if peer != rank]
     return dict(ranks)
 
@@ -74,7 +74,7 @@ def _posted_ahead(actions: Sequence[Action], slots: int) -> list[Action]:
 
 
 def _issue(rank: Rank, action: Action, step: StepShape, track_of: Callable[[Action], Hashable]) -> None:
-    resource = ACTION_TABLE[action.kind].resource
+    resource = action.kind.resource
     if resource is Resource.COMPUTE:
         needs = [rank.issued[need] for need in dependencies(action, step, lowered=True) if need in rank.issued]
         rank.issue(action, COMPUTE_STREAM, needs)
@@ -88,7 +88,7 @@ def _issue(rank: Rank, action: Action, step: StepShape, track_of: Callable[[Acti
 
 def _peers(rank: int, action: Action, step: StepShape) -> list[tuple[int, Action]]:
     """Return the kernels of other ranks that one ends with, as rank and action."""
-    resource = ACTION_TABLE[action.kind].resource
+    resource = action.kind.resource
     if resource is Resource.COMPUTE:  # tensor and context parallel collectives
         return [(peer, action) for peer in _ranks_of(action.place, step)]
     if resource is Resource.COLLECTIVE:

@@ -17,7 +17,7 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import UnitCosts, execute_lanes
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Resource
+from multimodal.values.action import Action, ActionKind, LayerRange, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
@@ -61,7 +61,7 @@ def sequences_of(
             here: list[Action | Join] = [*joins[lane].get(position, ()), *actions[position : position + 1]]
             for each in here:
                 is_join = isinstance(each, Join)
-                if each.unit != unit or (not is_join and ACTION_TABLE[each.kind].resource is not Resource.COMPUTE):
+                if each.unit != unit or (not is_join and each.kind.resource is not Resource.COMPUTE):
                     continue
                 if case.plan.virtual_stage(unit, replica, each.stage).stage_index == physical:
                     sequence.append((each.kind.value, each.unit, each.stage))

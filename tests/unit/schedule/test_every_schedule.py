@@ -29,7 +29,7 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import BUBBLE_KINDS, simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.action import Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import RandomCosts, costs_of, cut_schedules
@@ -128,11 +128,11 @@ def assert_compiled_by_the_rule_of_dependencies(schedule: Schedule) -> None:
     """Every node needs what its action does (a receive: its send), of any replica where that is a collective."""
 
     def any_replica(action: Action) -> Action:
-        return action._replace(replica=0) if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE else action
+        return action._replace(replica=0) if action.kind.resource is Resource.COLLECTIVE else action
 
     def needs(action: Action) -> list[Action]:
         found = dependencies(action, schedule.shape, lowered=schedule.lowered)
-        receives = [ACTION_TABLE[need.kind].resource is Resource.RECEIVE for need in found]
+        receives = [need.kind.resource is Resource.RECEIVE for need in found]
         return [needs(need)[0] if is_receive else any_replica(need) for need, is_receive in zip(found, receives, strict=True)]
 
     compiled = compile_schedule(schedule)
@@ -143,7 +143,7 @@ def assert_compiled_by_the_rule_of_dependencies(schedule: Schedule) -> None:
         assert [any_replica(node_actions[need]) for need in found] == needs(node_actions[node])
     for piece, node in zip(schedule.pieces[compiled.slots].tolist(), arrays.lane_nodes.tolist(), strict=True):
         action = compiled.actions[piece]
-        assert node_actions[node] == action or ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE
+        assert node_actions[node] == action or action.kind.resource is Resource.COLLECTIVE
 
 
 def assert_simulated_to_the_last_moment(lowered: Schedule, costs: RandomCosts) -> None:

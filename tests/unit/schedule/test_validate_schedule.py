@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, Place, Resource, SegmentRange
+from multimodal.values.action import Action, Place, Resource, SegmentRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.schedule import Lane, Schedule, lane_of
@@ -56,7 +56,7 @@ def is_valid(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
         later = [
             need
             for action in lane.actions
-            if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
+            if action.kind.resource is not Resource.RECEIVE
             for need in dependencies(action, step, lowered=lowered)
             if at.get(need, -1) > at[action]
         ]
@@ -94,7 +94,7 @@ def _meet(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
 
 def _together(action: Action, step: StepShape) -> Hashable:
     """What the actions have in common that take place at one moment."""
-    resource = ACTION_TABLE[action.kind].resource
+    resource = action.kind.resource
     if resource is Resource.COLLECTIVE:
         return min(reduced_together(action, step), key=lambda each: each.replica)
     if resource is Resource.COMPUTE:

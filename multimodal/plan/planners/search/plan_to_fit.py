@@ -20,8 +20,6 @@ FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
 """Fewest tokens of context parallel ranks if nothing fits otherwise."""
 MARGIN = 0.98
 """Factor on the next round's limit, to end slightly below it."""
-
-
 Planner = Callable[[PlanningRequest], PlannedRun]
 """Plans; raises PlanError, with advice on what would fit, if nothing does."""
 

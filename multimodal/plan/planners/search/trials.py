@@ -31,8 +31,6 @@ HEAVY_BUDGET = 2.0
 """Factor on the time budget where some samples are very heavy."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
-
-
 HEAVY = 3.0
 """Ratio of the LLM's heaviest sample to an efficient microbatch, in tokens, from which a part of a step is unreliable."""
 OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, is_checked=False)}

@@ -19,8 +19,6 @@ from multimodal.values.units.transformer import MOST_LAYERS
 _COUNT = {"minimum": 1, "maximum": MOST_RANKS}
 _LAYER = {"minimum": 0, "maximum": 2 * MOST_LAYERS}
 _AT_LEAST_ZERO = {"minimum": 0}
-
-
 MOST_MICROBATCHES = 2**40
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.action import Resource
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.arrays.rows import group_rows_reference
 from multimodal.values.assignment import Assignment, Atom
@@ -49,10 +49,10 @@ def check_numbers(schedule: Schedule) -> None:
     assert [work.stages[stage] for stage in work.stage_numbers] == [action[1:4] for action in work.actions]
     lanes = rows(*work.lanes_of(np.arange(len(work.actions))))
     assert lanes == [list(step.lanes_of(*action[1:4])) for action in work.actions]
-    assert work.resources.tolist() == [RESOURCE_NUMBERS[ACTION_TABLE[action.kind].resource] for action in work.actions]
+    assert work.resources.tolist() == [RESOURCE_NUMBERS[action.kind.resource] for action in work.actions]
     collective_of, *members = work.collective_rows
     for number, (action, collective) in enumerate(zip(work.actions, collective_of.tolist(), strict=True)):
-        is_collective = ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE
+        is_collective = action.kind.resource is Resource.COLLECTIVE
         assert is_collective == (collective >= 0)
         if is_collective:
             together = [work.actions[member] for member in rows(*members)[collective]]
