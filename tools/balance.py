@@ -57,36 +57,25 @@ SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hid
 def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="balance.py", description=__doc__)
-    data = parser.add_argument_group("the data")
-    data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
-    data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
-    data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
-    data.add_argument("--seed", type=at_least_zero, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
-    data.add_argument(
-        "--keep-order", action="store_true", help="Draw them as they stand: of tools/lengths.py's tables, the run's own batches."
-    )
-    layout = parser.add_argument_group("the layout")
-    layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
-    layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
-    layout.add_argument(
-        "--vocab-size", type=count, metavar="N", help=f"Padded vocabulary of the LLM (the model file's, or {DEFAULT_VOCAB_SIZE})."
-    )
-    layout.add_argument("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
-    layout.add_argument("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
-    layout.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
-    how = parser.add_argument_group("the balancer")
-    how.add_argument("--balance", required=True, choices=BALANCERS, help="The balancer.")
-    how.add_argument("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
-    how.add_argument(
-        "--refine-encoders", action="store_true", help="Balance encoders by themselves, whoever places the LLM's work."
-    )
-    how.add_argument(
-        "--unit-costs",
-        type=_costs,
-        default={},
-        metavar="UNIT=FORM[:W],...",
-        help=f"How a unit's cost grows with tokens: {', '.join(CostForm)}; W weighs the quadratic term. (linear)",
-    )
+    add = parser.add_argument_group("the data").add_argument
+    add("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
+    add("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
+    add("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
+    add("--seed", type=at_least_zero, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    add("--keep-order", action="store_true", help="Draw them as they stand: of tools/lengths.py's tables, the run's own batches.")
+    add = parser.add_argument_group("the layout").add_argument
+    add("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
+    add("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
+    add("--vocab-size", type=count, metavar="N", help=f"Padded vocabulary of the LLM (the model's, or {DEFAULT_VOCAB_SIZE}).")
+    add("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
+    add("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
+    add("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
+    add = parser.add_argument_group("the balancer").add_argument
+    add("--balance", required=True, choices=BALANCERS, help="The balancer.")
+    add("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
+    add("--refine-encoders", action="store_true", help="Balance encoders by themselves, whoever places the LLM's work.")
+    growth = f"How a unit's cost grows with tokens: {', '.join(CostForm)}; W weighs the quadratic term. (linear)"
+    add("--unit-costs", type=_costs, default={}, metavar="UNIT=FORM[:W],...", help=growth)
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of a table.")
     return parser
 
@@ -159,13 +148,10 @@ def measure_balance(
     graph: ModelGraph,
     plan: Plan,
     options: BalanceOptions,
-    bytes_per_token: Mapping[str, int],
 ) -> dict[str, Any]:
-    """Balance every batch, and return each unit's means, and the median of the milliseconds of a whole batch.
-
-    bytes_per_token: of what each unit takes from the network. Raises AssignmentError.
-    """
+    """Return each unit's means over all batches, and the median of the milliseconds of a batch; raises AssignmentError."""
     seconds, units = list[float](), {name: list[UnitMeasure]() for name in graph.unit_names}
+    token_bytes = bytes_per_token(graph)
     for lengths in batches:
         start = time.perf_counter()
         assignment = balancer(lengths, graph=graph, plan=plan, options=options)
@@ -174,7 +160,7 @@ def measure_balance(
         work = BatchWork(graph, lengths, options)
         before = balance_in_order(work, plan=plan)
         for unit, measures in units.items():
-            volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit])
+            volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=token_bytes[unit])
             traffic = measure_traffic(volume, ranks_per_node=options.ranks_per_node)
             old, new = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
             measures.append(UnitMeasure(old, new, traffic))
@@ -233,9 +219,7 @@ def main(argv: Sequence[str]) -> None:
     )
     samples, seed = read_length_table(flags.lengths, graph=graph), None if flags.keep_order else flags.seed
     batches = draw_length_batches(samples, batch_size=flags.global_batch_size, num_batches=flags.num_batches, seed=seed)
-    measured = measure_balance(
-        BALANCERS[flags.balance], batches, graph=graph, plan=plan, options=options, bytes_per_token=bytes_per_token(graph)
-    )
+    measured = measure_balance(BALANCERS[flags.balance], batches, graph=graph, plan=plan, options=options)
     report = {"balance": flags.balance, "global_batch_size": flags.global_batch_size, **measured}
     if flags.json:
         print(json.dumps(report))

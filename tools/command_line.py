@@ -85,8 +85,7 @@ def at_least_zero(text: str) -> int:
 
 def padded_vocab_size(flags: argparse.Namespace, graph: ModelGraph) -> int:
     """Return --vocab-size, or what the model file says, or DEFAULT_VOCAB_SIZE."""
-    size: int = flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE
-    return size
+    return flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE
 
 
 def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLengths, ...]:

@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 
 def build_parser() -> Parser:
     """Return the parser of the tool's own flags; all other flags are those of tools/simulate.py."""
-    parser = Parser(prog="emulate.py", description=__doc__)
-    parser.add_argument(
-        "--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"Of {', '.join(BUILDERS.listed())}."
-    )
+    parser, names = Parser(prog="emulate.py", description=__doc__), ", ".join(BUILDERS.listed())
+    parser.add_argument("--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"Of {names}.")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Of {', '.join(PASSES)}.")
     parser.add_argument("--iterations", type=count, default=5, metavar="N", help="Measured steps, whose median counts (5).")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="Folder for timelines and a picture.")

@@ -158,6 +158,7 @@ def _language(flags: Flags) -> dict[str, Any]:
         raise ConfigError(
             "--squared-relu: activations are swiglu, geglu_tanh, quick_geglu, gelu, gelu_tanh or quick_gelu; take another model"
         )
+    activation = "swiglu" if is_gated else "gelu_tanh" if flags.has("openai-gelu") else "gelu"
     inner = known[0] if known else int(4 * width * 2 / 3) // 64 * 64 if is_gated else 4 * width
     shape = {
         "num_layers": flags.number("decoder-num-layers", "num-layers"),
@@ -165,13 +166,7 @@ def _language(flags: Flags) -> dict[str, Any]:
         "num_attention_heads": flags.number("num-attention-heads"),
         "ffn_hidden_size": known[0] if known else flags.number("ffn-hidden-size", default=inner),
         "normalization": flags.text("normalization", default="LayerNorm"),
-        "activation": "quick_geglu"
-        if is_quick
-        else "swiglu"
-        if is_gated
-        else "gelu_tanh"
-        if flags.has("openai-gelu")
-        else "gelu",
+        "activation": "quick_geglu" if is_quick else activation,
         "layernorm_epsilon": flags.number("norm-epsilon", default=1e-5),
         "rotary_base": flags.number("rotary-base", default=10000),
         "init_method_std": flags.number("init-method-std", default=0.02),

@@ -63,47 +63,30 @@ SIZE_NAMES = {
 
 def add_request_flags(parser: Parser) -> None:
     """Add the flags that `build_request` reads."""
-    what = parser.add_argument_group("the model and the machine")
-    what.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
-    what.add_argument("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
-    what.add_argument("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
-    what.add_argument("--lora-rank", type=count, metavar="N", help="Train adapters of this rank, as pretrain_mllm.py does.")
-    what.add_argument("--lora-targets", nargs="+", default=[], metavar="PATTERN", help="Linear layers with adapters (the LLM's).")
-    what.add_argument("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
-    what.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
-    what.add_argument("--num-gpus", type=count, required=True, metavar="N", help="The most GPUs that the plan may use.")
-    what.add_argument("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
-    data = parser.add_argument_group("the data")
-    data.add_argument("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
-    data.add_argument(
-        "--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner)."
-    )
-    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
-    data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    data.add_argument("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
-    sizes = parser.add_argument_group("sizes and memory")
-    sizes.add_argument(
-        "--fix",
-        type=_fixed,
-        nargs="+",
-        default=[],
-        metavar="UNIT:tp=2,pp=4",
-        help="Sizes that a unit must have: tp, cp, pp, dp, v, ep.",
-    )
-    sizes.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
-    sizes.add_argument(
-        "--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can)."
-    )
-    sizes.add_argument(
-        "--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches)."
-    )
-    sizes.add_argument(
-        "--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1)."
-    )
-    sizes.add_argument("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
-    sizes.add_argument(
-        "--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30)."
-    )
+    add = parser.add_argument_group("the model and the machine").add_argument
+    add("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
+    add("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
+    add("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
+    add("--lora-rank", type=count, metavar="N", help="Train adapters of this rank, as pretrain_mllm.py does.")
+    add("--lora-targets", nargs="+", default=[], metavar="PATTERN", help="Linear layers with adapters (the LLM's).")
+    add("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
+    add("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
+    add("--num-gpus", type=count, required=True, metavar="N", help="The most GPUs that the plan may use.")
+    add("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
+    add = parser.add_argument_group("the data").add_argument
+    add("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
+    add("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner).")
+    add("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
+    add("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
+    add("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
+    add = parser.add_argument_group("sizes and memory").add_argument
+    add("--fix", type=_fixed, nargs="+", default=[], metavar="UNIT:tp=2,pp=4", help="A unit's sizes: tp, cp, pp, dp, v, ep.")
+    add("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
+    add("--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can).")
+    add("--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches).")
+    add("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
+    add("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
+    add("--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30).")
 
 
 def _fixed(text: str) -> tuple[str, FixedSizes]:
@@ -145,37 +128,23 @@ def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="plan.py", description=__doc__)
     add_request_flags(parser)
-    how = parser.add_argument_group("the planner")
-    how.add_argument("--planner", choices=(*COMPARED, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
-    how.add_argument("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
-    how.add_argument(
-        "--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1)."
-    )
-    how.add_argument(
-        "--replicas-per-copy",
-        type=count,
-        metavar="G",
-        help="Replicas that share each of F + 1 copies of the optimizer state, for templates; 1: each has all of it (1).",
-    )
-    how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
-    how.add_argument("--mtbf-hours", type=positive, metavar="H", help="Plan for what the run delivers if nodes fail this often.")
-    for flag, unit, what in (
-        ("--repair-hours", "H", "Until a failed node is back (24)."),
-        ("--restart-minutes", "M", "From a failure until steps run again (10)."),
-        ("--checkpoint-minutes", "M", "Between two checkpoints (30)."),
-    ):
-        how.add_argument(flag, type=positive, metavar=unit, help=f"--mtbf-hours: {what[0].lower()}{what[1:]}")
-    how.add_argument(
-        "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
-    )
-    how.add_argument("--plan", type=_given_plan, metavar="plan.yaml", help="Refused: tools/simulate.py evaluates a given plan.")
-    output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
-    output.add_argument(
-        "--output-plan", type=Path, metavar="plan.yaml", help="Write the plan of the templates' replicas at the start."
-    )
-    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
-    output.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
+    add = parser.add_argument_group("the planner").add_argument
+    add("--planner", choices=(*COMPARED, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
+    add("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
+    add("--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1).")
+    add("--replicas-per-copy", type=count, metavar="G", help="Replicas to a copy of the optimizer state, for templates (1).")
+    add("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
+    add("--mtbf-hours", type=positive, metavar="H", help="Plan for what the run delivers if nodes fail this often.")
+    add("--repair-hours", type=positive, metavar="H", help="--mtbf-hours: until a failed node is back (24).")
+    add("--restart-minutes", type=positive, metavar="M", help="--mtbf-hours: from a failure until steps run again (10).")
+    add("--checkpoint-minutes", type=positive, metavar="M", help="--mtbf-hours: between two checkpoints (30).")
+    add("--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes.")
+    add("--plan", type=_given_plan, metavar="plan.yaml", help="Refused: tools/simulate.py evaluates a given plan.")
+    add = parser.add_argument_group("output").add_argument
+    add("--output", type=Path, metavar="plan.yaml", help="Write the plan, for pretrain_mllm.py --plan.")
+    add("--output-plan", type=Path, metavar="plan.yaml", help="Write the plan of the templates' replicas at the start.")
+    add("--json", action="store_true", help="Print one JSON object instead of tables.")
+    add("--picture", type=Path, metavar="OUT.png", help="Draw the compared plans' step times.")
     return parser
 
 
@@ -274,12 +243,9 @@ def main(argv: Sequence[str]) -> None:
     if flags.planner in TEMPLATE_PLANNERS:
         run_templates(flags, request)
         return
-    for flag, advice in (
-        ("fault_tolerance", "leave it out, or choose that"),
-        ("replicas_per_copy", "leave it out, or choose that"),
-        ("output_plan", "use --output"),
-    ):
+    for flag in ("fault_tolerance", "replicas_per_copy", "output_plan"):
         if getattr(flags, flag) is not None:
+            advice = "use --output" if flag == "output_plan" else "leave it out, or choose that"
             raise ConfigError(f"--{flag.replace('_', '-')} is for --planner {', '.join(TEMPLATE_PLANNERS)}; {advice}")
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float64")
 SECONDS_PER_SIZE = 0.2
-DEFAULT_SIZES = "64,256,1024,4096"
-DEFAULT_SEQUENCES = "1,8"
 COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
 PANEL_INCHES = (4.2, 3.2)
 
@@ -51,29 +49,22 @@ PANEL_INCHES = (4.2, 3.2)
 def build_parser() -> Parser:
     """Return the parser of all flags."""
     parser = Parser(prog="profile_layers.py", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="units and their architecture")
-    parser.add_argument("--output", type=Path, required=True, metavar="COSTS.yaml", help="where the costs go (.yaml or .json)")
-    parser.add_argument("--unit", action="append", metavar="U", help="only this unit; may be given again (all)")
-    parser.add_argument("--tp", type=_counts, default=(1,), metavar="1,2", help="tensor parallel sizes (1)")
-    parser.add_argument("--sizes", type=_counts, default=_counts(DEFAULT_SIZES), metavar="N,N", help=f"tokens ({DEFAULT_SIZES})")
-    parser.add_argument(
-        "--sequences",
-        type=_counts,
-        default=_counts(DEFAULT_SEQUENCES),
-        metavar="N,N",
-        help=f"how many sequences the tokens of a transformer layer are packed in ({DEFAULT_SEQUENCES})",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
-    parser.add_argument("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
-    parser.add_argument(
-        "--repetitions", type=count, default=5, metavar="N", help="least number of runs per size, whose median counts (5)"
-    )
-    parser.add_argument("--vocab-size", type=count, metavar="N", help="padded vocabulary (the model file's, else 50304)")
-    parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="M.yaml", help="units and their architecture")
+    add("--output", type=Path, required=True, metavar="COSTS.yaml", help="where the costs go (.yaml or .json)")
+    add("--unit", action="append", metavar="U", help="only this unit; may be given again (all)")
+    add("--tp", type=_counts, default=(1,), metavar="1,2", help="tensor parallel sizes (1)")
+    add("--sizes", type=_counts, default="64,256,1024,4096", metavar="N,N", help="tokens (%(default)s)")
+    add("--sequences", type=_counts, default="1,8", metavar="N,N", help="how many sequences share these tokens (%(default)s)")
+    add("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
+    add("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
+    add("--repetitions", type=count, default=5, metavar="N", help="least number of runs per size, whose median counts (5)")
+    add("--vocab-size", type=count, metavar="N", help="padded vocabulary (the model file's, else 50304)")
+    add("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
     counting = "instead: write the model file anew, with the operations and weights of generators' modules of diffusers, counted"
-    parser.add_argument("--count-operations", action="store_true", help=counting)
-    parser.add_argument("--picture", type=Path, metavar="OUT.png", help="curves and measurements of all transformer layers")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--count-operations", action="store_true", help=counting)
+    add("--picture", type=Path, metavar="OUT.png", help="curves and measurements of all transformer layers")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
 

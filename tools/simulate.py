@@ -39,9 +39,7 @@ from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import report_simulations, simulate_schedule
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.validate import read_plan, validate_assignment
@@ -75,61 +73,38 @@ class CostedStep(NamedTuple):
 def build_parser() -> Parser:
     """Return the parser of all flags; those that --costs would ignore default to None."""
     parser = Parser(prog="simulate.py", description=__doc__)
-    what = parser.add_argument_group("the model")
-    what.add_argument("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
-    what.add_argument("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
-    what.add_argument("--plan", type=Path, metavar="P.yaml", help="Which rank holds which layers.")
-    what.add_argument("--layer-costs", type=Path, metavar="L.yaml", help="What tools/profile_layers.py measured of the layers.")
-    what.add_argument("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
-    data = parser.add_argument_group("the data")
-    data.add_argument("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples.")
-    data.add_argument("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    data.add_argument("--seed", type=at_least_zero, metavar="S", help="Shuffle the samples (they come in the file's order).")
-    data.add_argument("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
-    data.add_argument("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
-    data.add_argument("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")
-    data.add_argument(
-        "--encoder-micro-batch-sizes", type=counts_by_unit, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch."
-    )
-    data.add_argument("--balance", choices=BALANCERS, help="Places samples and items (none).")
-    data.add_argument(
-        "--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304)."
-    )
-    data.add_argument("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
-    data.add_argument(
-        "--zero-stage",
-        type=int,
-        choices=ZERO_STAGES,
-        help="What replicas share: optimizer state is 1, all is 3 (1; 0 in float64).",
-    )
-    data.add_argument("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
-    data.add_argument(
-        "--transformer-impl",
-        choices=get_args(Implementation),
-        help="Whose activations (transformer_engine; with --tp-comm-overlap local).",
-    )
-    data.add_argument(
-        "--tp-comm-overlap",
-        action="store_true",
-        default=None,
-        help="Tensor parallel collectives run in parts beside products (local layers).",
-    )
-    data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
-    data.add_argument(
-        "--no-sequence-parallel",
-        action="store_true",
-        default=None,
-        help="Tensor parallel ranks all have every row, as in a run without --sequence-parallel.",
-    )
-    data.add_argument("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
-    data.add_argument("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
-    when = parser.add_argument_group("the schedule")
-    when.add_argument("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Of {', '.join(BUILDERS.listed())}.")
-    when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
-    output.add_argument("--trace", type=Path, metavar="OUT.json", help="First step for ui.perfetto.dev and tools/trace.py.")
-    output.add_argument("--picture", type=Path, metavar="OUT.png|OUT.html", help="First step as a picture, or a page to zoom in.")
+    add = parser.add_argument_group("the model").add_argument
+    add("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
+    add("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
+    add("--plan", type=Path, metavar="P.yaml", help="Which rank holds which layers.")
+    add("--layer-costs", type=Path, metavar="L.yaml", help="What tools/profile_layers.py measured of the layers.")
+    add("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
+    add = parser.add_argument_group("the data").add_argument
+    add("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples.")
+    add("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
+    add("--seed", type=at_least_zero, metavar="S", help="Shuffle the samples (they come in the file's order).")
+    add("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
+    add("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
+    add("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")
+    add("--encoder-micro-batch-sizes", type=counts_by_unit, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
+    add("--balance", choices=BALANCERS, help="Places samples and items (none).")
+    add("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304).")
+    add("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
+    add("--zero-stage", type=int, choices=ZERO_STAGES, help="What replicas share: optimizer state 1, all 3 (1; 0 in float64).")
+    add("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
+    add("--transformer-impl", choices=get_args(Implementation), help="Whose layers (transformer_engine; local if overlapped).")
+    add("--tp-comm-overlap", action="store_true", default=None, help="Collectives run in parts beside products (local layers).")
+    add("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
+    add("--no-sequence-parallel", action="store_true", default=None, help="Tensor parallel ranks all have every row.")
+    add("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
+    add("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
+    add = parser.add_argument_group("the schedule").add_argument
+    add("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Of {', '.join(BUILDERS.listed())}.")
+    add("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
+    add = parser.add_argument_group("output").add_argument
+    add("--json", action="store_true", help="Print one JSON object instead of tables.")
+    add("--trace", type=Path, metavar="OUT.json", help="First step for ui.perfetto.dev and tools/trace.py.")
+    add("--picture", type=Path, metavar="OUT.png|OUT.html", help="First step as a picture, or a page to zoom in.")
     return parser
 
 
@@ -160,13 +135,16 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
         raise ConfigError(f"--tp-comm-overlap would be ignored: {flags.plan} has tensor parallel size 1 everywhere; leave it out")
     vocab_size = padded_vocab_size(flags, graph)
     profile = LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None
-    for lengths in global_batches(flags, graph, plan):
-        options = BalanceOptions(
-            micro_batch_size=flags.micro_batch_size or 1,
-            encoder_micro_batch_sizes=flags.encoder_micro_batch_sizes or {},
-            ranks_per_node=cluster.gpus_per_node,
-            vocab_size=vocab_size,
-        )
+    options = BalanceOptions(
+        micro_batch_size=flags.micro_batch_size or 1,
+        encoder_micro_batch_sizes=flags.encoder_micro_batch_sizes or {},
+        ranks_per_node=cluster.gpus_per_node,
+        vocab_size=vocab_size,
+    )
+    num_replicas = plan.units[graph.backbone.name].data_parallel_size
+    size = flags.global_batch_size or DEFAULT_MICROBATCHES * num_replicas * options.micro_batch_size
+    drawn = {"batch_size": size, "num_batches": flags.num_iterations or 1, "seed": flags.seed}
+    for lengths in draw_length_batches(read_lengths(flags, graph), **drawn):
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, lengths, graph=graph, plan=plan)
         assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
@@ -189,14 +167,6 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
         item_block_size=block_size if distribution == TokenDistribution.BY_ITEM else None,
         num_state_copies=None if instances == 1 else instances,
     )
-
-
-def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> Iterator[tuple[SampleLengths, ...]]:
-    """Draw the global batches to simulate."""
-    num_replicas = plan.units[graph.backbone.name].data_parallel_size
-    size = flags.global_batch_size or DEFAULT_MICROBATCHES * num_replicas * (flags.micro_batch_size or 1)
-    samples = read_lengths(flags, graph)
-    return draw_length_batches(samples, batch_size=size, num_batches=flags.num_iterations or 1, seed=flags.seed)
 
 
 def build_step_schedule(step: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Schedule:
