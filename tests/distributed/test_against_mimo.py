@@ -5,7 +5,6 @@ import pytest
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from tests.distributed.braid_training import NUM_STEPS, TWO_ENCODERS, WITH_IMAGES, braid_losses, initial_weights
 from tests.distributed.gradient_case import single_rank_plan
-from tests.distributed.rank_pool import RankPool
 
 pytest.importorskip(
     "megatron.core.models.mimo.config.role",
@@ -17,7 +16,7 @@ from tests.distributed.mimo_training import MimoLayout, mimo_losses
 
 
 @pytest.mark.parametrize("layout", [MimoLayout(1, 1, 1), MimoLayout(1, 2, 1), MimoLayout(2, 1, 2), MimoLayout(1, 1, 2)])
-def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: MimoLayout) -> None:
+def test_losses_of_twenty_steps_equal_those_of_mimo(ranks, layout):
     (weights,) = ranks.run(initial_weights, WITH_IMAGES, world_size=1)
     expected = ranks.run(mimo_losses, WITH_IMAGES, weights, layout, world_size=layout.num_ranks)
     sizes = {
@@ -44,9 +43,7 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks: RankPool, layout: Mim
         (MimoLayout(2, 2, 1, shares_ranks=True, llm_chunks=2), "optimus", "none"),
     ],
 )
-def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(
-    ranks: RankPool, layout: MimoLayout, schedule: str, balance: str
-) -> None:
+def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(ranks, layout, schedule, balance):
     """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike.
 
     With an LLM of several stages on the encoders' ranks, or of several chunks on a rank, which MIMO has not, encoders compute in

@@ -97,7 +97,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.deep(when=lambda name: name not in ("context parallel", "weights shared, frozen encoder"))  # like rows below
 @pytest.mark.parametrize("name", SAME)
-def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, saved: Saved, name: str) -> None:
+def test_the_same_plan_resumes_bit_for_bit(ranks, saved, name):
     case = SAME[name]
     folder, expected = saved(case)
     found: list[RankReport] = run(ranks, resume, case, folder, 1)
@@ -160,15 +160,13 @@ LIKE_OTHERS = (
 
 @pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)  # other tests change plans, or lose copies, like these between steps
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_plan_resumes_from_the_same_values(ranks: RankPool, saved: Saved, name: str) -> None:
+def test_another_plan_resumes_from_the_same_values(ranks, saved, name):
     assert_resumed(ranks, saved, *OTHERS[name])
 
 
 @pytest.mark.deep(when=lambda name: name != "weights shared")
 @pytest.mark.parametrize("name", CHANGES)
-def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints(
-    ranks: RankPool, saved: Saved, name: str
-) -> None:
+def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints(ranks, saved, name):
     """In float64 every weight, too."""
     plain, changes = CHANGES[name]
     changed = replace(plain, **changes)
@@ -187,7 +185,7 @@ def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints
 
 @pytest.mark.deep(when=lambda shards_weights: not shards_weights)
 @pytest.mark.parametrize("shards_weights", [False, True])
-def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: Path, shards_weights: bool) -> None:
+def test_steps_that_run_beside_a_save_are_not_in_it(ranks, tmp_path, shards_weights):
     """The file is held back until a step later has changed every value."""
     case = case_of(TIED, COLOCATED, BFLOAT16, shards_weights=shards_weights, saves_in_background=True)
     expected: list[RankReport] = run(ranks, train_while_saving, case, tmp_path, 1, 1)
@@ -217,7 +215,7 @@ def train_while_saving(case: TrainingCase, folder: Path, num_before: int, num_af
     return RankReport(losses, at_checkpoint, training.parameters())
 
 
-def test_whole_tensors_can_be_put_together_without_braid(ranks: RankPool, tmp_path: Path) -> None:
+def test_whole_tensors_can_be_put_together_without_braid(ranks, tmp_path):
     """As docs/checkpoints.md shows."""
     case = case_of(TIED, WIDE)
     saved: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 1, 0)
@@ -236,7 +234,7 @@ def test_whole_tensors_can_be_put_together_without_braid(ranks: RankPool, tmp_pa
     assert_equal(found, join_parameters(case.plan, [report.parameters_at_checkpoint for report in saved]))
 
 
-def test_weights_alone_load_into_another_precision(ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_alone_load_into_another_precision(ranks, tmp_path):
     first, second = case_of(GRAPH, COLOCATED), case_of(GRAPH, ONE_RANK, BFLOAT16)
     before: list[RankReport] = run(ranks, train_and_save, first, tmp_path, 1, 1)
     after: list[RankReport] = run(ranks, resume, second, tmp_path, 1, False)
@@ -247,7 +245,7 @@ def test_weights_alone_load_into_another_precision(ranks: RankPool, tmp_path: Pa
 
 
 @pytest.mark.deep  # test_lora.py has units with a fresh optimizer
-def test_a_unit_that_was_frozen_starts_with_a_fresh_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_unit_that_was_frozen_starts_with_a_fresh_optimizer(ranks, tmp_path):
     """From then on step counts differ between parameters, and that is saved, too."""
     frozen, trained = case_of(build_graph(frozen=("vision",)), WIDE), case_of(GRAPH, COLOCATED)
     run(ranks, train_and_save, frozen, tmp_path, 1, 0)
@@ -268,7 +266,7 @@ def train_one_save_train_one(case: TrainingCase, folder: Path) -> RankReport:
     return RankReport([training.train_step(step + 1)], {}, {})
 
 
-def test_what_else_a_run_is_comes_back(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_else_a_run_is_comes_back(ranks, tmp_path):
     saved = run(ranks, draw_after_saving, case_of(GRAPH, OVERLAPPING), tmp_path)
     loaded = run(ranks, draw_after_loading, case_of(GRAPH, COLOCATED), tmp_path)
     assert len(set(saved)) > 1

@@ -23,7 +23,6 @@ from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
 from multimodal.values.errors import CheckpointError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
 GRAPH = build_graph()
@@ -86,7 +85,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_nothing_there(ranks: RankPool, tmp_path: Path) -> None:
+def test_nothing_there(ranks, tmp_path):
     message = the_only(run(ranks, load_error, CASE, tmp_path / "nowhere"))
     assert message == f"{tmp_path / 'nowhere'}: no such folder; correct --load, or leave it out to start anew"
     (tmp_path / ".step_00000003.partial-elsewhere-5").mkdir()
@@ -137,7 +136,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 """What happens to a checkpoint, and what is said of it; tests/unit/runtime/checkpoint has more of its manifest and index."""
 
 
-def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks, tmp_path):
     run(ranks, save_steps, CASE, tmp_path, [1, 2])
     newest, copy = tmp_path / "step_00000002", tmp_path / "copy"
     shutil.copytree(newest, copy)
@@ -165,7 +164,7 @@ class Planted:
         return Path.touch, (self.file,)
 
 
-def test_nothing_that_a_checkpoint_holds_is_executed(ranks: RankPool, tmp_path: Path) -> None:
+def test_nothing_that_a_checkpoint_holds_is_executed(ranks, tmp_path):
     """Whatever file a stranger replaced, and whether or not what was said of its size was, too."""
     saved, mark = tmp_path / "saved", tmp_path / "executed"
     run(ranks, save_steps, CASE, saved, [1])
@@ -216,7 +215,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 """What a run has otherwise than the checkpoint, and what is said of it."""
 
 
-def test_a_checkpoint_of_another_run(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run(ranks, tmp_path):
     run(ranks, save_steps, CASE, tmp_path, [1])
     for name, (changes, words) in OTHERS.items():
         message = the_only(run(ranks, load_error, replace(CASE, **changes), tmp_path))
@@ -229,9 +228,7 @@ def test_a_checkpoint_of_another_run(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])
 @pytest.mark.parametrize("failure", ["disk full on rank 1", "disk full on rank 0", "rename fails", "planning fails"])
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
-    ranks: RankPool, tmp_path: Path, failure: str, case: TrainingCase
-) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, failure, case):
     run(ranks, save_steps, case, tmp_path, [1])
     message = the_only(run(ranks, save_error, case, tmp_path, failure))
     assert f"saving step 2 to {tmp_path} failed on rank" in message
@@ -241,7 +238,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(
     assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
 
 
-def test_a_folder_that_cannot_be_made(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(ranks, tmp_path):
     (tmp_path / "file").write_text("")
     message = the_only(run(ranks, save_anywhere, CASE, tmp_path / "file" / "checkpoints"))
     assert "failed on rank 0: NotADirectoryError" in message
@@ -252,7 +249,7 @@ def save_anywhere(case: TrainingCase, folder: Path) -> str:
     return error_of(lambda: training.save(folder, step=1))
 
 
-def test_no_memory_for_a_copy_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+def test_no_memory_for_a_copy_is_an_error_on_every_rank(ranks, tmp_path):
     message = the_only(run(ranks, copy_error, BACKGROUND, tmp_path))
     assert message == f"copying step 2 for {tmp_path} failed on rank 1: RuntimeError: no memory is left"
     assert names(tmp_path) == []
@@ -266,12 +263,12 @@ def copy_error(case: TrainingCase, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])
-def test_only_the_newest_are_kept(ranks: RankPool, tmp_path: Path, case: TrainingCase) -> None:
+def test_only_the_newest_are_kept(ranks, tmp_path, case):
     run(ranks, save_steps, case, tmp_path, [10, 20, 30, 40], 2)
     assert names(tmp_path) == ["step_00000030", "step_00000040"]
 
 
-def test_what_dead_saves_left_is_removed_and_what_others_write_is_not(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_dead_saves_left_is_removed_and_what_others_write_is_not(ranks, tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
     host = socket.gethostname()

@@ -29,7 +29,7 @@ from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY, run_and_save
 from tests.distributed.hugging_face_models import MAX_TOKENS, llama, pixels_of
 from tests.distributed.random_source import SampleShape
-from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.rank_pool import RankError
 from tests.distributed.test_hugging_face_families import CLIPS
 from tests.distributed.test_opaque import dinov2
 from tests.distributed.wide_transformers import double_precision, randomize_vectors
@@ -95,9 +95,7 @@ def composed(folders: Path, target: Path, encoder: str, **options: Any) -> Model
 @pytest.mark.parametrize(
     ("encoder", "as_modules"), [("dinov2", ["vision"]), ("clip", ["vision"]), ("clip", []), ("siglip", []), ("registers", [])]
 )
-def test_weights_come_from_their_folders_and_go_into_folders_like_them(
-    folders: Path, encoder: str, as_modules: list[str], ranks: RankPool, tmp_path: Path
-) -> None:
+def test_weights_come_from_their_folders_and_go_into_folders_like_them(folders, encoder, as_modules, ranks, tmp_path):
     graph = composed(folders, tmp_path, encoder, freeze=["vision"], as_modules=as_modules)
     assert graph == read_model(tmp_path / "model.yaml")
     assert (graph.unit("vision").freeze_module, graph.backbone.vocab_size) == (True, VOCABULARY)
@@ -119,7 +117,7 @@ def test_weights_come_from_their_folders_and_go_into_folders_like_them(
         }, "a norm is the encoder's"
 
 
-def test_what_transformers_has_as_a_whole_is_written_as_that(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_what_transformers_has_as_a_whole_is_written_as_that(folders, ranks, tmp_path):
     """A CLIP before a Llama is a LLaVA: their tensors, the LLM's other files, and the images of the CLIP."""
     (folders / "llm" / "tokenizer_config.json").write_text("{}")
     encoders, output = {"vision": folders / "clip"}, tmp_path / "model.yaml"
@@ -142,7 +140,7 @@ def test_what_transformers_has_as_a_whole_is_written_as_that(folders: Path, rank
     assert {"tokenizer_config.json", "preprocessor_config.json"} <= {path.name for path in (tmp_path / "llava").iterdir()}
 
 
-def test_a_tower_sees_what_transformers_see(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_tower_sees_what_transformers_see(folders, ranks, tmp_path):
     """Patches behind the norm, without class token and registers, of images smaller than its positions."""
     graph = multimodal.compose(llm=folders / "llm", encoders={"vision": folders / "registers"}, output=tmp_path / "model.yaml")
     sizes: dict[str, Any] = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
@@ -156,7 +154,7 @@ def test_a_tower_sees_what_transformers_see(folders: Path, ranks: RankPool, tmp_
         assert torch.allclose(torch.from_numpy(found), eye(pixels[None]).last_hidden_state[0, 3:], atol=1e-12)
 
 
-def test_a_whisper_hears_what_transformers_hear(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_whisper_hears_what_transformers_hear(folders, ranks, tmp_path):
     """Two clips of the longest length, behind which nothing is, in one microbatch: the same rows, behind the norm."""
     graph = multimodal.compose(llm=folders / "llm", encoders={"audio": folders / "whisper"}, output=tmp_path / "model.yaml")
     sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
@@ -177,7 +175,7 @@ def save_apart(case: GradientCase, target: str) -> None:
     save_adapter(Path(target), session=session)
 
 
-def test_adapters_and_projectors_are_written_apart(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_adapters_and_projectors_are_written_apart(folders, ranks, tmp_path):
     encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
     graph = multimodal.compose(llm=folders / "llm", encoders=encoders, freeze=["audio"], output=output)
     graph = adapt_units(graph, linear_layers(graph), rank=2, alpha=4.0, targets=())
@@ -209,7 +207,7 @@ def find_modules_in(folder: str) -> None:
     sys.path.append(folder)
 
 
-def test_functions_run_between_modules(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_functions_run_between_modules(folders, ranks, tmp_path):
     (tmp_path / "between_modules.py").write_text("def doubled(values):\n    return 2 * values\n")
     ranks.run(find_modules_in, str(tmp_path), world_size=8)
     function = "between_modules:doubled"
@@ -242,7 +240,7 @@ def test_functions_run_between_modules(folders: Path, ranks: RankPool, tmp_path:
         ({"output": "nowhere/model.yaml"}, "nowhere/model.yaml cannot be written .*; give a path in a folder that is there"),
     ],
 )
-def test_parts_that_do_not_fit_are_said(folders: Path, tmp_path: Path, changes: Any, message: str) -> None:
+def test_parts_that_do_not_fit_are_said(folders, tmp_path, changes, message):
     given = {"llm": "llm", "encoders": {"vision": "dinov2"}, **changes}
     if isinstance(given["llm"], str):
         given["llm"] = folders / given["llm"]
@@ -253,7 +251,7 @@ def test_parts_that_do_not_fit_are_said(folders: Path, tmp_path: Path, changes: 
         multimodal.compose(**given)
 
 
-def test_weights_of_another_model_are_an_error_on_every_rank(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_an_error_on_every_rank(folders, ranks, tmp_path):
     for as_modules, message in (
         (["vision"], "clip.* is missing"),
         ([], "clip.*config.json is of another model: unit 'vision' would need .* found"),

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from megatron.runtime import platform
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
-from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan
 
 END_SECONDS = 120.0
@@ -176,9 +175,7 @@ LOADED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1), 
 @pytest.mark.deep(when=lambda killed, in_background: killed or in_background)
 @pytest.mark.parametrize("in_background", [False, True], ids=["in the foreground", "in the background"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_the_newest_complete_checkpoint_always_loads(
-    ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest, killed: int, in_background: bool
-) -> None:
+def test_the_newest_complete_checkpoint_always_loads(ranks, tmp_path, request, killed, in_background):
     """Beside what a save left that died before: from the files of every point, and once more where a rank really died.
 
     That is at the first half of a file and at the last point, and with --all at every point.
@@ -237,7 +234,7 @@ def load(case: TrainingCase, folders: list[Path]) -> list[tuple[int, set[float]]
 
 @pytest.mark.deep(when=lambda killed: killed == 1)
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_export_leaves_no_folder_by_half(tmp_path: Path, killed: int, request: pytest.FixtureRequest) -> None:
+def test_a_killed_export_leaves_no_folder_by_half(tmp_path, killed, request):
     """From what is there at every point, and once more where a rank really died.
 
     That is at one point of every kind, and with --all at every point.

@@ -22,7 +22,7 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, as_arguments
-from tests.distributed.rank_pool import TIMEOUT, RankPool
+from tests.distributed.rank_pool import TIMEOUT
 from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_stopped_ranks import wait_for_steps
@@ -103,23 +103,23 @@ def fail_to_make_groups() -> str:
 
 
 @pytest.mark.parametrize("at_calls", [(), (1,), (2, 5)], ids=str)
-def test_all_ranks_make_groups_again_after_one_failed(ranks: RankPool, at_calls: tuple[int, ...]) -> None:
+def test_all_ranks_make_groups_again_after_one_failed(ranks, at_calls):
     answers = ranks.run(make_groups, 1, at_calls, world_size=WORLD_SIZE)
     assert [found for found, _ in answers] == [[6.0, 2.0], [6.0, 4.0], [6.0, 2.0], [6.0, 4.0, 3.0]]
     assert len({tuple(names) for _, names in answers}) == 1
 
 
-def test_all_ranks_connect_the_world_again_after_one_failed(ranks: RankPool, tmp_path: Path) -> None:
+def test_all_ranks_connect_the_world_again_after_one_failed(ranks, tmp_path):
     assert ranks.run(connect_again, str(tmp_path / "store"), 0, world_size=WORLD_SIZE) == [6.0] * WORLD_SIZE
 
 
-def test_all_ranks_give_up_together(ranks: RankPool) -> None:
+def test_all_ranks_give_up_together(ranks):
     (told,) = set(ranks.run(fail_to_make_groups, world_size=WORLD_SIZE))
     failed = "Gloo connectFullMesh failed with Connection closed by peer"
     assert told == f"the ranks could not connect to each other in 2 attempts (rank 2: {failed})"
 
 
-def test_groups_of_nccl_are_told_what_is_urgent_and_what_they_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_nccl_are_told_what_is_urgent_and_what_they_may_hold(monkeypatch):
     made: list[tuple[list[int], Any]] = []
 
     def options(is_high_priority_stream: bool) -> SimpleNamespace:
@@ -162,7 +162,7 @@ def reversed_inside(assignment: Assignment) -> Assignment:
     return Assignment({**assignment.units, "llm": ((tuple(reversed(first)), *rest), *assignment.units["llm"][1:])})
 
 
-def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(ranks: RankPool) -> None:
+def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(ranks):
     world_size = CASE.plan.num_ranks
     assert (
         ranks.run(agree, CASE, None, 0, world_size=world_size)
@@ -180,7 +180,7 @@ def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(
         (reversed_inside, "unit 'llm', sample 0 is in replica 0, microbatch 0, at 1 there"),
     ],
 )
-def test_every_rank_names_the_first_difference(ranks: RankPool, change, difference) -> None:
+def test_every_rank_names_the_first_difference(ranks, change, difference):
     messages = ranks.run(agree, CASE, change(CASE.assignment), 2, world_size=CASE.plan.num_ranks)
     assert len(set(messages)) == 1
     assert re.match(rf"step 3: rank 2 decided otherwise than rank 0: {difference}", messages[0])
@@ -188,7 +188,7 @@ def test_every_rank_names_the_first_difference(ranks: RankPool, change, differen
 
 @pytest.mark.deep(when=lambda more: more != ())
 @pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])
-def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path, more: tuple[object, ...]) -> None:
+def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path, more):
     place = ("--nproc-per-node", 2, "--master-port", free_port(), *more, REPOSITORY / "pretrain_mllm.py")
     launcher = Forked("tools/launch.py", [*map(str, place), "--lr", "high"], folder=tmp_path, output=tmp_path / "output")
     assert launcher.wait(HANG_SECONDS) == 2
@@ -196,9 +196,7 @@ def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path: Path
 
 
 @pytest.mark.parametrize(("victim", "number", "exit_code"), [("launcher", signal.SIGTERM, 0), ("rank", signal.SIGKILL, 137)])
-def test_signals_reach_ranks_and_a_killed_rank_ends_the_run(
-    tmp_path: Path, victim: str, number: signal.Signals, exit_code: int
-) -> None:
+def test_signals_reach_ranks_and_a_killed_rank_ends_the_run(tmp_path, victim, number, exit_code):
     write_working_files(tmp_path)
     flags = {**working_flags(tmp_path), "--train-iters": 10**6, "--log-json": tmp_path / "log.jsonl"}
     place = ("--nproc-per-node", 2, "--master-port", free_port(), REPOSITORY / "pretrain_mllm.py")

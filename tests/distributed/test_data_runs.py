@@ -51,9 +51,7 @@ def losses_by_step(entries: list[dict[str, Any]]) -> dict[int, float]:
 @pytest.mark.deep(when=lambda form, is_packed: (form, is_packed) not in SHOWN)
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_that_is_killed_goes_on_as_if_it_was_not(
-    form: str, is_packed: bool, corpus: Path, expected: dict[bool, dict[int, float]], tmp_path: Path
-) -> None:
+def test_a_run_that_is_killed_goes_on_as_if_it_was_not(form, is_packed, corpus, expected, tmp_path):
     flags = {**working_flags(corpus), **STEPS, **(PACKED if is_packed else {}), "--log-json": tmp_path / "log.jsonl"}
     flags |= {"--data-path": write_form(corpus / "data", form, NAMES), "--save": tmp_path / "saved", "--save-interval": 1}
     done = launch(flags, num_ranks=2, environment={DIES_BEFORE: "3"})
@@ -86,7 +84,7 @@ def producer(folder: Path, environment: Mapping[str, str] | None = None) -> Iter
         process.wait(30)
 
 
-def test_losses_are_the_same_with_producers_and_when_they_are_killed(tmp_path: Path) -> None:
+def test_losses_are_the_same_with_producers_and_when_they_are_killed(tmp_path):
     """Two serve, and index the data first; one is killed after some steps, the other some steps later."""
     (tmp_path / "token").write_text("a secret of these tests")
     flags, log = {"--train-iters": 10, "--vision-tp": 2, "--balance": "orchmllm", "--num-workers": 1}, tmp_path / "log.jsonl"
@@ -112,7 +110,7 @@ def test_losses_are_the_same_with_producers_and_when_they_are_killed(tmp_path: P
     assert {path.name: path.read_bytes() for path in index.iterdir()} == kept
 
 
-def test_a_bucket_trains_as_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_trains_as_its_copy(tmp_path, monkeypatch):
     """Also from what is kept of it, by producers, and resumed; a file that is gone from it is a bad sample."""
     write_working_files(tmp_path)
     constant = {"--lr-decay-style": "constant"}
@@ -136,7 +134,7 @@ def test_a_bucket_trains_as_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert f"{bucket}/1.png does not exist" in done.output
 
 
-def test_a_server_that_fails_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_server_that_fails_ends_all_ranks(tmp_path):
     """Whichever rank reads the file; a server that does not answer later on is nothing to leave out."""
     write_working_files(tmp_path)
     with serve_folder(tmp_path / "data") as server:
@@ -195,7 +193,7 @@ def figures_of(
     return found, done.output
 
 
-def test_what_cannot_be_read_counts_nothing_on_any_plan(damaged: Path) -> None:
+def test_what_cannot_be_read_counts_nothing_on_any_plan(damaged):
     expected, _ = figures_of(damaged, ("only", "rest"), {"--global-batch-size": 2}, num_ranks=3)
     assert list(map(len, expected)) == [5, 5, 3]
     found, said = figures_of(damaged, ("first", "second"), {**SKIP, **DECODED, "--global-batch-size": 4}, num_ranks=5)
@@ -204,7 +202,7 @@ def test_what_cannot_be_read_counts_nothing_on_any_plan(damaged: Path) -> None:
     assert said.count("left out a sample that cannot be read") == 6 and "1.png cannot be decoded as an image" in said
 
 
-def test_too_many_are_an_error_on_all_ranks(damaged: Path) -> None:
+def test_too_many_are_an_error_on_all_ranks(damaged):
     """At the start, and in a step; so is the first without the flag."""
     flags = {**working_flags(damaged), "--painter-dp": 1, "--data-path": [damaged / "data" / "second.jsonl"]}
     index = {**flags, **SKIP, "--data-path": [damaged / "data" / "first.jsonl"], "--bad-samples-per-thousand": 0.5}

@@ -44,7 +44,7 @@ from tests.distributed.hugging_face_comparison import MULTIPLE, run_and_save
 from tests.distributed.hugging_face_models import llama
 from tests.distributed.launch import launch, train
 from tests.distributed.random_source import RandomSource, SampleShape
-from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.rank_pool import RankError
 from tests.distributed.test_latents import autoencoder, write_run
 from tests.unit.cost.cost_cases import unit_parameters
 from tools import convert, profile_layers
@@ -245,7 +245,7 @@ def native_gradients(stage: UnitStage, folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "prediction"), [*KINDS, *IN_LAYERS])
-def test_loss_and_gradients_are_those_of_diffusers(kind: str, prediction: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_loss_and_gradients_are_those_of_diffusers(kind, prediction, ranks, tmp_path):
     graph = graph_with(save_module(kind, tmp_path / kind), prediction)
     case = case_of(graph, single_rank_plan(graph))
     (differences,) = ranks.run(compare_with_diffusers, case, str(tmp_path / kind), world_size=1)
@@ -256,9 +256,7 @@ def test_loss_and_gradients_are_those_of_diffusers(kind: str, prediction: str, r
 
 @pytest.mark.deep(when=lambda kind: kind not in ("unet", "sd3.5 in layers"))  # gradients of the others are held above
 @pytest.mark.parametrize(("kind", "prediction"), [*KINDS[2:], *IN_LAYERS, ("sd3 in layers, adapters", "velocity")])
-def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(
-    kind: str, prediction: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(kind, prediction, ranks, tmp_path):
     llama().save_pretrained(tmp_path / "llm")
     painter = graph_with(save_module(kind, tmp_path / kind), prediction).unit("painter")
     llm = replace(read_model(tmp_path / "llm").backbone, name="llm", weights=str(tmp_path / "llm"))
@@ -291,7 +289,7 @@ def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(
 
 
 @pytest.mark.parametrize("kind", ["unet", "sd3", "dit"])
-def test_operations_of_a_module_are_counted_into_the_model_file(kind: str, tmp_path: Path) -> None:
+def test_operations_of_a_module_are_counted_into_the_model_file(kind, tmp_path):
     """Exactly, also for a size that was not counted: 4 x 4 patches behind two conditions."""
     import diffusers
 
@@ -331,7 +329,7 @@ def count_parameters(case: GradientCase) -> int:
 
 
 @pytest.mark.parametrize(("kind", "prediction"), IN_LAYERS)
-def test_weights_of_layers_are_those_that_are_built(kind: str, prediction: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_of_layers_are_those_that_are_built(kind, prediction, ranks, tmp_path):
     """With embeddings and head; the last layer of an SD3 lacks the conditions' projection and MLP, which kinds do not tell."""
     graph = graph_with(save_module(kind, tmp_path / kind), prediction)
     (built,) = ranks.run(count_parameters, case_of(graph, single_rank_plan(graph)), world_size=1)
@@ -357,9 +355,7 @@ TEXTS: dict[str, Any] = {f"{part}{number}": None for part in ("text_encoder", "t
 
 
 @pytest.mark.parametrize(("kind", "prediction"), [("unet", "v"), ("sd3", "velocity"), ("dit", "epsilon")])
-def test_a_pipeline_of_the_exported_folder_draws_the_same(
-    kind: str, prediction: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_of_the_exported_folder_draws_the_same(kind, prediction, ranks, tmp_path, monkeypatch):
     import diffusers
 
     llama().save_pretrained(tmp_path / "llm")
@@ -413,7 +409,7 @@ def test_a_pipeline_of_the_exported_folder_draws_the_same(
 
 
 @pytest.mark.deep
-def test_averages_are_exported(tmp_path: Path) -> None:
+def test_averages_are_exported(tmp_path):
     llama(vocab_size=264).save_pretrained(tmp_path / "llm")
     painter = graph_with(save_module("unet", tmp_path / "unet")).unit("painter")
     llm = replace(read_model(tmp_path / "llm").backbone, name="llm", weights=str(tmp_path / "llm"))
@@ -430,7 +426,7 @@ def test_averages_are_exported(tmp_path: Path) -> None:
     assert convert.main(["--load-hf", str(tmp_path / "weights"), "--save-hf", str(tmp_path / "other"), "--averages"]) != 0
 
 
-def test_a_composed_model_trains_and_its_frozen_generator_goes_back_as_it_came(tmp_path: Path) -> None:
+def test_a_composed_model_trains_and_its_frozen_generator_goes_back_as_it_came(tmp_path):
     flags = {**write_run(tmp_path), "--painter-tp": 2, "--llm-dp": 1, "--save-hf": tmp_path / "out"}
     llama(vocab_size=264).save_pretrained(tmp_path / "llm")
     folder = save_module("sd3", tmp_path / "transformer")
@@ -460,7 +456,7 @@ def build_all(case: GradientCase) -> None:
         ({"flow": None}, "or to generators with image and flow"),
     ],
 )
-def test_a_module_that_does_not_fit_is_refused(change: dict[str, Any], message: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_module_that_does_not_fit_is_refused(change, message, ranks, tmp_path):
     folder = save_module("unet", tmp_path)
     entry = graph_with(folder).to_dict()
     painter = entry["units"]["painter"]

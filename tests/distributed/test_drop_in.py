@@ -52,11 +52,11 @@ def is_like_others(schedule: str, case: LoopCase) -> bool:
         ("interleaved-1f1b", LoopCase(4, num_chunks=2, num_microbatches=8, options=INTERLEAVED | VARIABLE)),
     ],
 )
-def test_training_equals_that_on_megatrons_own_function(ranks: RankPool, schedule: str, case: LoopCase) -> None:
+def test_training_equals_that_on_megatrons_own_function(ranks, schedule, case):
     assert_same_training(case, ranks, schedule=schedule)
 
 
-def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPool) -> None:
+def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks):
     """Ranks as Megatron numbers them, so that each has what it has there."""
     model = _graph(4)
     first, last = split_layers(model.backbone.layers, num_stages=2)
@@ -70,9 +70,7 @@ def test_training_under_a_plan_equals_that_under_megatrons_groups(ranks: RankPoo
     [([[0], [1]], {}, 1), ([[2]], VARIABLE, 1), ([[2]], INTERLEAVED | VARIABLE, 2)],
     ids=["first stage", "own ranks", "interleaved, own ranks"],
 )
-def test_encoders_fill_bubbles_of_a_loops_llm(
-    ranks: RankPool, encoders: list[list[int]], options: dict[str, Any], num_chunks: int
-) -> None:
+def test_encoders_fill_bubbles_of_a_loops_llm(ranks, encoders, options, num_chunks):
     """LLaVAModel's encoder, with the LLM's first stage or on ranks of its own, as a unit whose work goes where lanes wait."""
     case = LoopCase(2, num_chunks=num_chunks, has_images=True, options=options)
     width = len(encoders)
@@ -99,7 +97,7 @@ def _graph(num_layers: int, *, has_images: bool = False) -> ModelGraph:
     return ModelGraph.from_dict({"units": units})
 
 
-def test_replicas_that_are_not_alike_train_as_alike_ones(ranks: RankPool) -> None:
+def test_replicas_that_are_not_alike_train_as_alike_ones(ranks):
     """One stage on rank 0 and two on the others, with tied embeddings: the second step's losses follow from all gradients."""
     case = LoopCase(1, num_layers=2)
     expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=2)
@@ -111,7 +109,7 @@ def test_replicas_that_are_not_alike_train_as_alike_ones(ranks: RankPool) -> Non
         np.testing.assert_allclose(_of_stages(found[1:], name), gradient, rtol=0, atol=1e-9, err_msg=name)
 
 
-def test_layers_elsewhere_than_in_unlike_replicas_are_refused(ranks: RankPool) -> None:
+def test_layers_elsewhere_than_in_unlike_replicas_are_refused(ranks):
     with pytest.raises(RankError) as refused:
         ranks.run(train_on_schedule, LoopCase(1, num_layers=2), "1f1b", *_unlike_plan(1), world_size=3)
     for rank in range(3):
@@ -132,7 +130,7 @@ def _of_stages(found: list[LoopResult], name: str) -> np.ndarray:
     return last[name.replace("layers.1.", "layers.0.")] if "layers.1." in name or name not in first else first[name]
 
 
-def test_balanced_microbatches_train_the_same(ranks: RankPool) -> None:
+def test_balanced_microbatches_train_the_same(ranks):
     """Gradients and the sum of losses stay; replicas of unlike numbers of tokens get alike ones."""
     case = LoopCase(2, options=VARIABLE)
     expected: list[LoopResult] = ranks.run(train_on_schedule, case, None, world_size=4)
@@ -146,6 +144,6 @@ def test_balanced_microbatches_train_the_same(ranks: RankPool) -> None:
     assert len({*tokens[0]}) == 1 < len({*tokens[1]})
 
 
-def test_evaluation_equals_that_on_megatrons_own_function(ranks: RankPool) -> None:
+def test_evaluation_equals_that_on_megatrons_own_function(ranks):
     found = assert_same_training(LoopCase(4, forward_only=True), ranks, schedule="1f1b")
     assert all(not gradient.any() for rank in found for gradient in rank.gradients.values())

@@ -78,9 +78,7 @@ ALONE: dict[str, object] = {"--colocate-units": None}
 OTHERWISE = {**ALONE, "--llm-tp": 2, "--sequence-parallel": None, "--balance": "orchmllm", "--cluster": CLUSTER}
 
 
-def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(folder, capsys, monkeypatch):
     alone, _ = train(folder, RUN | ALONE, num_ranks=1)
     log, _ = train(folder, {**RUN, **OTHERWISE, "--schedule": "nested"})
     for name in ("loss", "generator_loss", "grad_norm"):

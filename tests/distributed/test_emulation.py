@@ -24,7 +24,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.timeline import Timeline
-from tests.distributed.rank_pool import RankPool
 from tests.unit.schedule.built_schedules import UniformCosts
 from tests.unit.schedule.schedule_cases import SHAPE, build_unit_plan
 from tests.unit.schedule.schedule_text import schedule_from_text
@@ -51,9 +50,7 @@ def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> Em
 
 @pytest.mark.parametrize("with_generator", [False, True])
 @pytest.mark.parametrize(("schedule", "passes"), [("1f1b", ""), ("1f1b", "fill"), ("zb-h1", "fill")])
-def test_every_computation_takes_its_seconds_on_its_lane(
-    ranks: RankPool, schedule: str, passes: str, with_generator: bool
-) -> None:
+def test_every_computation_takes_its_seconds_on_its_lane(ranks, schedule, passes, with_generator):
     run = build_run(schedule, passes, with_generator=with_generator)
     found = ranks.run(_emulate, run, world_size=run.schedule.shape.plan.num_ranks)
     (timeline,) = found[0]
@@ -67,7 +64,7 @@ def test_every_computation_takes_its_seconds_on_its_lane(
         assert event.end_seconds - event.start_seconds >= run.costs.compute(event.action).seconds
 
 
-def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
+def test_context_parallel_ranks_are_emulated_together(ranks):
     """Encoder stages of two ranks before LLM stages of three: rows are cut as in a real run, and computations take their time."""
     table = CostTable.from_dict({**TABLE, "units": {**TABLE["units"], "painter": GENERATOR}})
     shape, assignment = build_table_step(table)
@@ -87,7 +84,7 @@ class LateCosts(UniformCosts):
         return ComputeCost(0.02 if is_late else 0.001)
 
 
-def test_replicas_that_share_experts_begin_together(ranks: RankPool) -> None:
+def test_replicas_that_share_experts_begin_together(ranks):
     experts = {"num_experts": 2, "router_topk": 1, "ffn_hidden_size": 8}
     shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
     graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape, "experts": experts}}})
@@ -121,7 +118,7 @@ class InsideCosts(UniformCosts):
         return ComputeCost(0.004 if action.covers is None else 0.002)
 
 
-def test_work_inside_a_computation_runs_in_its_waits(ranks: RankPool) -> None:
+def test_work_inside_a_computation_runs_in_its_waits(ranks):
     shape = replace(SHAPE, num_layers=2)
     graph = ModelGraph((Unit("vision", Role.ENCODER, shape), Unit("llm", Role.BACKBONE, shape)), (("vision", "llm"),))
     plans = {"vision": build_unit_plan(graph, "vision", dp=2, pp=1), "llm": build_unit_plan(graph, "llm", dp=1, pp=1, tp=2)}

@@ -5,7 +5,6 @@ With --sample-prompts they are asked for while it is trained over several ranks,
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -68,13 +67,13 @@ def deepstack(graph: ModelGraph) -> ModelGraph:
 
 
 @pytest.mark.parametrize("change", [lambda graph: graph, three_axes, deepstack], ids=["one axis", "three axes", "deepstack"])
-def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGraph], ModelGraph], tmp_path: Path) -> None:
+def test_next_tokens_are_those_of_the_training_forward(change, tmp_path):
     """Logits behind every prefix of an answer, against those of the whole sample in one forward."""
     graph = change(ModelGraph.from_file("tests/unit/runtime/six_layers.yaml"))
     assert_next_tokens(graph, write_questions(tmp_path), answers=["then three", "right"])
 
 
-def test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears(tmp_path: Path) -> None:
+def test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears(tmp_path):
     llama().save_pretrained(tmp_path / "llm")
     hubert().save_pretrained(tmp_path / "hubert")
     graph = composed(tmp_path, tmp_path, "hubert")
@@ -124,7 +123,7 @@ def forward_logits(answering: Answering, index: int) -> torch.Tensor:
 
 @pytest.mark.deep(when=lambda name: name in ("gemma2", "phi3"))
 @pytest.mark.parametrize("name", ["small qwen2", "gemma2", "gemma3", "phi3", "mixtral with windows"])
-def test_a_folder_answers_as_transformers_do(name: str, tmp_path: Path) -> None:
+def test_a_folder_answers_as_transformers_do(name, tmp_path):
     """Phi-3's angles depend on the length of the whole text."""
     make = {**TEXT_MODELS, **MODELS_WITH_EXPERTS, "small qwen2": small_qwen2}[name]
     folder = tmp_path / "model"
@@ -145,7 +144,7 @@ def test_a_folder_answers_as_transformers_do(name: str, tmp_path: Path) -> None:
             assert answering.answer(0, max_new_tokens=12, **options) == expected
 
 
-def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path, capsys):
     folder = write_tokenizer(tmp_path / "model", template=CHATML)
     build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
     options = {"max_new_tokens": 5, "num_beams": 2}
@@ -177,9 +176,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_ends_with_the_fix(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_input_ends_with_the_fix(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags, says = WRONG[name]
     folder = tmp_path / "model"
@@ -199,7 +196,7 @@ def log_of(folder: Path, name: str, *, prompts: Path | None = None) -> list[dict
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path: Path) -> None:
+def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path):
     write_working_files(tmp_path)
     prompts, output = tmp_path / "data" / "manifest.jsonl", tmp_path / "answers.jsonl"
     asked, plain = log_of(tmp_path, "asked", prompts=prompts), log_of(tmp_path, "plain")
@@ -216,7 +213,7 @@ def test_answers_are_those_of_the_checkpoint_and_change_nothing(tmp_path: Path) 
     assert last[3]["expected"] == "picture 3"
 
 
-def test_a_file_without_answers_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_a_file_without_answers_is_an_error_at_the_start(tmp_path):
     write_working_files(tmp_path)
     prompts = write_question(tmp_path)
     flags = {**working_flags(tmp_path), "--eval-iters": 1, "--save": tmp_path / "saved", "--split": "50,50"}
@@ -230,6 +227,6 @@ def write_question(folder: Path) -> Path:
 
 
 @pytest.mark.deep  # it starts Python anew, as users' runs do
-def test_a_lost_checkpoint_is_an_error_of_the_answers(tmp_path: Path) -> None:
+def test_a_lost_checkpoint_is_an_error_of_the_answers(tmp_path):
     with pytest.raises(DataError, match="no complete checkpoint"):
         answer_prompts(tmp_path, write_question(tmp_path), max_new_tokens=1, guidance_scale=1.0, timeout=timedelta(minutes=5))

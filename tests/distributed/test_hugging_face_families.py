@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from tests.distributed import hugging_face_models as models
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import FromFolder, Inputs, Marks, Plans, compare_logits, only_text, weights_of
 from tests.distributed.random_source import SampleShape
-from tests.distributed.rank_pool import RankPool
 
 WITH_IMAGES = (
     SampleShape((("vision", 3, 5), ("vision", 1, 1)), 9, 4),
@@ -167,9 +165,7 @@ PROCESSORS = {"registers and llama": {**CUT_OUT, "image_mean": [0.5] * 3, "image
 
 @pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_gradients_equal_transformers(
-    name: str, ranks: RankPool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_logits_and_gradients_equal_transformers(name, ranks, tmp_path, request):
     """Without --all under one plan or, where another family has the same plans and kinds of layers, under none."""
     make, shapes, plans, inputs, marks = FAMILIES[name]
     if not request.config.getoption("all"):
@@ -181,7 +177,7 @@ def test_logits_and_gradients_equal_transformers(
     comparison.assert_under_plans(plans, ranks)
 
 
-def test_internlm2_is_a_llama_under_other_names(ranks: RankPool, tmp_path: Path) -> None:
+def test_internlm2_is_a_llama_under_other_names(ranks, tmp_path):
     """Its programs are not executed: a Llama's weights are packed as they expect them, group of heads by group."""
     without_biases = partial(models.llama, attention_bias=False, mlp_bias=False)
     llama = compare_logits(without_biases, tmp_path / "llama", ranks, shapes=models.TEXTS)
@@ -212,7 +208,7 @@ def as_internlm2(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return found
 
 
-def test_frozen_towers_are_left_as_they_are(ranks: RankPool, tmp_path: Path) -> None:
+def test_frozen_towers_are_left_as_they_are(ranks, tmp_path):
     """The projector alone is trained (LLaVA's first stage); its gradients are those of the whole."""
     make, shapes, plans, inputs, _ = FAMILIES["clip and llama"]
     found = compare_logits(make, tmp_path / "model", ranks, shapes=shapes, inputs=inputs)
@@ -226,7 +222,7 @@ def test_frozen_towers_are_left_as_they_are(ranks: RankPool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("grid", [(6, 10), (2, 2), (8, 8), (4, 22)])
-def test_windows_are_those_of_transformers(grid: tuple[int, int]) -> None:
+def test_windows_are_those_of_transformers(grid):
     vision_utils = pytest.importorskip("transformers.vision_utils", reason="this transformers has no vision_utils")
     index, bounds = vision_utils.get_vision_window_index(torch.tensor([[1, *grid]]), 2, 112, 14)
     positions = torch.from_numpy(patch_positions(grid, merge_size=2))

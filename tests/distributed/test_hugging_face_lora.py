@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -31,7 +31,7 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, plan_ca
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import FromFolder, Plans, case_of, only_text, run_transformers
 from tests.distributed.hugging_face_models import LLAVAS, TEXT_MODELS, TEXTS, llama, samples_of_one_size
-from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.rank_pool import RankError
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tests.unit.golden_answers import Kinds, differing, write
 from tools import convert
@@ -124,7 +124,7 @@ def assert_alike(folder: Path, other: Path, files: tuple[str, ...]) -> None:
         assert all(torch.allclose(mine[key], theirs[key], rtol=1e-12, atol=1e-14) for key in mine), f"{other / file}"
 
 
-def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Path) -> None:
+def test_adapters_are_those_of_peft_under_any_plan(ranks, tmp_path):
     folder = tmp_path / "model"
     model = build_wide_model(llama, folder)
     graph = read_model(folder)
@@ -170,9 +170,7 @@ NEW = range(57, 63)
     [(llama, "tp 2, pp 2"), (TEXT_MODELS["llama of long contexts"], "zero 3, tp 2, dp 2")],
     ids=["untied", "tied"],
 )
-def test_new_rows_beside_adapters_are_those_of_peft_under_a_plan(
-    make: Callable[[], Any], plan: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_new_rows_beside_adapters_are_those_of_peft_under_a_plan(make, plan, ranks, tmp_path):
     folder, alone = tmp_path / "model", tmp_path / "alone"
     model = build_wide_model(make, folder)
     graph = read_model(folder)
@@ -246,7 +244,7 @@ def write_peft(model: Any, folder: Path) -> dict[str, Added]:
     return found
 
 
-def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: Path) -> None:
+def test_adapters_of_peft_are_trained_on_and_merged(ranks, tmp_path):
     folder, adapter = tmp_path / "model", tmp_path / "peft"
     model = build_wide_model(llama, folder)
     theirs = write_peft(model, adapter)
@@ -290,18 +288,18 @@ def read_adapters(document: Mapping[str, Any]) -> None:
 ADAPTERS: Kinds = {"adapters": ({"config": {}, "tensors": {}}, read_adapters)}
 
 
-def test_adapters_that_are_no_lora_of_the_model_are_refused() -> None:
+def test_adapters_that_are_no_lora_of_the_model_are_refused():
     """`python -m tests.distributed.test_hugging_face_lora` writes the answers of tests/golden/adapters.txt anew."""
     assert differing("adapters.txt", ADAPTERS) == []
 
 
-def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_adapters_is_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"there is no adapter_config.json; give a folder that save_pretrained of PEFT"):
         read_peft_adapter(tmp_path, graph=read_model(tmp_path), base=tmp_path)
 
 
-def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_adapters_of_a_model_of_another_size_are_refused(ranks, tmp_path):
     folder, adapter = tmp_path / "model", tmp_path / "peft"
     write_peft(build_wide_model(llama, folder), adapter)
     path = adapter / "adapter_model.safetensors"
@@ -316,7 +314,7 @@ def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_pa
 
 
 @pytest.mark.deep
-def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -> None:
+def test_projectors_beside_adapters_come_back(ranks, tmp_path):
     folder = tmp_path / "model"
     build_wide_model(LLAVAS["clip and llama"], folder)
     graph = read_model(folder)

@@ -154,9 +154,6 @@ def test_work_that_did_not_run_inside_ends_the_step_on_every_rank(ranks: RankPoo
 
 GATED = {"activation": "swiglu", "normalization": "RMSNorm", "num_query_groups": 2}
 NAMES = {Exchange.GATHER: "gathering", Exchange.GATHER_AGAIN: "gathering", Exchange.SUM: "summing"}
-
-
-UNITS_THAT_WAIT = ("vision", "llm", "painter")
 WAITS = [
     RangeCase(unit, sequence_parallel=sequence_parallel, recompute=recompute, num_frozen=num_frozen, transformer=GATED)
     for unit, sequence_parallel, recompute, num_frozen in product(

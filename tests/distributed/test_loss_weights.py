@@ -1,14 +1,12 @@
 """Weights of samples in the loss, and the mean over samples: the same under any plan, and what their formula says."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.distributed.conftest import Once
 from tests.distributed.small_run import LEFT_OUT, SIZED_OTHERWISE, losses, manifest_entries, train, write_working_files
 
 TOGETHER = {"--global-batch-size": 4, "--micro-batch-size": 4}
@@ -33,7 +31,7 @@ def entries(tmp_path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_loss_is_the_weighted_mean(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_the_loss_is_the_weighted_mean(entries, tmp_path):
     """Of the means of single samples, which are evaluated one by one; a sample has a token for each letter, and its end."""
     alone = [evaluate(tmp_path, [entry]) for entry in entries]
     for average, counts in (("tokens", [len(entry["segments"][1]["text"]) + 1 for entry in entries]), ("samples", [1] * 4)):
@@ -44,7 +42,7 @@ def test_the_loss_is_the_weighted_mean(entries: list[dict[str, Any]], tmp_path: 
             assert found == pytest.approx(np.average(alone, weights=weights), rel=0, abs=1e-9), average
 
 
-def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_weighted_training_is_the_same_under_any_plan(entries, tmp_path):
     """And so are the losses of two data sets, of which the second counts half: those of new weights on one alone."""
     parts = {name: entries[first : first + 2] for first, name in ((0, "charts"), (2, "maps"))}
     alone = {f"{name}.jsonl": evaluate(tmp_path, part, **{"--loss-average": "samples"}) for name, part in parts.items()}
@@ -90,7 +88,7 @@ def losses_of_one_process(folder: Path) -> tuple[Path, list[float], list[float]]
 
 @pytest.mark.deep(when=lambda plan: plan != "zero 3")
 @pytest.mark.parametrize("plan", PLANS)
-def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tmp_path: Path) -> None:
+def test_rates_are_those_of_one_process_under_any_plan(plan, once, tmp_path):
     folder, alone, with_one_rate = once(losses_of_one_process)
     assert alone != with_one_rate
     num_ranks = 2 if plan == "shared ranks" else 4
@@ -111,9 +109,7 @@ def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tm
     ],
     ids=["encoder", "projector and LLM"],
 )
-def test_what_hardly_learns_is_as_if_frozen(
-    rates: Mapping[str, object], frozen: Mapping[str, object], dtype: str, tmp_path: Path
-) -> None:
+def test_what_hardly_learns_is_as_if_frozen(rates, frozen, dtype, tmp_path):
     """In float32 over Megatron's sharded optimizer; clipping, which counts all gradients, is off."""
     plan = {**ALIKE, "--vision-dp": 2, "--llm-dp": 2, "--colocate-units": None, "--clip-grad": 0, "--min-lr": 0, "--dtype": dtype}
     expected, found = (losses(tmp_path, plan | flags, num_ranks=2) for flags in (frozen, rates))
@@ -121,7 +117,7 @@ def test_what_hardly_learns_is_as_if_frozen(
 
 
 @pytest.mark.deep  # rates have warm-ups of their own above
-def test_one_warm_up_for_every_unit_is_that_of_all(tmp_path: Path) -> None:
+def test_one_warm_up_for_every_unit_is_that_of_all(tmp_path):
     own = {f"--{part}-lr-warmup-iters": 3 for part in ("vision", "vision-projector", "llm")}
     alone, together, shorter = (losses(tmp_path, ALIKE | flags, num_ranks=1) for flags in (own, {"--lr-warmup-iters": 3}, {}))
     assert alone == together != shorter

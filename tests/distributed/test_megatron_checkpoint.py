@@ -102,9 +102,7 @@ def assert_named(kind: str, folder: Path, checkpoint: Path) -> None:
     ],
     ids=str,
 )
-def test_a_run_of_megatron_goes_on(
-    ranks: RankPool, tmp_path: Path, kind: str, dtype: torch.dtype, sizes: Sizes, num_ranks: int
-) -> None:
+def test_a_run_of_megatron_goes_on(ranks, tmp_path, kind, dtype, sizes, num_ranks):
     """Its weights go in and out bit for bit, and so does its optimizer's state, also behind a step that is done here."""
     folder = tmp_path / "run"
     model = write_checkpoint(ranks, folder, kind, dtype=dtype, sizes=sizes, num_ranks=num_ranks)
@@ -127,7 +125,7 @@ def test_a_run_of_megatron_goes_on(
     ranks.run(megatron_checkpoint.compare_trained, kind, pairs, dtype, world_size=1)
 
 
-def test_an_optimizer_of_other_weights_is_refused(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_of_other_weights_is_refused(ranks, tmp_path, capsys):
     """As megatron-core writes that of tied embeddings on two pipeline stages."""
     folder, target = tmp_path / "run", tmp_path / "braid"
     model = write_checkpoint(ranks, folder, "tied", sizes=(1, 2, 1), num_ranks=2)
@@ -139,7 +137,7 @@ def test_an_optimizer_of_other_weights_is_refused(ranks: RankPool, tmp_path: Pat
     assert_named("tied", target, folder / "iter_0000007")
 
 
-def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_encoder_of_megatron_computes_the_same_here(ranks, tmp_path):
     model = write_checkpoint(ranks, tmp_path / "run", "llava")
     convert("--load-megatron", tmp_path / "run", "--model", model, "--save", tmp_path / "braid")
     pixels = np.random.default_rng(1).normal(size=(28, 28, 3)).astype(np.float32)
@@ -155,7 +153,7 @@ def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_what_does_not_fit_is_said(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(ranks, tmp_path, capsys):
     def refusal(*words: str | Path) -> str:
         assert convert_main([*map(str, words), "--save", str(tmp_path / "braid")]) == 2
         return capsys.readouterr().err
@@ -178,7 +176,7 @@ def test_what_does_not_fit_is_said(ranks: RankPool, tmp_path: Path, capsys: pyte
     assert "no metadata.json" in refusal("--load-megatron", folder, "--model", model)
 
 
-def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_saves_for_megatron_and_goes_on_from_there(tmp_path, capsys):
     saved = tmp_path / "megatron"
     flags = {"--save-megatron": saved, "--save-interval": 1, "--train-iters": 3, "--llm-dp": 1, "--llm-tp": 2, "--vision-dp": 2}
     all_steps, _ = train(tmp_path, {**flags, "--colocate-units": None})

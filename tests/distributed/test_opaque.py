@@ -28,7 +28,6 @@ from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import run_and_save
 from tests.distributed.hugging_face_models import llama
 from tests.distributed.random_source import RandomSource, SampleShape
-from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import build_plan
 from tests.distributed.wide_transformers import double_precision
 
@@ -79,7 +78,7 @@ def case_of(graph: ModelGraph, **changes: Any) -> GradientCase:
     return GradientCase(graph, plan, dealt(source, plan, GROUPS), source, **changes)
 
 
-def test_gradients_equal_one_process_under_plans(graph: ModelGraph, ranks: RankPool) -> None:
+def test_gradients_equal_one_process_under_plans(graph, ranks):
     frozen = replace(graph, units=(replace(graph.units[0], freeze_module=True), graph.units[1]))
     for case in (
         case_of(graph, sequence_parallel=True),
@@ -119,7 +118,7 @@ def plain_gradients(case: GradientCase) -> list[tuple[str, torch.Tensor | None, 
     ]
 
 
-def test_gradients_equal_plain_torch(graph: ModelGraph, ranks: RankPool) -> None:
+def test_gradients_equal_plain_torch(graph, ranks):
     (found,) = ranks.run(plain_gradients, case_of(graph), world_size=1)
     assert [name for name, mine, _ in found if mine is None] == ["layers.0.module.embeddings.mask_token"]
     for name, mine, theirs in found:
@@ -127,7 +126,7 @@ def test_gradients_equal_plain_torch(graph: ModelGraph, ranks: RankPool) -> None
             assert theirs is not None and (mine - theirs).abs().max() <= 1e-9 * max(1e-3, float(theirs.abs().max())), name
 
 
-def test_what_cannot_be_is_said(graph: ModelGraph, tmp_path: Path) -> None:
+def test_what_cannot_be_is_said(graph, tmp_path):
     with pytest.raises(PlanError, match=r"unit 'vision': tp 2 x cp 1 would cut a module of transformers, which is one piece"):
         validate_plan(build_plan(graph, vision=(2, 1, 1), llm=(1, 1, 1)), graph=graph, world_size=3)
     with pytest.raises(
@@ -147,7 +146,7 @@ def test_what_cannot_be_is_said(graph: ModelGraph, tmp_path: Path) -> None:
         ({"hidden_size": 32}, r"gives \[17, 16\] for an image, but the unit has 16 tokens of hidden_size 32"),
     ],
 )
-def test_a_wrong_module_is_said_when_it_is_built(graph: ModelGraph, tmp_path: Path, change: Any, message: str) -> None:
+def test_a_wrong_module_is_said_when_it_is_built(graph, tmp_path, change, message):
     from multimodal.model.layers.opaque import build_module, find_unused
 
     unit = describe(tmp_path, **change).unit("vision")
@@ -157,7 +156,7 @@ def test_a_wrong_module_is_said_when_it_is_built(graph: ModelGraph, tmp_path: Pa
         find_unused(unit, unit.module, unit.image)
 
 
-def test_programs_of_a_folder_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_of_a_folder_never_run(tmp_path, monkeypatch):
     """Not even if somebody answers yes to all questions on stdin."""
     from multimodal.model.layers.opaque import build_module
 
@@ -227,9 +226,7 @@ def sound_case_of(graph: ModelGraph, encoder: str, sizes: dict[str, Any], **opti
 
 @pytest.mark.deep(when=lambda encoder: encoder == "hubert")  # what it hears is held against transformers below
 @pytest.mark.parametrize("encoder", ["hubert", "whisper"])
-def test_gradients_equal_one_process_and_files_are_as_they_were(
-    folders: Path, encoder: str, ranks: RankPool, tmp_path: Path
-) -> None:
+def test_gradients_equal_one_process_and_files_are_as_they_were(folders, encoder, ranks, tmp_path):
     graph = composed(folders, tmp_path, encoder)
     alone = sound_case_of(graph, encoder, {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True})
     (expected,) = ranks.run(run_and_save, alone, world_size=1)
@@ -285,7 +282,7 @@ def given_to(source: Any, index: int, item: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("encoder", ["hubert", "whisper"])
-def test_every_clip_is_heard_as_in_transformers(folders: Path, encoder: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_every_clip_is_heard_as_in_transformers(folders, encoder, ranks, tmp_path):
     case = sound_case_of(composed(folders, tmp_path, encoder), encoder, {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True})
     (pairs,) = ranks.run(heard_and_expected, case, str(folders / encoder), world_size=1)
     assert [len(mine) for mine, _ in pairs] == ([5, 10, 5, 6] if encoder == "hubert" else [5, 8, 5, 12])
@@ -293,7 +290,7 @@ def test_every_clip_is_heard_as_in_transformers(folders: Path, encoder: str, ran
         np.testing.assert_allclose(mine, theirs, atol=1e-9)
 
 
-def test_what_does_not_fit_is_said(folders: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said(folders, tmp_path):
     graph = composed(folders, tmp_path, "hubert")
     unit = graph.unit("audio")
     assert unit.module is not None and unit.audio is not None

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +9,7 @@ import pytest
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.rank_pool import RankError
 
 pytest.importorskip(
     "megatron.training",
@@ -48,12 +46,12 @@ def assert_same_run(found: list[PretrainResult], expected: list[PretrainResult],
         ({"tensor-model-parallel-size": 2, "untie-embeddings-and-output-weights": True}, "1f1b"),
     ],
 )
-def test_pretrain_runs_as_on_megatrons_functions(ranks: RankPool, flags: dict[str, Any], schedule: str) -> None:
+def test_pretrain_runs_as_on_megatrons_functions(ranks, flags, schedule):
     expected = ranks.run(pretrain_model, flags, None, world_size=4)
     assert_same_run(ranks.run(pretrain_model, flags, schedule, world_size=4), expected)
 
 
-def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
+def test_pretrain_runs_under_a_plan(ranks):
     """Pipelines of neighbouring ranks, where Megatron's own are two apart, weight gradients in bubbles, and balanced replicas."""
     llm = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 64}
     model = ModelGraph.from_dict({"units": {"llm": llm}})
@@ -69,9 +67,7 @@ def test_pretrain_runs_under_a_plan(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("num_stages", "schedule", "chunks"), [(1, "1f1b", {}), (2, "optimus", {}), (2, "interleaved-1f1b", CHUNKS)]
 )
-def test_pretrain_runs_with_an_encoder_on_ranks_of_its_own(
-    ranks: RankPool, tmp_path: Path, num_stages: int, schedule: str, chunks: dict[str, int]
-) -> None:
+def test_pretrain_runs_with_an_encoder_on_ranks_of_its_own(ranks, tmp_path, num_stages, schedule, chunks):
     """LLaVAModel's, with two replicas; LLM ranks log what they do with the encoder on the first stage, on Megatron's functions.
 
     All clip by one norm, and go on from a checkpoint of both units.
@@ -97,9 +93,7 @@ def test_pretrain_runs_with_an_encoder_on_ranks_of_its_own(
         (MimoSizes(2, 1, 2), "1f1b", {"balance": "whole-sample", "length": first_number}, {}),
     ],
 )
-def test_pretrain_runs_mimo_as_one_process(
-    ranks: RankPool, tmp_path: Path, sizes: MimoSizes, schedule: str, more: dict[str, Any], form: dict[str, bool]
-) -> None:
+def test_pretrain_runs_mimo_as_one_process(ranks, tmp_path, sizes, schedule, more, form):
     """As Megatron's own program runs it: losses and norms are those of all modules in one process.
 
     All go on from a checkpoint of all modules.
@@ -128,7 +122,7 @@ def _apart(vision_dp: int, llm_pp: int, llm_dp: int, llm_chunks: int = 1) -> tup
     return model, plan_disaggregated(model, sizes=sizes, world_size=vision_dp + llm_pp * llm_dp)
 
 
-def test_checkpoints_in_which_units_would_overwrite_each_other_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_checkpoints_in_which_units_would_overwrite_each_other_are_refused(ranks, tmp_path):
     model, plan = _apart(vision_dp=1, llm_pp=1, llm_dp=1)
     flags = {"pipeline-model-parallel-size": 1, "save": tmp_path / "run", "ckpt-format": "torch"}
     with pytest.raises(RankError, match="--ckpt-format torch names files .*; give --ckpt-format torch_dist"):
@@ -136,14 +130,14 @@ def test_checkpoints_in_which_units_would_overwrite_each_other_are_refused(ranks
     assert not (tmp_path / "run").exists()
 
 
-def test_pretrain_runs_with_balanced_microbatches(ranks: RankPool) -> None:
+def test_pretrain_runs_with_balanced_microbatches(ranks):
     """Which replica computes a microbatch changes no step; what an evaluation logs is its mean over all, too."""
     expected = ranks.run(pretrain_model, {}, None, world_size=4)
     found = ranks.run(partial(pretrain_model, balance="whole-sample", length=first_token), {}, "1f1b", world_size=4)
     assert_same_run(found, expected)
 
 
-def test_pretrain_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+def test_pretrain_goes_on_from_its_checkpoint(ranks, tmp_path):
     """Saved under one schedule after half the steps, resumed under another: two steps and an evaluation are not repeated."""
     expected = ranks.run(pretrain_model, {"save": tmp_path, "save-interval": 2, "ckpt-format": "torch"}, "1f1b", world_size=4)
     resumed = {"load": tmp_path, "ckpt-step": 2, "ckpt-format": "torch"}

@@ -71,16 +71,14 @@ def _recorded(function: Callable[..., Any], calls: list[Any]) -> Callable[..., A
     return recorded
 
 
-def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
+def test_an_added_schedule_and_an_added_balancer_train(tmp_path):
     """Two processes, which get the rows before pretrain_mllm.py starts, as if these stood in the registries."""
     chosen = {"--schedule": SCHEDULE, "--balance": BALANCER}
     found, expected = losses(tmp_path, chosen, environment={ADDS_ROWS: "1"}), losses(tmp_path, {})
     assert len(found) == 2 and found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
-def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
-    tmp_path: Path, model: list[str], search: PlanSearch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(tmp_path, model, search, capsys):
     choices = {flag.name: flag.choices for flag in field_flags("training")}
     assert SCHEDULE in choices["schedule"] and BALANCER in choices["balance"]
     assert {SCHEDULE, "gpipe"} <= {tried.run.schedule for tried in search.trials.fitting(QUICK)}
@@ -92,7 +90,7 @@ def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
     assert emulate.build_run(step, SCHEDULE, "", num_iterations=1).schedule.lanes
 
 
-def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch: pytest.MonkeyPatch, search: PlanSearch) -> None:
+def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch, search):
     assert {BALANCER, "sorted"} <= {tried.run.balance for tried in search.trials.fitting(QUICK)}
     tried: list[Any] = []
     row = BALANCERS[BALANCER]
@@ -102,9 +100,7 @@ def test_an_added_balancer_is_a_candidate_of_auto_and_of_the_search(monkeypatch:
     assert [list(work.lengths) for (work,) in tried] == [list(asked.lengths)]
 
 
-def test_an_added_planner_is_a_choice_and_a_candidate_of_braid(
-    monkeypatch: pytest.MonkeyPatch, model: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_added_planner_is_a_choice_and_a_candidate_of_braid(monkeypatch, model, capsys):
     sizes = "--num-gpus", 2, "--global-batch-size", 4
     found = run_tool(plan, capsys, *model, *sizes, "--planner", PLANNER, "--compare", f"{PLANNER},megatron")
     assert found["planner"] == PLANNER and set(found["compare"]) == {PLANNER, "megatron"}

@@ -111,9 +111,7 @@ class Theirs:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_sample_with_a_video_is_what_transformers_make_of_it(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sample_with_a_video_is_what_transformers_make_of_it(name, tmp_path, capsys):
     make, kind = FAMILIES[name]
     folder, clip, image = tmp_path / "model", write_clip(tmp_path / "clip.mkv"), tmp_path / "image.png"
     Image.effect_noise((8, 12), 90).convert("RGB").save(image)
@@ -164,7 +162,7 @@ PLANS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def test_any_plan_trains_on_videos_like_one_process(tmp_path: Path) -> None:
+def test_any_plan_trains_on_videos_like_one_process(tmp_path):
     """Two steps through pretrain_mllm.py."""
     write_model(tmp_path / "model", qwen2_5_vl)
     (tmp_path / "token").write_text("a secret of these tests")

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from multimodal.model.layers import backbone_ends
-from tests.distributed.rank_pool import RankPool
 
 COLUMNS = 16
 """Of a tile."""
@@ -67,9 +66,7 @@ def assert_equal_torch(found: list[list[Tensor]], drawn: tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("width", [7, COLUMNS, COLUMNS + 5])
 @pytest.mark.parametrize("dtype, by_kernels", [(torch.float64, False), (torch.float32, True), (torch.bfloat16, True)])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_losses_and_gradients_equal_torch(
-    ranks: RankPool, world_size: int, dtype: torch.dtype, by_kernels: bool, width: int
-) -> None:
+def test_losses_and_gradients_equal_torch(ranks, world_size, dtype, by_kernels, width):
     pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
     if torch.cuda.is_available() and by_kernels:
         pytest.skip("with a GPU the kernels are compiled: tests/gpu has them")

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved"
 
 
-def test_float64_losses_equal_the_cpus(tmp_path: Path, checkpoint: Path) -> None:
+def test_float64_losses_equal_the_cpus(tmp_path, checkpoint):
     flags = ("--dtype", "float64", "--train-iters", 5, "--load", checkpoint)
     on_cpu = losses(tmp_path / "cpu.jsonl", *flags, environment=ON_CPU)
     on_gpu = losses(tmp_path / "gpu.jsonl", *flags)
@@ -42,7 +42,7 @@ def test_float64_losses_equal_the_cpus(tmp_path: Path, checkpoint: Path) -> None
 
 
 @pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--recompute-activations"), ("--recompute-granularity", "full")])
-def test_trains_in_other_precisions(tmp_path: Path, flags: tuple[object, ...]) -> None:
+def test_trains_in_other_precisions(tmp_path, flags):
     found = losses(tmp_path / "log.jsonl", "--train-iters", 20, *flags)
     assert found[-1] < 0.8 * found[0]
 
@@ -58,9 +58,7 @@ SHARED = ("--distributed-backend", "gloo")
         (4, ("--colocate-units", "--vision-tp", 2, "--llm-pp", 2, "--llm-tp", 2), ("--sequence-parallel",)),
     ],
 )
-def test_several_ranks_on_one_gpu_have_the_losses_of_one(
-    tmp_path: Path, checkpoint: Path, num_ranks: int, sizes: tuple[object, ...], flags: tuple[object, ...]
-) -> None:
+def test_several_ranks_on_one_gpu_have_the_losses_of_one(tmp_path, checkpoint, num_ranks, sizes, flags):
     """With real streams: where tensors are, how long they live, and what waits for what."""
     common = ("--dtype", "float64", "--train-iters", 5, "--load", checkpoint)
     alone = losses(tmp_path / "one.jsonl", *common)
@@ -68,7 +66,7 @@ def test_several_ranks_on_one_gpu_have_the_losses_of_one(
     assert shared == pytest.approx(alone, rel=0, abs=1e-9)
 
 
-def test_replicas_on_one_gpu_train_by_the_defaults(tmp_path: Path) -> None:
+def test_replicas_on_one_gpu_train_by_the_defaults(tmp_path):
     sizes = ("--vision-dp", 1, "--llm-pp", 1, "--llm-dp", 2)
     found = losses(tmp_path / "log.jsonl", "--train-iters", 20, "--bf16", *SHARED, sizes=sizes, num_ranks=3)
     assert found[-1] < 0.8 * found[0]

@@ -51,7 +51,7 @@ def uninterrupted(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactor
     return found
 
 
-def test_a_requeued_job_resumes_where_it_was(cluster: SlurmCluster, uninterrupted: dict[int, float], tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_where_it_was(cluster, uninterrupted, tmp_path):
     """Slurm requeues a job when a node fails or something more urgent comes; a drained node makes it wait."""
     job = submit(cluster, tmp_path)
     wait_for_steps(tmp_path, 3)
@@ -66,9 +66,7 @@ def test_a_requeued_job_resumes_where_it_was(cluster: SlurmCluster, uninterrupte
     assert losses(tmp_path) == uninterrupted
 
 
-def test_a_job_that_ends_before_its_time_limit_is_gone_on_with(
-    cluster: SlurmCluster, uninterrupted: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_job_that_ends_before_its_time_limit_is_gone_on_with(cluster, uninterrupted, tmp_path):
     """The first job stops itself after its first minute; steps are held up so that this comes in the middle."""
     first = submit(cluster, tmp_path, "--time=5", minutes_to_save=4)
     wait_for_steps(tmp_path, 3)

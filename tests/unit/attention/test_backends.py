@@ -3,7 +3,6 @@
 import inspect
 import math
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from multimodal.attention import core_attention
-from multimodal.attention.attention_backend import BACKEND_NAMES, AttentionMask, AttentionShape, load_backend
+from multimodal.attention.attention_backend import BACKEND_NAMES, AttentionShape, load_backend
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks, attend_densely
 from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention, choose_backend
@@ -45,13 +44,13 @@ def test_the_reference_attends_by_definition():
 
 @given(mask=random_masks())
 @settings(max_examples=40)
-def test_blocks_give_the_references_output_and_gradients(mask: AttentionMask) -> None:
+def test_blocks_give_the_references_output_and_gradients(mask):
     inputs = draw_inputs(mask, heads=4, groups=2)
     expected = output_and_gradients(attend_densely, inputs, mask)
     assert largest_error(output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
 
 
-def test_blocks_in_bfloat16_are_summed_in_float32() -> None:
+def test_blocks_in_bfloat16_are_summed_in_float32():
     mask = build_mask(MASKS["embedded"][1], mode="embedded")
     inputs = tuple(tensor.bfloat16().double() for tensor in draw_inputs(mask))
     expected = output_and_gradients(attend_densely, inputs, mask)
@@ -60,7 +59,7 @@ def test_blocks_in_bfloat16_are_summed_in_float32() -> None:
     assert largest_error(found, expected) < 0.03
 
 
-def test_blocks_touch_what_is_visible_only() -> None:
+def test_blocks_touch_what_is_visible_only():
     mask = build_mask(MASKS["packed, empty modalities"][1], mode="embedded", query_blocks=(0,))
     query, key, value, _ = draw_inputs(mask)
     key[16:], value[16:] = math.nan, math.nan
@@ -70,7 +69,7 @@ def test_blocks_touch_what_is_visible_only() -> None:
 @pytest.mark.parametrize(
     ("name", "query_blocks"), [("embedded", None), ("packed, empty modalities", (0, 2)), ("window of 20", (1, 4))]
 )
-def test_flex_attention_gives_the_references_output(name: str, query_blocks: tuple[int, ...] | None) -> None:
+def test_flex_attention_gives_the_references_output(name, query_blocks):
     mask = named_mask(name, query_blocks=query_blocks)
     query, key, value, _ = draw_inputs(mask, heads=4, groups=2)
     mask.softcap = 0.5
@@ -80,14 +79,14 @@ def test_flex_attention_gives_the_references_output(name: str, query_blocks: tup
     assert largest_error((found,), (expected,)) < 1e-13
 
 
-def test_flex_attention_does_not_train_on_a_cpu() -> None:
+def test_flex_attention_does_not_train_on_a_cpu():
     mask = build_mask(MASKS["causal"][1], mode="causal")
     query, key, value, _ = draw_inputs(mask)
     with pytest.raises(ConfigError, match="no backward there; choose --attention-backend blocks"):
         attend_by_flex_attention(query.requires_grad_(), key, value, mask=mask, softmax_scale=None)
 
 
-def test_auto_takes_sequences_where_they_suffice() -> None:
+def test_auto_takes_sequences_where_they_suffice():
     assert choose_backend("auto", rule=MaskRule(is_causal=True)) == "sequences"
     assert choose_backend("auto", rule=MaskRule(is_causal=False, mode=MaskMode.EMBEDDED)) == "sequences"
     assert choose_backend("auto", rule=EMBEDDED) == "blocks"
@@ -103,12 +102,12 @@ def test_auto_takes_sequences_where_they_suffice() -> None:
         ("triton", MaskRule(is_causal=True, softcap=5.0), "triton cannot bound scores .* choose --attention-backend flex"),
     ],
 )
-def test_backends_refuse_what_they_cannot_evaluate(name: str, rule: MaskRule, message: str) -> None:
+def test_backends_refuse_what_they_cannot_evaluate(name, rule, message):
     with pytest.raises(ConfigError, match=message):
         choose_backend(name, rule=rule)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch):
     for module in [name for name in sys.modules if name.startswith("multimodal.attention.triton_")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -126,7 +125,7 @@ def draw() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
+def test_equals_the_reference_in_megatrons_layout(recompute):
     choice = choose_attention("blocks", rule=EMBEDDED_VISION, shape=AttentionShape(), is_shared=False)
     attention = CoreAttention(choice=choice, recompute=recompute)
     inputs = draw()
@@ -181,9 +180,7 @@ def torch_before(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k
         (core_attention._of_torch, torch_before),
     ],
 )
-def test_every_kernel_gives_what_one_sequence_at_a_time_gives(
-    monkeypatch: pytest.MonkeyPatch, adapt: Callable[..., Any], kernel: Callable[..., Any], is_causal: bool
-) -> None:
+def test_every_kernel_gives_what_one_sequence_at_a_time_gives(monkeypatch, adapt, kernel, is_causal):
     monkeypatch.setattr(core_attention, "find_kernel", lambda: adapt(kernel))
     rule = MaskRule(is_causal=is_causal)
     choices = (AttentionChoice(rule, AttentionShape(), backend=name, alone=name) for name in ("flash", "sequences"))
@@ -196,14 +193,14 @@ def test_every_kernel_gives_what_one_sequence_at_a_time_gives(
     assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-14)
 
 
-def test_torchs_kernel_is_the_one_that_is_adapted_to() -> None:
+def test_torchs_kernel_is_the_one_that_is_adapted_to():
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has it from 2.10 on")
     known = list(inspect.signature(varlen.varlen_attn).parameters)
     assert known[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
     assert "scale" in known and {"window_size", "is_causal"} & set(known)
 
 
-def test_auto_takes_the_fastest_that_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_fastest_that_runs_here(monkeypatch):
     monkeypatch.setattr(core_attention, "find_kernel", lambda: attend)
     causal = MaskRule(is_causal=True)
     single = AttentionShape(dtype=torch.float32, num_multiprocessors=132)
@@ -216,7 +213,7 @@ def test_auto_takes_the_fastest_that_runs_here(monkeypatch: pytest.MonkeyPatch) 
     assert (shared.backend, shared.alone) == ("triton", "flash")
 
 
-def test_flash_is_refused_where_it_does_not_run() -> None:
+def test_flash_is_refused_where_it_does_not_run():
     with pytest.raises(
         ConfigError, match="flash runs on CUDA in half precision.*found a CPU, torch.float32, heads of 64 channels"
     ):

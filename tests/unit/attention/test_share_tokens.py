@@ -80,9 +80,7 @@ def test_exchanges_never_load_the_most_loaded_rank_further(workloads, num_ranks)
 
 
 @given(mask=random_masks(), num_ranks=st.integers(1, 5), method=st.sampled_from(TokenDistribution))
-def test_every_token_is_gathered_from_where_its_owner_put_it(
-    mask: AttentionMask, num_ranks: int, method: TokenDistribution
-) -> None:
+def test_every_token_is_gathered_from_where_its_owner_put_it(mask, num_ranks, method):
     shares = share_tokens(mask.tokens, num_ranks=num_ranks, method=method, block_size=mask.block_size)
     gathered = np.full(num_ranks * shares.num_rows, -1)
     for rank in range(num_ranks):
@@ -94,7 +92,7 @@ def test_every_token_is_gathered_from_where_its_owner_put_it(
 
 
 @pytest.mark.parametrize("method", TokenDistribution)
-def test_the_work_of_all_ranks_is_the_masks(method: TokenDistribution) -> None:
+def test_the_work_of_all_ranks_is_the_masks(method):
     mask = build_mask([[text(50), item(60, 0), text(90)], [item(40, 0), text(20)]], mode="embedded")
     shares = share_tokens(mask.tokens, num_ranks=3, method=method, block_size=16)
     parts = [AttentionMask(mask.tokens, block_size=16, query_blocks=shares.blocks_of(rank)) for rank in range(3)]
@@ -104,7 +102,7 @@ def test_the_work_of_all_ranks_is_the_masks(method: TokenDistribution) -> None:
         assert max(work) - min(work) <= 2
 
 
-def test_whole_items_and_parts_of_cut_ones_keep_the_order_of_the_sequence() -> None:
+def test_whole_items_and_parts_of_cut_ones_keep_the_order_of_the_sequence():
     cut = BlockShares(np.array([0, 0, 1], dtype=np.int32), 2, num_tokens=9, block_size=4)
     shares = WholeItemShares((2, 5, 1, 4), np.array([1, -1, 0, -1], dtype=np.int32), cut, num_ranks=2)
     assert shares.owner_of_token.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
@@ -152,7 +150,7 @@ def _only_references_count() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_only_references_count")
-def test_keys_and_values_that_come_again_give_the_gradients_of_those_that_went() -> None:
+def test_keys_and_values_that_come_again_give_the_gradients_of_those_that_went():
     queries, gathered = torch.randn(4, 2, 3).double(), torch.randn(5, 4, 3).double()
     again = gathered.clone()
     leaves = [tensor.clone().requires_grad_() for tensor in (queries, *again.chunk(2, dim=1))]

@@ -182,9 +182,7 @@ def better_than(candidate: Candidate, balance: str, schedule: str):
 @pytest.mark.parametrize("candidate", [SHARED, APART])
 @pytest.mark.parametrize("schedule", ["1f1b", "dip"])
 @pytest.mark.parametrize("balance", [name for name, row in BALANCERS.items() if not row.needs_costs])
-def test_what_is_found_is_clearly_better_and_both_figures_are_predictions(
-    candidate: Candidate, balance: str, schedule: str
-) -> None:
+def test_what_is_found_is_clearly_better_and_both_figures_are_predictions(candidate, balance, schedule):
     found = better_than(candidate, balance, schedule)
     if found is None:
         placed = pair_predictor(candidate, schedule).schedules.plan
@@ -199,14 +197,14 @@ def test_what_is_found_is_clearly_better_and_both_figures_are_predictions(
     assert better.keeps_more == (BUILDERS[better.schedule].in_flight > BUILDERS[schedule].in_flight)
 
 
-def test_balancing_against_the_schedule_is_found() -> None:
+def test_balancing_against_the_schedule_is_found():
     """Encoders balanced by themselves move work between microbatches that 1F1B waits for on ranks that units share."""
     _, better = better_than(SHARED, "orchmllm", "1f1b")
     assert (better.balance, better.schedule, better.keeps_more) == ("whole-sample", "1f1b", False)
     assert better_than(SHARED, "whole-sample", "1f1b") is None and better_than(SHARED, "orchmllm", "dip") is None
 
 
-def test_where_no_balancer_helps_another_schedule_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_balancer_helps_another_schedule_does(monkeypatch):
     monkeypatch.setattr(step_predictor, "BALANCERS", {"orchmllm": BALANCERS["orchmllm"]})
     _, better = better_than(SHARED, "orchmllm", "1f1b")
     assert (better.balance, better.schedule, better.keeps_more) == ("orchmllm", "nested", False)
@@ -216,7 +214,7 @@ def test_where_no_balancer_helps_another_schedule_does(monkeypatch: pytest.Monke
     assert BUILDERS[better.schedule].splits_backwards is False
 
 
-def test_nothing_is_said_of_auto_nor_of_steps_that_it_would_not_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_said_of_auto_nor_of_steps_that_it_would_not_simulate(monkeypatch):
     assert better_than(SHARED, "auto", "1f1b") is None
     monkeypatch.setattr("multimodal.balance.step_predictor.MOST_SIMULATED_COMPUTATIONS", 0)
     assert better_than(SHARED, "sorted", "1f1b") is None

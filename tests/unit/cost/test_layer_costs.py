@@ -1,8 +1,6 @@
 """Seconds of layers: closed forms, what a profile changes, collectives beside products, and packed sequences."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +42,7 @@ def flops(unit: str, kind: str, load: UnitLoad) -> tuple[float, float]:
 
 @pytest.mark.parametrize("unit", ["vision", "llm"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_large_products_run_at_the_reachable_speed(unit: str, size: int) -> None:
+def test_large_products_run_at_the_reachable_speed(unit, size):
     linear, attention = (part / size / 50e12 for part in flops(unit, LAYER, LOAD))
     found = PLAIN.seconds(unit, LAYER, LOAD, tensor_parallel_size=size)
     assert found.forward - found.forward_waiting == pytest.approx(linear + attention)
@@ -52,7 +50,7 @@ def test_large_products_run_at_the_reachable_speed(unit: str, size: int) -> None
     assert found.weight_gradient == pytest.approx(linear)
 
 
-def test_small_products_pay_a_constant_and_elementwise_work_its_bytes() -> None:
+def test_small_products_pay_a_constant_and_elementwise_work_its_bytes():
     cluster = replace(CLUSTER, half_efficiency_gflop=0.5, attention_efficiency=0.25, memory_bandwidth_gbytes_per_second=1000.0)
     linear, attention = flops("llm", LAYER, LOAD)
     found = LayerCosts(GRAPH, cluster, 512).seconds("llm", LAYER, LOAD, tensor_parallel_size=1)
@@ -63,7 +61,7 @@ def test_small_products_pay_a_constant_and_elementwise_work_its_bytes() -> None:
     assert found.input_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12 + 2.5 * (attention + 0.5e9) / 25e12 + moving_back)
 
 
-def test_recomputation_belongs_to_the_input_gradient() -> None:
+def test_recomputation_belongs_to_the_input_gradient():
     plain, selective, full = (
         PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=r) for r in (None, "selective", "full")
     )
@@ -75,7 +73,7 @@ def test_recomputation_belongs_to_the_input_gradient() -> None:
     assert PLAIN.seconds("llm", HEAD, LOAD, recompute="full") == PLAIN.seconds("llm", HEAD, LOAD)
 
 
-def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values() -> None:
+def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values():
     found = PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, context_parallel_size=2, ranks=(0, 1, 2, 3))
     hidden = collective_seconds(100 / 2 * 64 * 2, ranks=(0, 1), cluster=CLUSTER)
     # two of the four heads: few bytes, which are gathered in one step
@@ -86,7 +84,7 @@ def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values() -> Non
     assert found.forward - found.forward_waiting == pytest.approx((alone.forward - alone.forward_waiting) / 4)
 
 
-def test_a_backward_over_context_parallel_ranks_gathers_again() -> None:
+def test_a_backward_over_context_parallel_ranks_gathers_again():
     plain, selective, full = (
         PLAIN.seconds("llm", LAYER, LOAD, context_parallel_size=4, recompute=r) for r in (None, "selective", "full")
     )
@@ -98,7 +96,7 @@ def test_a_backward_over_context_parallel_ranks_gathers_again() -> None:
     assert full.input_gradient == pytest.approx(plain.input_gradient + plain.forward + attention), "it keeps nothing and repeats"
 
 
-def test_attention_of_long_sequences_hides_all_gathering_but_the_ends() -> None:
+def test_attention_of_long_sequences_hides_all_gathering_but_the_ends():
     load = item_load(400_000, 0)
     found = PLAIN.seconds("llm", LAYER, load, context_parallel_size=4)
     head = collective_seconds(400_000 * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
@@ -106,13 +104,13 @@ def test_attention_of_long_sequences_hides_all_gathering_but_the_ends() -> None:
     assert found.input_gradient_waiting == pytest.approx(2 * head)
 
 
-def test_collectives_take_longer_across_nodes() -> None:
+def test_collectives_take_longer_across_nodes():
     near, far = (PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, ranks=ranks) for ranks in ((0, 1), (3, 4)))
     assert far.forward_waiting == pytest.approx(4 * (5e-6 + 100 * 64 * 2 / 2 / 5e9))
     assert far.forward - far.forward_waiting == pytest.approx(near.forward - near.forward_waiting)
 
 
-def test_what_is_frozen_decides_which_gradients_count() -> None:
+def test_what_is_frozen_decides_which_gradients_count():
     seconds = PLAIN.seconds("llm", LAYER, LOAD)
     backward = {need: seconds.backward(LAYER, need) for need in BackwardNeed}
     assert backward[BackwardNeed.NONE] == 0.0
@@ -126,7 +124,7 @@ CURVES = LayerCurves(Quadratic(1.0, 0.1, 0.01), Quadratic(2.0, 0.2, 0.02), Quadr
 PROFILE = LayerProfile("CPU", "float32", {("llm", LAYER, 2, 1): CURVES})
 
 
-def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links() -> None:
+def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links():
     measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
     plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2) for costs in (PLAIN, measured))
     assert found.forward == pytest.approx(1 + 10 + 100 + plain.forward_waiting)
@@ -137,7 +135,7 @@ def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links() -> None:
     assert measured.seconds("vision", LAYER, LOAD) == PLAIN.seconds("vision", LAYER, LOAD), "not profiled: computed"
 
 
-def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest() -> None:
+def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest():
     measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
     assert measured.seconds("llm", LAYER, LOAD).weight_gradient == pytest.approx(3 + 60)
     assert measured.seconds("llm", LAYER, LOAD, tensor_parallel_size=4).weight_gradient == pytest.approx(3 + 15)
@@ -146,7 +144,7 @@ def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest() -> None:
     assert found is not None and found.forward == Quadratic(1.0, 0.1, 0.01), "tp 8 is nearer to 4 than tp 1 is"
 
 
-def test_profiles_of_other_models_are_refused() -> None:
+def test_profiles_of_other_models_are_refused():
     with pytest.raises(ConfigError, match="'transformer' of unit 'audio', which the model lacks .* profile this model"):
         LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("", "", {("audio", LAYER, 1, 1): CURVES}))
 
@@ -197,7 +195,7 @@ def test_products_cut_into_parts_pay_their_constant_for_each():
     ("num_groups", "share_of_the_most", "at_once"),
     [(8, 0.0, 8), (8, 0.125, 8), (8, 0.126, 4), (6, 0.25, 3), (5, 0.3, 1), (4, 3.0, 1)],
 )
-def test_small_groups_of_heads_are_gathered_together(num_groups: int, share_of_the_most: float, at_once: int) -> None:
+def test_small_groups_of_heads_are_gathered_together(num_groups, share_of_the_most, at_once):
     bytes_per_group = share_of_the_most * GATHERED_AT_ONCE_BYTES
     assert count_groups_at_once(num_groups, bytes_per_group=bytes_per_group) == at_once
     assert held_key_bytes(num_groups, bytes_per_group=bytes_per_group) == min(2 * at_once, num_groups) * bytes_per_group
@@ -211,7 +209,7 @@ PACKED_CURVES = LayerCurves(
 COSTS = LayerCosts(PACKED_GRAPH, EVEN_CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): PACKED_CURVES}))
 
 
-def test_sequences_add_up_over_items_and_samples() -> None:
+def test_sequences_add_up_over_items_and_samples():
     items = (ItemLengths("vision", 10, 5), ItemLengths("vision", 20, 10))
     samples = [SampleLengths(0, items, 7, 3), SampleLengths(1, (), 9, 9)]
     assert sample_load(PACKED_GRAPH.unit("vision"), samples[0]) == UnitLoad(30, 500, 15, 2)
@@ -225,7 +223,7 @@ def test_sequences_add_up_over_items_and_samples() -> None:
     assert [load.all.num_sequences for load in loads.computed("vision")] == [2, 0]
 
 
-def test_every_packed_sequence_costs_what_was_measured() -> None:
+def test_every_packed_sequence_costs_what_was_measured():
     whole, packed = item_load(100, 0), add_loads([item_load(50, 0)] * 2)
     one, two = (COSTS.seconds("llm", "transformer", load) for load in (whole, packed))
     assert two.forward - one.forward == pytest.approx(4.0 - 0.01 * 5000)
@@ -236,12 +234,12 @@ def test_every_packed_sequence_costs_what_was_measured() -> None:
     assert repeated[1].input_gradient - two.input_gradient == pytest.approx(two.forward)
 
 
-def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence() -> None:
+def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence():
     found = COSTS.curves("llm", "transformer", tensor_parallel_size=2, context_parallel_size=1).forward
     assert found == Quadratic(1.0, 0.05, 0.005, 4.0)
 
 
-def test_profiled_sizes_are_packed_evenly() -> None:
+def test_profiled_sizes_are_packed_evenly():
     assert packed_sizes([16, 100], (1, 8)) == (PackedSize(16), PackedSize(100), PackedSize(96, 8))
     assert packed_sizes([32], (8,)) == (PackedSize(32, 8),) and PackedSize(32, 8).num_squared == 8 * 4**2
     held_out = sizes_between([64, 256, 1024], (1, 4, 16))
@@ -274,15 +272,13 @@ def adapted(graph: ModelGraph, unit: str, kind: str, modules: tuple[str, ...]) -
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", ["llama", "gpt"])
 @pytest.mark.parametrize(("unit", "kind", "modules"), CASES)
-def test_layers_have_and_keep_what_is_predicted(
-    unit: str, kind: str, modules: Any, shape: str, dtype: Any, recompute: Any
-) -> None:
+def test_layers_have_and_keep_what_is_predicted(unit, kind, modules, shape, dtype, recompute):
     graph = adapted(graph_of_family(shape), unit, kind, modules)
     layer, stage = check_layer(graph, unit, kind, dtype=dtype, recompute=recompute, within=0.02)
     assert layer.num_trained_weights == sum(each.numel() for each in stage.parameters() if each.requires_grad)
 
 
-def test_weight_gradients_are_those_of_adapters_alone() -> None:
+def test_weight_gradients_are_those_of_adapters_alone():
     graph = adapted(graph_of_family("llama"), "llm", "transformer", MODULES[:2])
     layer = describe_layer(graph, graph.backbone, "transformer", vocab_size=VOCABULARY)
     load = UnitLoad(10, 100, 3, 1)
@@ -292,7 +288,7 @@ def test_weight_gradients_are_those_of_adapters_alone() -> None:
     assert whole.weight_gradient_flops(load) == whole.forward_flops(load).linear
 
 
-def test_a_stage_with_adapters_passes_its_gradient_on_and_little_else() -> None:
+def test_a_stage_with_adapters_passes_its_gradient_on_and_little_else():
     graph = build_graph("vision")
     lora = Lora(2, None, ("transformer.linear_qkv",))
     with_adapters = replace(graph, units=(graph.units[0], replace(graph.units[1], lora=lora)))
@@ -304,7 +300,7 @@ def test_a_stage_with_adapters_passes_its_gradient_on_and_little_else() -> None:
     assert costs == [2, 1]
 
 
-def test_a_model_file_may_name_patterns(tmp_path: Path) -> None:
+def test_a_model_file_may_name_patterns(tmp_path):
     shape = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
     units = {
         "vision": {"role": "encoder", **shape, "lora": {"rank": 2, "targets": ["*_fc1"]}},

@@ -4,7 +4,7 @@ import multiprocessing
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from multimodal.data.byte_cache import ByteCache
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.remote import RemoteOptions, RemotePath, data_path
-from multimodal.values.errors import BraidError, ConfigError, DataError, RemoteError
+from multimodal.values.errors import ConfigError, DataError, RemoteError
 from tests.unit.data.conftest import DataFolder, assert_same
 from tests.unit.data.forms.test_sample_files import energon, write_tar
 from tests.unit.data.remote_servers import FolderServer, serve_folder, serve_s3, upload
@@ -83,13 +83,7 @@ FORMS = [of_manifest, of_videos, of_parquet, of_tars, of_energon]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_remote_data_are_those_of_this_machine(
-    form: Callable[[DataFolder], str],
-    data: DataFolder,
-    server: FolderServer,
-    options: RemoteOptions,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_remote_data_are_those_of_this_machine(form, data, server, options, monkeypatch):
     place = form(data)
     expected = data.open(data.path / place)
     with serve_s3(monkeypatch) as bucket:
@@ -98,7 +92,7 @@ def test_remote_data_are_those_of_this_machine(
             assert_same(data.open(data_path(f"{base}/{place}", options)), expected)
 
 
-def test_the_index_of_a_tar_takes_no_bodies(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+def test_the_index_of_a_tar_takes_no_bodies(data, server, options):
     pixels = np.random.default_rng(0).integers(0, 256, (200_000,), dtype=np.uint8).tobytes()
     picture = (data.path / data.image("a.png", (16, 16))).read_bytes() + pixels
     files = {f"{index}.{kind}": content for index in range(8) for kind, content in (("png", picture), ("txt", "it"))}
@@ -114,7 +108,7 @@ def test_the_index_of_a_tar_takes_no_bodies(data: DataFolder, server: FolderServ
     assert server.sent() == sent + len(picture), "what is kept was asked for again"
 
 
-def test_items_of_a_step_are_asked_for_at_once(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+def test_items_of_a_step_are_asked_for_at_once(data, server, options):
     """The server answers eight requests together: for the items, and, as the index is made, for headers of single files."""
     names = [data.image(f"{number:02d}.png", (16, 16), seed=number) for number in range(16)]
     data.manifest([shown(name) for name in names])
@@ -132,7 +126,7 @@ def test_items_of_a_step_are_asked_for_at_once(data: DataFolder, server: FolderS
 
 
 @pytest.mark.parametrize("failures", [[503, 429], [500], [0, 503], [1], [1, 0]])
-def test_failures_that_pass_are_tried_again(failures: list[int], server: FolderServer, options: RemoteOptions) -> None:
+def test_failures_that_pass_are_tried_again(failures, server, options):
     (server.folder / "a.bin").write_bytes(bytes(1000))
     server.failures += failures
     assert data_path(f"{server.address}/a.bin", options).read_range(10, 100) == bytes(100)
@@ -148,9 +142,7 @@ def test_failures_that_pass_are_tried_again(failures: list[int], server: FolderS
         ([2], 1, r"a\.bin: 100 bytes from 10 on were asked for, and 1000 came; put it where ranges"),
     ],
 )
-def test_what_does_not_pass_is_said(
-    failures: list[int], tries: int, message: str, server: FolderServer, options: RemoteOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_pass_is_said(failures, tries, message, server, options, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     (server.folder / "a.bin").write_bytes(bytes(1000))
@@ -160,7 +152,7 @@ def test_what_does_not_pass_is_said(
     assert len(waits) == tries - 1 and waits == sorted(set(waits)), "each wait is longer than the one before"
 
 
-def test_a_server_that_is_gone_is_no_bad_sample(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+def test_a_server_that_is_gone_is_no_bad_sample(data, server, options):
     data.manifest([shown(data.image("a.png", (16, 16)))])
     path = data_path(server.address, replace(options, cache_mib=0))
     source = data.open(path, skips_bad=True)
@@ -172,7 +164,7 @@ def test_a_server_that_is_gone_is_no_bad_sample(data: DataFolder, server: Folder
         data.open(path / "manifest.jsonl", skips_bad=True)
 
 
-def test_a_missing_file_is_a_bad_sample(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+def test_a_missing_file_is_a_bad_sample(data, server, options):
     data.manifest([shown(data.image("a.png", (16, 16))), shown("gone.png"), shown("none.png", width=16, height=16)])
     path = data_path(server.address, options)
     with pytest.raises(DataError, match=r"line 2 .*http://.*/gone\.png does not exist; restore the file"):
@@ -183,7 +175,7 @@ def test_a_missing_file_is_a_bad_sample(data: DataFolder, server: FolderServer, 
         source.item(1, 0)
 
 
-def test_no_path_leaves_its_folder(data: DataFolder, server: FolderServer, options: RemoteOptions) -> None:
+def test_no_path_leaves_its_folder(data, server, options):
     (data.path / "inner").mkdir()
     outside = data.image("a.png", (16, 16))
     address = f"{server.address}/{outside}"
@@ -206,7 +198,7 @@ def test_no_path_leaves_its_folder(data: DataFolder, server: FolderServer, optio
         assert data.open(place, allows_outside_paths=True, remote=options).item(0, 0).grid == (4, 4)
 
 
-def test_changed_data_are_indexed_anew(data: DataFolder, server: FolderServer, options: RemoteOptions, tmp_path: Path) -> None:
+def test_changed_data_are_indexed_anew(data, server, options, tmp_path):
     places: list[Path | None] = []
     open_data = partial(data.open, data_path(f"{server.address}/tars", options), cache=IndexCache("", report=places.append))
     of_tars(data)
@@ -228,16 +220,14 @@ def test_changed_data_are_indexed_anew(data: DataFolder, server: FolderServer, o
         ("s3://bucket/a", ConfigError, "needs the package 's3fs'; install it with: pip install 'braid.remote.'"),
     ],
 )
-def test_addresses_that_cannot_be_read(
-    address: str, error: type[BraidError], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_that_cannot_be_read(address, error, message, monkeypatch):
     monkeypatch.setattr(remote, "find_spec", lambda name: None if name in ("gcsfs", "s3fs") else name)
     with pytest.raises(error, match=message) as raised:
         open_sample_files(address)
     assert "secret" not in str(raised.value)
 
 
-def test_nothing_at_an_address(server: FolderServer, options: RemoteOptions) -> None:
+def test_nothing_at_an_address(server, options):
     for name in ("none.jsonl", "none"):
         with pytest.raises(DataError, match=re.escape(f"{server.address}/{name}: no such manifest; give --data-path")):
             open_sample_files(f"{server.address}/{name}", options)
@@ -249,7 +239,7 @@ def _fill(folder: Path, first: int) -> None:
         cache.put(f"{number:032x}", bytes([number % 256]) * 10_000)
 
 
-def test_what_is_kept_is_bounded_and_whole(tmp_path: Path) -> None:
+def test_what_is_kept_is_bounded_and_whole(tmp_path):
     """Four processes write at once; the ones that were used last stay."""
     with multiprocessing.get_context("fork").Pool(4) as pool:
         pool.starmap(_fill, [(tmp_path, 30 * number) for number in range(4)])

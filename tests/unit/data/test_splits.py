@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -27,13 +26,12 @@ from multimodal.data.source_views import BlankImages, ReadableItems, SourceSubse
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.data.conftest import DataFolder
 
 SHARES = st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999))
 
 
 @given(st.integers(3, 500), SHARES, st.integers(0, 9), st.sampled_from((BLOCK_SIZE, 64)))
-def test_parts_cover_all_samples_in_their_shares(num_samples: int, shares: tuple[int, int, int], seed: int, size: int) -> None:
+def test_parts_cover_all_samples_in_their_shares(num_samples, shares, seed, size):
     """Disjoint, complete, deterministic, within one sample of the exact share (two where one was given away)."""
     text = ",".join(map(str, shares))
     with mock.patch.object(global_batches, "BLOCK_SIZE", size):
@@ -48,23 +46,23 @@ def test_parts_cover_all_samples_in_their_shares(num_samples: int, shares: tuple
     assert found[0] and (found[1] or not shares[1])
 
 
-def test_the_seed_shuffles() -> None:
+def test_the_seed_shuffles():
     """A corpus sorted by origin must not end in a validation set of one origin."""
     parts = [tuple(split_indices(100, split="90,10,0", seed=seed).valid) for seed in (0, 1)]
     assert parts[0] != parts[1] and tuple(range(90, 100)) not in parts
 
 
-def test_parts_that_cannot_be_filled() -> None:
+def test_parts_that_cannot_be_filled():
     with pytest.raises(DataError, match="--split 969,30,1 of 1 samples leaves none for 'train'"):
         split_indices(1, split="969,30,1", seed=0)
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2,0", "0,0,0", "inf,1", "nan"])
-def test_malformed_splits(split: str) -> None:
+def test_malformed_splits(split):
     assert parse_split(split) == []
 
 
-def test_a_subset_is_a_source(data: DataFolder) -> None:
+def test_a_subset_is_a_source(data):
     source = data.open([[{"type": "text", "role": "document", "text": "x" * size}] for size in (1, 2, 3)])
     subset = SourceSubset(source, np.array([2, 0]))
     assert len(subset) == 2
@@ -81,11 +79,11 @@ def test_a_subset_is_a_source(data: DataFolder) -> None:
         (["2", "a"], [("a", 2.0)]),
     ],
 )
-def test_weights_stand_before_every_path_or_before_none(words: list[str], expected: list[tuple[str, float | None]]) -> None:
+def test_weights_stand_before_every_path_or_before_none(words, expected):
     assert read_mixture(words) == tuple(NamedData(*each) for each in expected)
 
 
-def test_only_the_pixels_differ(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> None:
+def test_only_the_pixels_differ(data, graph, tmp_path):
     """Zeros of the right shape, without touching the file."""
     segments = [{"type": "image", "path": data.image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
     source = data.open([segments])
@@ -99,7 +97,7 @@ def test_only_the_pixels_differ(data: DataFolder, graph: ModelGraph, tmp_path: P
     assert np.abs(seen.patches).max() > 0 and not unseen.patches.any()
 
 
-def test_a_class_token_has_no_pixels(data: DataFolder, graph: ModelGraph) -> None:
+def test_a_class_token_has_no_pixels(data, graph):
     described = graph.to_dict()
     described["units"]["vision"]["image"] |= {"image_size": 16, "class_token": "dropped"}
     changed = ModelGraph.from_dict(described)
@@ -109,7 +107,7 @@ def test_a_class_token_has_no_pixels(data: DataFolder, graph: ModelGraph) -> Non
     assert BlankImages(source, graph=changed).item(0, 0).patches.shape == source.item(0, 0).patches.shape == (16, 48)
 
 
-def test_what_is_to_be_made_is_not_blanked(data: DataFolder, painter_graph: ModelGraph) -> None:
+def test_what_is_to_be_made_is_not_blanked(data, painter_graph):
     image = {"type": "image", "path": data.image("a.png", (24, 16))}
     source = data.open([[image, {**image, "role": "assistant"}]], graph=painter_graph)
     blank = BlankImages(source, graph=painter_graph)
@@ -117,7 +115,7 @@ def test_what_is_to_be_made_is_not_blanked(data: DataFolder, painter_graph: Mode
     np.testing.assert_array_equal(blank.item(0, 1).patches, source.item(0, 1).patches)
 
 
-def test_items_that_cannot_be_read_are_empty_and_noted(data: DataFolder, painter_graph: ModelGraph, tmp_path: Path) -> None:
+def test_items_that_cannot_be_read_are_empty_and_noted(data, painter_graph, tmp_path):
     image = {"type": "image", "path": data.image("a.png", (24, 16))}
     made = {**image, "path": data.image("b.png", (24, 16)), "role": "assistant"}
     source = data.open([[image, made], [image, made]], graph=painter_graph)
@@ -131,7 +129,7 @@ def test_items_that_cannot_be_read_are_empty_and_noted(data: DataFolder, painter
     assert list(readable.problems) == [1] and "b.png cannot be decoded as an image" in readable.problems[1]
 
 
-def test_sound_is_silent(data: DataFolder, two_encoder_graph: ModelGraph) -> None:
+def test_sound_is_silent(data, two_encoder_graph):
     clip = {"type": "audio", "path": data.audio("a.wav", 1601)}
     source = data.open([[clip, {"type": "text", "role": "assistant", "text": "yes"}]], graph=two_encoder_graph)
     silent, seen = BlankImages(source, graph=two_encoder_graph).item(0, 0), source.item(0, 0)
@@ -139,9 +137,7 @@ def test_sound_is_silent(data: DataFolder, two_encoder_graph: ModelGraph) -> Non
 
 
 @given(st.integers(1, 40), st.integers(1, 17), st.integers(0, 2**40), st.booleans(), st.integers(1, 50))
-def test_epochs_visit_every_sample_once(
-    num_samples: int, global_batch_size: int, seed: int, shuffle: bool, block_size: int
-) -> None:
+def test_epochs_visit_every_sample_once(num_samples, global_batch_size, seed, shuffle, block_size):
     """Across the borders of batches and blocks, with sample ids that count on."""
     batches = GlobalBatches((DataPart(num_samples),), global_batch_size, seed, shuffle, block_size=block_size)
     num_steps = -(-3 * num_samples // global_batch_size)
@@ -153,13 +149,13 @@ def test_epochs_visit_every_sample_once(
         assert shuffle or visited == list(range(num_samples))
 
 
-def test_any_step_can_be_asked_first() -> None:
+def test_any_step_can_be_asked_first():
     ahead = GlobalBatches((DataPart(50),), 8, seed=3)
     in_order = [GlobalBatches((DataPart(50),), 8, seed=3).batch(step) for step in range(20)]
     assert [ahead.batch(step) for step in reversed(range(20))] == in_order[::-1]
 
 
-def test_seed_and_epoch_change_the_order() -> None:
+def test_seed_and_epoch_change_the_order():
     orders = [
         tuple(sample.source_index for sample in GlobalBatches((DataPart(100),), 100, seed=seed).batch(epoch))
         for seed in (1, 2)
@@ -168,13 +164,13 @@ def test_seed_and_epoch_change_the_order() -> None:
     assert len(set(orders)) == 4
 
 
-def test_the_order_is_the_same_everywhere() -> None:
+def test_the_order_is_the_same_everywhere():
     """Pinned: another order would break the resumption of existing runs."""
     found = [sample.source_index for sample in GlobalBatches((DataPart(8),), 8, seed=1234).batch(1)]
     assert found == [0, 5, 7, 3, 6, 4, 2, 1]
 
 
-def test_a_thousand_million_samples_are_shuffled_by_blocks() -> None:
+def test_a_thousand_million_samples_are_shuffled_by_blocks():
     """In memory is the order of one block and that of the blocks, whose samples follow each other at random."""
     batches = GlobalBatches((DataPart(10**9),), 2**10, seed=1)
     drawn = [[sample.source_index for sample in batches.batch(step)] for step in (0, 1023, 1024)]
@@ -183,7 +179,7 @@ def test_a_thousand_million_samples_are_shuffled_by_blocks() -> None:
     assert len({index for found in drawn for index in found}) == 3 * 2**10 and drawn[0] != sorted(drawn[0])
 
 
-def test_nothing_to_draw() -> None:
+def test_nothing_to_draw():
     with pytest.raises(DataError, match="0 samples"):
         GlobalBatches((DataPart(0),), 4, seed=1)
     with pytest.raises(ConfigError, match="--global-batch-size is 0"):
@@ -200,9 +196,7 @@ def blends() -> st.SearchStrategy[tuple[DataPart, ...]]:
 
 
 @given(blends(), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**40), st.integers(0, 12))
-def test_blends_keep_their_weights_and_go_on_where_they_were_left(
-    parts: tuple[DataPart, ...], size: int, later_size: int, seed: int, step: int
-) -> None:
+def test_blends_keep_their_weights_and_go_on_where_they_were_left(parts, size, later_size, seed, step):
     """At any step each data set is within two draws of its share, whose epochs visit every sample once.
 
     A run that goes on from a step, in batches of another size and without the other data sets, takes the next samples.
@@ -222,7 +216,7 @@ def test_blends_keep_their_weights_and_go_on_where_they_were_left(
         assert all(one == other for one, other in zip(later, expected, strict=False))
 
 
-def test_joined_samples_are_drawn_as_one() -> None:
+def test_joined_samples_are_drawn_as_one():
     """A sequence takes samples in order while they fit, one that is too long alone; ids stay unique and in order."""
     starts = join_samples(np.array([3, 4, 5, 9, 1, 1, 1, 20, 2]), most=9)
     assert starts.tolist() == [0, 2, 3, 4, 7, 8, 9]

@@ -27,20 +27,20 @@ from multimodal.values.errors import ConfigError
 
 
 @given(st.text())
-def test_bytes_round_trip_and_never_special(text: str) -> None:
+def test_bytes_round_trip_and_never_special(text):
     tokenizer = ByteTokenizer()
     token_ids = tokenizer.encode(text)
     assert tokenizer.decode(token_ids) == text
     assert all(token < 256 for token in token_ids)
 
 
-def test_special_tokens_of_bytes_are_distinct_and_silent() -> None:
+def test_special_tokens_of_bytes_are_distinct_and_silent():
     tokenizer = ByteTokenizer()
     assert sorted(set(astuple(tokenizer.special))) == list(range(256, tokenizer.vocab_size))
     assert tokenizer.decode([tokenizer.special.begin, 65, tokenizer.special.image, 66, tokenizer.special.end]) == "AB"
 
 
-def test_lone_surrogates_become_question_marks() -> None:
+def test_lone_surrogates_become_question_marks():
     """JSON can hold half a character; UTF-8 cannot."""
     assert ByteTokenizer().encode("a\ud800b") == [97, 63, 98]
 
@@ -65,7 +65,7 @@ def tokenizer_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_local_file_gains_the_special_tokens_it_lacks(tokenizer_file: Path) -> None:
+def test_a_local_file_gains_the_special_tokens_it_lacks(tokenizer_file):
     """Known spellings are taken over, the others are added behind the vocabulary."""
     tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
     assert (tokenizer.special.end, tokenizer.special.image) == (3, 4)
@@ -76,7 +76,7 @@ def test_a_local_file_gains_the_special_tokens_it_lacks(tokenizer_file: Path) ->
     assert HuggingFaceTokenizer(tokenizer_file.parent).special == tokenizer.special
 
 
-def test_sound_has_tokens_of_its_own_where_the_file_has_them(tokenizer_file: Path) -> None:
+def test_sound_has_tokens_of_its_own_where_the_file_has_them(tokenizer_file):
     content = json.loads(tokenizer_file.read_text())
     special = HuggingFaceTokenizer(tokenizer_file).special
     assert (special.audio_start, special.audio, special.audio_end) == (special.vision_start, special.image, special.vision_end)
@@ -89,25 +89,25 @@ def test_sound_has_tokens_of_its_own_where_the_file_has_them(tokenizer_file: Pat
     assert made.token_ids.tolist() == [special.begin, special.assistant, 8, 9, special.end]
 
 
-def test_a_text_cannot_spell_a_special_token(tokenizer_file: Path) -> None:
+def test_a_text_cannot_spell_a_special_token(tokenizer_file):
     """Marks inside the data are text, so nobody can forge a role or an image."""
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     assert tokenizer.encode("<|user|>") == [6, 5, 7]
 
 
-def test_a_text_is_neither_cut_nor_padded(tokenizer_file: Path) -> None:
+def test_a_text_is_neither_cut_nor_padded(tokenizer_file):
     assert HuggingFaceTokenizer(tokenizer_file).encode("two cats two cats") == [1, 2, 1, 2]
     assert HuggingFaceTokenizer(tokenizer_file).encode("two") == [1]
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     assert isinstance(build_tokenizer("ByteTokenizer"), ByteTokenizer)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install 'braid\[tokenizers\]'"):
         build_tokenizer("HuggingFaceTokenizer", tmp_path / "tokenizer.json")
 
 
-def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
+def test_missing_and_damaged_files_are_named(tokenizer_file):
     with pytest.raises(ConfigError, match=r"gone\.json: no such file"):
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent / "gone.json")
     no_table = (b"[]", b'{"tokenizer_class": "Llama"}', b"\n\x0e\n\x05<unk>")
@@ -120,7 +120,7 @@ def test_missing_and_damaged_files_are_named(tokenizer_file: Path) -> None:
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file.parent)
 
 
-def test_a_panic_of_the_package_is_an_error_of_the_file(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_package_is_an_error_of_the_file(tokenizer_file, monkeypatch):
     """Rust's panics are no Exceptions in Python; an interruption stays what it is."""
     import tokenizers
 
@@ -135,7 +135,7 @@ def test_a_panic_of_the_package_is_an_error_of_the_file(tokenizer_file: Path, mo
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
 
 
-def test_an_id_that_no_embedding_can_hold_is_named(tokenizer_file: Path) -> None:
+def test_an_id_that_no_embedding_can_hold_is_named(tokenizer_file):
     """Else the embedding's rows exhaust the memory."""
     content = json.loads(tokenizer_file.read_text())
     content["model"]["vocab"]["cats"] = 4_000_000_000
@@ -146,11 +146,11 @@ def test_an_id_that_no_embedding_can_hold_is_named(tokenizer_file: Path) -> None
         build_tokenizer("HuggingFaceTokenizer", tokenizer_file)
 
 
-def test_half_a_character_becomes_a_question_mark(tokenizer_file: Path) -> None:
+def test_half_a_character_becomes_a_question_mark(tokenizer_file):
     assert HuggingFaceTokenizer(tokenizer_file).encode("two \ud800") == HuggingFaceTokenizer(tokenizer_file).encode("two ?")
 
 
-def test_a_text_that_the_vocabulary_cannot_hold_is_named(tokenizer_file: Path) -> None:
+def test_a_text_that_the_vocabulary_cannot_hold_is_named(tokenizer_file):
     content = json.loads(tokenizer_file.read_text())
     content["model"] |= {"vocab": {"two": 0}, "unk_token": "[UNK]"}
     tokenizer_file.write_text(json.dumps(content))
@@ -204,7 +204,7 @@ IMAGE = ItemSegment(3)
         ([IMAGE], "^[###]", "------"),
     ],
 )
-def test_whole_samples(segments: list[Segment], tokens: str, trained: str) -> None:
+def test_whole_samples(segments, tokens, trained):
     conversation = build(*segments)
     assert spell(conversation) == (tokens, trained)
     assert not conversation.is_cut
@@ -222,16 +222,14 @@ def test_whole_samples(segments: list[Segment], tokens: str, trained: str) -> No
         ([TextSegment("document", "d"), GeneratedSegment()], "^Dd$A[]$", "-----x-x", ((0, 5, 0),)),
     ],
 )
-def test_an_image_to_make_is_announced_and_has_no_tokens(
-    segments: list[Segment], tokens: str, trained: str, items: tuple[tuple[int, int, int], ...]
-) -> None:
+def test_an_image_to_make_is_announced_and_has_no_tokens(segments, tokens, trained, items):
     """It belongs to an assistant turn; the generator is given the state of the token that announces it."""
     conversation = build(*segments)
     assert spell(conversation) == (tokens, trained)
     assert conversation.item_starts == items
 
 
-def test_an_image_to_make_is_never_cut_in_two() -> None:
+def test_an_image_to_make_is_never_cut_in_two():
     segments = (TextSegment("user", "q"), GeneratedSegment())
     assert spell(build(*segments, seq_length=6)) == ("^UqA[]", "----x-")
     cut = build(*segments, seq_length=5)
@@ -250,7 +248,7 @@ def test_an_image_to_make_is_never_cut_in_two() -> None:
         (1, "^", 0),
     ],
 )
-def test_long_samples_are_cut_at_the_end(seq_length: int, tokens: str, num_items: int) -> None:
+def test_long_samples_are_cut_at_the_end(seq_length, tokens, num_items):
     """A text is cut anywhere; an image that does not fit goes as a whole and ends the sample."""
     segments = (TextSegment("document", "ab"), IMAGE, TextSegment("document", "c"), IMAGE)
     conversation = build(*segments, seq_length=seq_length)
@@ -259,7 +257,7 @@ def test_long_samples_are_cut_at_the_end(seq_length: int, tokens: str, num_items
     assert conversation.is_cut
 
 
-def test_labels_are_the_next_tokens() -> None:
+def test_labels_are_the_next_tokens():
     """The token before an answer already has a target; the last token has none."""
     text = build_sample_text(build(TextSegment("user", "q"), TextSegment("assistant", "y")), pad_id=TOKENIZER.special.pad)
     special = TOKENIZER.special
@@ -277,7 +275,7 @@ SEGMENTS = st.one_of(
 
 
 @given(st.lists(SEGMENTS, min_size=1, max_size=6), st.integers(1, 60))
-def test_any_sample_keeps_its_promises(segments: list[Segment], seq_length: int) -> None:
+def test_any_sample_keeps_its_promises(segments, seq_length):
     """Within the limit; a prefix of the uncut sample; placeholders exactly in the items' spans and never targets."""
     cut, whole = build(*segments, seq_length=seq_length), build(*segments, seq_length=10**6)
     assert len(cut.token_ids) <= seq_length

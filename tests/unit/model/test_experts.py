@@ -39,9 +39,7 @@ def mlp_of(expert: Expert, row: Tensor) -> Tensor:
 @pytest.mark.parametrize("is_pre_softmax", [False, True])
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("shared", [None, 6])
-def test_every_token_is_computed_by_its_experts(
-    world_of_one: dist.ProcessGroup, topk: int, shared: int | None, is_pre_softmax: bool
-) -> None:
+def test_every_token_is_computed_by_its_experts(world_of_one, topk, shared, is_pre_softmax):
     experts = Experts(4, topk, shared_expert_intermediate_size=shared, router_pre_softmax=is_pre_softmax)
     mlp = build(experts, world_of_one)
     hidden = torch.randn(9, 1, 8, dtype=torch.float64)
@@ -56,7 +54,7 @@ def test_every_token_is_computed_by_its_experts(
         assert torch.allclose(mlp(hidden)[0][index, 0], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_no_rows_are_computed_and_no_expert_without_rows_loses_its_gradient(world_of_one: dist.ProcessGroup) -> None:
+def test_no_rows_are_computed_and_no_expert_without_rows_loses_its_gradient(world_of_one):
     mlp = build(Experts(4, router_topk=1), world_of_one)
     mlp(torch.zeros(0, 1, 8, dtype=torch.float64))[0].sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mlp.experts.parameters())
@@ -65,7 +63,7 @@ def test_no_rows_are_computed_and_no_expert_without_rows_loses_its_gradient(worl
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("is_even", [False, True])
-def test_the_grouped_kernel_multiplies_as_slices_do(is_deferred: bool, is_even: bool) -> None:
+def test_the_grouped_kernel_multiplies_as_slices_do(is_deferred, is_even):
     """Weights in one buffer or apart; one expert has no rows, and gradients of zero."""
     rows, counts = torch.randn(10, 16), [3, 0, 5, 2]
     matrices = torch.randn(4, 2, 8, 16)[:, 1] if is_even else [torch.randn(8, 16) for _ in counts]
@@ -91,7 +89,7 @@ def sequence_loss(shares: np.ndarray, chosen: np.ndarray, *, topk: int) -> float
     return float(sum(fractions[expert] * shares[:, expert].mean() for expert in range(num_experts)))
 
 
-def test_the_balance_loss_is_the_mean_of_all_sequences_by_length() -> None:
+def test_the_balance_loss_is_the_mean_of_all_sequences_by_length():
     torch.manual_seed(1)
     experts, lengths = Experts(4, router_topk=2), (3, 5)
     router = Router(CONFIG, experts)
@@ -108,7 +106,7 @@ def test_the_balance_loss_is_the_mean_of_all_sequences_by_length() -> None:
     assert float(found) == pytest.approx(expected, rel=1e-12)
 
 
-def test_an_attached_loss_gets_its_gradient() -> None:
+def test_an_attached_loss_gets_its_gradient():
     values, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     noted: list[torch.Tensor] = []
     attached = attach_loss(values, 5 * weight, weight=0.5, note=noted.append)
@@ -119,7 +117,7 @@ def test_an_attached_loss_gets_its_gradient() -> None:
     assert noted == [10]
 
 
-def test_the_balance_loss_reaches_the_router_alone_where_it_is_wanted(world_of_one: dist.ProcessGroup) -> None:
+def test_the_balance_loss_reaches_the_router_alone_where_it_is_wanted(world_of_one):
     mlp = build(Experts(4, aux_loss_coeff=0.5), world_of_one)
     hidden = torch.randn(6, 1, 8, dtype=torch.float64)
     gradients = []

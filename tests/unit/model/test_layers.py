@@ -1,6 +1,5 @@
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_bias_geglu import bias_geglu_impl
 from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
@@ -33,7 +32,7 @@ def build(normalization: str, dtype: torch.dtype, *, sequence_parallel: bool = F
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_bfloat16_is_normalised_in_float32(normalization: str) -> None:
+def test_bfloat16_is_normalised_in_float32(normalization):
     norm = build(normalization, torch.bfloat16)
     hidden = torch.randn(5, 1, 6, generator=torch.Generator().manual_seed(2)).bfloat16()
     wide = build(normalization, torch.float32)
@@ -56,7 +55,7 @@ def test_bfloat16_is_normalised_in_float32(normalization: str) -> None:
         ({"activation": "geglu_tanh", "experts": {"num_experts": 2, "router_topk": 1}}, torch.bfloat16, False),
     ],
 )
-def test_activations_are_fused_where_the_kernel_computes_the_same(changes: dict, dtype: torch.dtype, is_fused: bool) -> None:
+def test_activations_are_fused_where_the_kernel_computes_the_same(changes, dtype, is_fused):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
     graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **sizes, **changes}}})
     for fuses in (False, True):
@@ -69,7 +68,7 @@ def test_activations_are_fused_where_the_kernel_computes_the_same(changes: dict,
         assert (config.activation_func is torch.nn.functional.gelu) == own_gelu
 
 
-def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums() -> None:
+def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums():
     """Run step by step, as a CPU needs a compiler for them."""
     draw = torch.Generator().manual_seed(3)
     values, bias, gradient = (3 * torch.randn(*shape, generator=draw) for shape in ((7, 1, 8), (8,), (7, 1, 8)))
@@ -98,7 +97,7 @@ def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums() -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one: dist.ProcessGroup) -> None:
+def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one):
     logits = torch.tensor([[1.0, 2.0, 300.0]], dtype=torch.bfloat16, requires_grad=True)
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([1]), group=world_of_one)
     loss.sum().backward()
@@ -106,16 +105,14 @@ def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one
     assert logits.grad is not None and logits.grad.tolist() == [[0.0, -1.0, 1.0]]
 
 
-def test_no_targets_give_no_losses_but_a_graph(world_of_one: dist.ProcessGroup) -> None:
+def test_no_targets_give_no_losses_but_a_graph(world_of_one):
     logits = torch.zeros(0, 3, requires_grad=True)
     losses = vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), group=world_of_one)
     assert losses.shape == (0,) and losses.requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_more_than_four_bytes_a_logit_beside_the_logits(
-    world_of_one: dist.ProcessGroup, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_four_bytes_a_logit_beside_the_logits(world_of_one, dtype, monkeypatch):
     """The gradient, which takes as much as the logits, and a few rows."""
     monkeypatch.setattr(backbone_ends, "CHUNK_ENTRIES", 4 * 2048)
     monkeypatch.setattr(backbone_ends, "MOST_CHUNKS", 64)

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,19 +20,19 @@ def target(monkeypatch: pytest.MonkeyPatch) -> type:
     return Target
 
 
-def test_install_replaces_once(target: type) -> None:
+def test_install_replaces_once(target):
     platform.install()
     platform.install()
     assert target.value == "in place of original"
 
 
-def test_nothing_is_replaced_with_cuda(target: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_replaced_with_cuda(target, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     platform.install()
     assert target.value == "original"
 
 
-def test_what_is_imported_meanwhile_is_not_compiled(target: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_imported_meanwhile_is_not_compiled(target, monkeypatch, tmp_path):
     body = "import torch\nclass Made:\n    plain = torch.compile(len)\n    with_options = torch.compile(dynamic=True)(len)\n"
     (tmp_path / "compiles_at_import.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
@@ -54,9 +52,7 @@ def test_what_is_imported_meanwhile_is_not_compiled(target: type, monkeypatch: p
         "torch:no_such_class.method",
     ],
 )
-def test_a_target_that_is_gone_is_named_and_nothing_else_is_replaced(
-    target: type, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
+def test_a_target_that_is_gone_is_named_and_nothing_else_is_replaced(target, monkeypatch, missing):
     gone = Replacement(missing, lambda original: None, "a test")
     monkeypatch.setattr(platform, "REPLACEMENTS", (*platform.REPLACEMENTS, gone))
     with pytest.raises(RuntimeError, match=f"megatron-core has no {missing} any more.*install megatron-core 0.16.1, or adapt"):
@@ -64,7 +60,7 @@ def test_a_target_that_is_gone_is_named_and_nothing_else_is_replaced(
     assert target.value == "original"
 
 
-def test_every_target_exists_in_the_installed_megatron_core_and_has_a_reason() -> None:
+def test_every_target_exists_in_the_installed_megatron_core_and_has_a_reason():
     assert len({replacement.target for replacement in REPLACEMENTS}) == len(REPLACEMENTS)
     for replacement in REPLACEMENTS:
         assert replacement.target.startswith(("megatron.core.", "torch."))

@@ -31,7 +31,6 @@ from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
-from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import RandomCosts, costs_of, cut_schedules
 from tests.unit.schedule.nccl_replay import issue_all, replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
@@ -62,9 +61,7 @@ class WaitingCosts(RandomCosts):
     seed=st.integers(0, 1000),
     memory_bytes=st.sampled_from([math.inf, 1200.0]),
 )
-def test_any_builder_with_any_passes_on_any_plan(
-    built: tuple[StepShape, str], forward_only: bool, passes: list[str], num_queues: int, seed: int, memory_bytes: float
-) -> None:
+def test_any_builder_with_any_passes_on_any_plan(built, forward_only, passes, num_queues, seed, memory_bytes):
     case, name = built
     step = replace(case, forward_only=forward_only)
     num_waits = 2 if case.plan.units["llm"].tensor_parallel_size > 1 else 0
@@ -86,7 +83,7 @@ def test_any_builder_with_any_passes_on_any_plan(
 
 @settings(max_examples=60)
 @given(built=cut_schedules(), num_queues=st.sampled_from([1, 33]), seed=st.integers(0, 1000))
-def test_any_computations_in_any_ranges_of_segments(built: tuple[StepShape, Schedule], num_queues: int, seed: int) -> None:
+def test_any_computations_in_any_ranges_of_segments(built, num_queues, seed):
     check_both_dialects(built[1], num_queues=num_queues, seed=seed)
 
 
@@ -205,7 +202,7 @@ def _covers(spans: Sequence[tuple[float, float]], start: float, end: float) -> b
 
 @pytest.mark.parametrize(("replicas", "slowness"), [(2, 3.0), (4, 6.0)])
 @pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])
-def test_receives_placed_by_durations_spin_half_as_long_at_most(builder: str, replicas: int, slowness: float) -> None:
+def test_receives_placed_by_durations_spin_half_as_long_at_most(builder, replicas, slowness):
     """Where encoders are slow and unit costs have receives about half the step beside computations; no step takes longer."""
     sizes, samples = {"vision": (replicas, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(16, replicas), "llm": deal(16, 1)}
     schedule = BUILDERS[builder](build_case(build_graph("vision", frozen=("vision",)), sizes, samples))
@@ -217,7 +214,7 @@ def test_receives_placed_by_durations_spin_half_as_long_at_most(builder: str, re
 
 
 @pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])
-def test_receives_posted_long_before_their_time_deadlock(builder: str) -> None:
+def test_receives_posted_long_before_their_time_deadlock(builder):
     """The model of GPUs finds what it is there to find: a receive in the one queue before what its sender waits for."""
     case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(6, 1), "llm": deal(6, 1)})
     lowered = insert_communication(BUILDERS[builder](case))

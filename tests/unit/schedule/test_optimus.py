@@ -48,12 +48,12 @@ STEP = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, "costs": {"llm": 1.0}, "m
 FILLED: Kinds = {"filled": (STEP, filled)}
 
 
-def test_encoders_and_weight_gradients_fill_bubbles_as_written() -> None:
+def test_encoders_and_weight_gradients_fill_bubbles_as_written():
     """`python -m tests.unit.schedule.test_optimus` writes tests/golden/fillings.txt anew."""
     assert differing("fillings.txt", FILLED) == []
 
 
-def test_the_share_of_encoder_work_in_bubbles() -> None:
+def test_the_share_of_encoder_work_in_bubbles():
     """Alone, the LLM takes 27 s; each lane encodes for 6 s, which lengthen the step by 4 s, or by all 6 around the LLM's work."""
     step, costs = copies(2, 8), costs_of(llm=1.0, vision=0.5)
     found = measure_filling(BUILDERS["optimus"].with_costs(costs), step, costs)
@@ -80,7 +80,7 @@ class SegmentCosts(UniformCosts):
         return ComputeCost(share * seconds)
 
 
-def test_segments_of_encoders_run_inside_the_waits_of_the_llm() -> None:
+def test_segments_of_encoders_run_inside_the_waits_of_the_llm():
     """Two ranks share the LLM's only stage; each has an encoder. Only the first forwards and the last backwards are alone."""
     sizes = {"vision": (2, 1, 1), "llm": (1, 1, 2)}
     step = build_case(build_graph("vision"), sizes, {"vision": deal(8, 2), "llm": deal(8, 1)}, colocated=True)
@@ -105,7 +105,7 @@ class SharedSegmentCosts(SegmentCosts):
         return found if action.unit == "llm" else found._replace(tensor_parallel_seconds=found.seconds / 10)
 
 
-def test_encoders_over_several_ranks_run_inside_too_between_their_collectives() -> None:
+def test_encoders_over_several_ranks_run_inside_too_between_their_collectives():
     """Vision over both of the LLM's ranks, audio on each: vision stands in the same waits of both lanes."""
     sizes = {"vision": (1, 1, 2), "audio": (2, 1, 1), "llm": (1, 1, 2)}
     groupings = {"vision": deal(6, 1), "audio": deal(6, 2), "llm": deal(6, 1)}
@@ -128,9 +128,7 @@ def test_encoders_over_several_ranks_run_inside_too_between_their_collectives() 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("rounds", [3, 9])
 @pytest.mark.parametrize("encoder_seconds", [0.25, 1.0, 3.0])
-def test_a_step_takes_the_llms_time_and_the_encoders_and_keeps_two_of_their_microbatches(
-    num_stages: int, rounds: int, encoder_seconds: float
-) -> None:
+def test_a_step_takes_the_llms_time_and_the_encoders_and_keeps_two_of_their_microbatches(num_stages, rounds, encoder_seconds):
     step, costs = copies(num_stages, rounds * num_stages), costs_of(backward=2.5, llm=1.0, vision=encoder_seconds)
     schedule = built("nested", step, costs)
     pipeline = 3.5 * (rounds * num_stages + num_stages - 1)

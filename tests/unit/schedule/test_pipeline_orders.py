@@ -22,7 +22,7 @@ from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, on
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_an_action_that_waits_for_none_that_is_scheduled_is_refused(is_fast: bool) -> None:
+def test_an_action_that_waits_for_none_that_is_scheduled_is_refused(is_fast):
     run = listing.kernels.link_actions if is_fast and listing.kernels else listing.link_actions
     needs, nothing = (np.array([0, 0, 1]), np.array([0])), np.zeros(0, np.int64)
     with pytest.raises(IndexError, match="not scheduled"):
@@ -61,7 +61,7 @@ def without_init(kind: type, **state: Any) -> Any:
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
-def test_gpipe(num_stages: int, num_microbatches: int) -> None:
+def test_gpipe(num_stages, num_microbatches):
     table = without_init(
         schedules.ScheduleGPipe, pp_group_size=num_stages, _num_stages=num_stages, _n_microbatches=num_microbatches
     )._get_pipeline_order()
@@ -70,7 +70,7 @@ def test_gpipe(num_stages: int, num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), LONG)
-def test_1f1b(num_stages: int, num_microbatches: int) -> None:
+def test_1f1b(num_stages, num_microbatches):
     """Against the function below torch 2.13's `Schedule1F1B`, whose own table is off by one on the last rank."""
     for rank, lane in enumerate(build_lanes("1f1b", num_stages, num_microbatches)):
         num_warmup = min(num_stages - rank - 1, num_microbatches)
@@ -85,7 +85,7 @@ SMALL = [(stages, microbatches, chunks) for stages, microbatches in [(1, 2), (2,
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "chunks"), [*SMALL, *((4, microbatches, 2) for microbatches in (2, 4, 5, 8, 10, 12))]
 )
-def test_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks: int) -> None:
+def test_interleaved_1f1b(num_stages, num_microbatches, chunks):
     table = without_init(
         schedules.ScheduleInterleaved1F1B,
         pp_group_size=num_stages,
@@ -98,7 +98,7 @@ def test_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks: int) -
 
 
 @pytest.mark.parametrize(("num_stages", "chunks", "num_microbatches"), [(1, 2, 3), (2, 3, 4), (4, 2, 5)])
-def test_breadth_first(num_stages: int, chunks: int, num_microbatches: int) -> None:
+def test_breadth_first(num_stages, chunks, num_microbatches):
     """torch takes the microbatches of a range's backwards from the last to the first."""
     state = {"pp_group_size": num_stages, "_stages": [None] * chunks, "_n_microbatches": num_microbatches}
     table = without_init(schedules.ScheduleLoopedBFS, **state)
@@ -110,7 +110,7 @@ def test_breadth_first(num_stages: int, chunks: int, num_microbatches: int) -> N
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
-def test_zb_v(num_stages: int, num_microbatches: int) -> None:
+def test_zb_v(num_stages, num_microbatches):
     table = without_init(
         schedules.ScheduleZBVZeroBubble, pp_group_size=num_stages, num_stages=2 * num_stages, _n_microbatches=num_microbatches
     )
@@ -140,7 +140,7 @@ FROZEN = {
 
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("builder", ["1f1b", "interleaved-1f1b", "dip"])
-def test_what_is_frozen_does_not_change_the_order_of_a_lane(frozen: str, builder: str) -> None:
+def test_what_is_frozen_does_not_change_the_order_of_a_lane(frozen, builder):
     """Stage s of S + P keeps its warm-up of S + P - s - 1 forwards and its turns, however short its backwards are."""
     groupings = {"vision": deal(12, 1), "llm": deal(12, 1)}
     case = build_case(build_graph("vision", **FROZEN[frozen]), {"vision": (1, 2, 1), "llm": (1, 4, 1)}, groupings)
@@ -151,7 +151,7 @@ def test_what_is_frozen_does_not_change_the_order_of_a_lane(frozen: str, builder
         assert found == [step for step in textbook(6, 12, stage) if has_backward or step[0] == "F"]
 
 
-def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_gradient_to_move() -> None:
+def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_gradient_to_move():
     """Cornstarch, Table 3: with frozen weights there is nothing to fill with, so ZB-H1 is 1F1B."""
     table = CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml")
     case = build_table_step(table)[0]
@@ -175,13 +175,13 @@ def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_
         ([[[7], [6], [5], [4], [3], [2], [1], [0]]], deal(8, 1), [9]),  # reversed: all are needed first
     ],
 )
-def test_encoder_limits_follow_the_routes(vision: list[list[list[int]]], llm: list[list[list[int]]], limits: list[int]) -> None:
+def test_encoder_limits_follow_the_routes(vision, llm, limits):
     sizes = {"vision": (len(vision), 1, 1), "llm": (len(llm), 2, 1)}
     found = forward_limits(build_case(build_graph("vision"), sizes, {"vision": vision, "llm": llm}))
     assert [found["vision", replica, 0] for replica in range(len(vision))] == limits
 
 
-def test_a_frozen_encoder_that_shares_a_lane_stays_two_microbatches_ahead() -> None:
+def test_a_frozen_encoder_that_shares_a_lane_stays_two_microbatches_ahead():
     graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
     groupings = {"vision": deal(12, 1), "llm": deal(12, 1)}
     case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 6, 1)}, groupings, colocated=True)
@@ -196,9 +196,7 @@ def test_a_frozen_encoder_that_shares_a_lane_stays_two_microbatches_ahead() -> N
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 2), (3, 6), (4, 4), (4, 13)])
 @pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (2.0, 2.0, 1.0)])
-def test_zb_h1_has_a_bubble_of_p_minus_1_forwards(
-    num_stages: int, num_microbatches: int, seconds: tuple[float, float, float]
-) -> None:
+def test_zb_h1_has_a_bubble_of_p_minus_1_forwards(num_stages, num_microbatches, seconds):
     """The formula (P - 1) (F + I - W); it holds where a weight gradient is not longer than an input gradient.
 
     No stage keeps more than the first one of 1F1B.
@@ -214,7 +212,7 @@ def test_zb_h1_has_a_bubble_of_p_minus_1_forwards(
 
 
 @pytest.mark.parametrize(("num_microbatches", "num_rounds", "kept"), [(8, 1, 8), (8, 2, 4), (8, 4, 2), (8, 8, 1), (7, 2, 4)])
-def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches: int, num_rounds: int, kept: int) -> None:
+def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches, num_rounds, kept):
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     case = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
     assert most_kept(BUILDERS[f"dip:rounds={num_rounds}"](case)) == [kept + 1], "and the LLM one"
@@ -235,7 +233,7 @@ def chain_order(case: StepShape, lane: int) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 6])
-def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> None:
+def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches):
     samples = "|".join(map(str, range(num_microbatches)))
     chain = written_case(IN_TURN, dict.fromkeys(IN_TURN, samples)).shape
     alone = written_case({"llm": "0|1 (0-1,2-3,4-5,6-7|1-2,3-4,5-6,7-10)"}, {"llm": samples}).shape
@@ -243,7 +241,7 @@ def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> No
         assert chain_order(chain, lane) == chain_order(alone, lane)
 
 
-def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
+def test_one_unit_may_end_and_the_next_begin_in_one_chunk():
     shape = written_case({"vision": "0|1", "llm": "1|0 (0-3,6-10|3-6)"}, {"vision": "0|1", "llm": "0|1"}).shape
     chunks = (("vision", 0),), (("vision", 1), ("llm", 0)), (("llm", 1),), (("llm", 2),)
     assert chain_of_replica(shape, 0) == chunks
@@ -259,6 +257,6 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
         (IN_TURN, "1|0|2|3", False),  # microbatches that do not go with the LLM's
     ],
 )
-def test_what_is_not_one_chain_is_not_taken_for_one(plan: dict[str, str], vision: str, is_chain: bool) -> None:
+def test_what_is_not_one_chain_is_not_taken_for_one(plan, vision, is_chain):
     shape = written_case(plan, {"vision": vision, "llm": "0|1|2|3"}).shape
     assert (chain_of_replica(shape, 0) is not None) == is_chain

@@ -30,7 +30,7 @@ VISION = "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1
 LLM = "lane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
 
 
-def test_the_message_shows_the_place_in_a_grid() -> None:
+def test_the_message_shows_the_place_in_a_grid():
     vision = VISION.replace("F vision/0/0/1; B vision/0/0/0", "B vision/0/0/0; F vision/0/0/1")
     llm = "lane 1: F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; B llm/0/0/1; RG llm/0/0"
     with pytest.raises(ScheduleError) as refused:
@@ -109,7 +109,7 @@ SHOWN = re.compile(r"^  lane \d+ \(ranks [\d,]+\):  .*> .* <", re.MULTILINE)
 
 @settings(max_examples=300)
 @given(broken=broken_schedules())
-def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[StepShape, tuple[Lane, ...], bool]) -> None:
+def test_the_validator_agrees_with_one_that_asks_for_every_action(broken):
     case, lanes, lowered = broken
     in_line = tuple(lane_of(lane.ranks, lane.actions) for lane in lanes)
     expected = is_valid(case, in_line, lowered=lowered)
@@ -125,9 +125,7 @@ def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[
 
 @settings(max_examples=40)
 @given(broken=broken_schedules())
-def test_what_the_validator_sees_at_a_glance_changes_none_of_its_answers(
-    broken: tuple[StepShape, tuple[Lane, ...], bool],
-) -> None:
+def test_what_the_validator_sees_at_a_glance_changes_none_of_its_answers(broken):
     case, lanes, lowered = broken
     try:
         schedule = Schedule.of_lanes(case, lanes, lowered=lowered)
@@ -147,14 +145,14 @@ def answer(schedule: Schedule, *, before: Schedule | None = None) -> str:
     return "valid"
 
 
-def test_a_forward_ascends_and_a_backward_descends() -> None:
+def test_a_forward_ascends_and_a_backward_descends():
     cut = SegmentCut(10, (2, 7), (5, 7))
     assert cut.forwards == tuple(SegmentRange(*ends) for ends in ((0, 2), (2, 7), (7, 10)))
     assert cut.backwards == tuple(SegmentRange(*ends) for ends in ((7, 10), (5, 7), (0, 5)))
     assert SegmentCut(10).forwards == (None,)
 
 
-def test_a_place_is_cut_in_one_way_only() -> None:
+def test_a_place_is_cut_in_one_way_only():
     place = Place("vision", 0, 0, 0)
     with pytest.raises(ScheduleError, match=re.escape("vision/0/0/0: cut into segments and into input and weight gradient")):
         Cuts(split=frozenset({place}), segments={place: SegmentCut(21, (2,))})

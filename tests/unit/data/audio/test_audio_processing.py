@@ -15,7 +15,6 @@ from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.units.items import Waveform
-from tests.unit.data.conftest import DataFolder
 
 WHISPER = AudioInput(num_mel_bins=80)
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
@@ -36,7 +35,7 @@ SAMPLES = AudioInput(
 """As wav2vec 2.0 has it: 400 samples a token, every 320."""
 
 
-def test_samples_and_their_tokens_are_those_of_transformers() -> None:
+def test_samples_and_their_tokens_are_those_of_transformers():
     """Of 1,000 random durations; samples as the feature extractor normalises them."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "conv_dim": (8,) * 7}
@@ -53,7 +52,7 @@ def test_samples_and_their_tokens_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("num_samples", [1, 160, 161, 16001, 479_841, 480_000])
-def test_frames_are_those_of_transformers(num_samples: int) -> None:
+def test_frames_are_those_of_transformers(num_samples):
     """Those of the clip, and the two behind it that the last token sees where there are so many."""
     samples = noise(num_samples)
     expected = extractor()(samples, sampling_rate=16000, return_attention_mask=True, return_tensors="np")
@@ -64,14 +63,14 @@ def test_frames_are_those_of_transformers(num_samples: int) -> None:
     np.testing.assert_allclose(found, expected["input_features"][0].T[:num_shown], atol=1e-4)
 
 
-def test_a_clip_without_sound_is_silent_throughout() -> None:
+def test_a_clip_without_sound_is_silent_throughout():
     patches = audio_to_patches(np.zeros(3200, dtype=np.float32), audio=WHISPER).patches
     assert patches.shape == (10, 5 * 80) and not patches[0, : 2 * 80].any()
     np.testing.assert_allclose(patches.flatten()[2 * 80 :], SILENCE, rtol=1e-6)
 
 
 @pytest.mark.parametrize("chunk_tokens", [None, 100])
-def test_lengths_are_those_of_transformers(chunk_tokens: int | None, tmp_path: Path) -> None:
+def test_lengths_are_those_of_transformers(chunk_tokens, tmp_path):
     """Of 1,000 random durations; from seconds in a table, too."""
     pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
     from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
@@ -93,12 +92,12 @@ def test_lengths_are_those_of_transformers(chunk_tokens: int | None, tmp_path: P
 
 
 @pytest.mark.parametrize(("num_samples", "message"), [(320, "fewer than the 2 that are merged"), (480_001, "30.00 s gives 1501")])
-def test_clips_without_a_token_or_with_too_many_are_refused(num_samples: int, message: str) -> None:
+def test_clips_without_a_token_or_with_too_many_are_refused(num_samples, message):
     with pytest.raises(DataError, match=message):
         audio_grid(num_samples, audio=WHISPER)
 
 
-def test_places_say_what_is_left_over_and_where_chunks_end() -> None:
+def test_places_say_what_is_left_over_and_where_chunks_end():
     """Nine frames, four tokens of two and one of one; chunks of three tokens do not look beyond."""
     audio = AudioInput(num_mel_bins=1, chunk_tokens=3, max_tokens=50)
     assert audio_positions((9, 1), audio=audio).tolist() == [[0, 2, 0], [1, 2, 0], [2, 2, 1], [3, 2, 1], [4, 1, -1]]
@@ -112,7 +111,7 @@ def test_places_say_what_is_left_over_and_where_chunks_end() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.float32])
-def test_files_become_one_channel_at_16_khz(dtype: Any, data: DataFolder, tmp_path: Path) -> None:
+def test_files_become_one_channel_at_16_khz(dtype, data, tmp_path):
     path = str(tmp_path / data.audio("a.wav", 1001, rate=8000, dtype=dtype, channels=2))
     length = read_audio_length(path, where="here")
     assert length == 2002
@@ -123,7 +122,7 @@ def test_files_become_one_channel_at_16_khz(dtype: Any, data: DataFolder, tmp_pa
     np.testing.assert_allclose(read_audio(same, num_samples=1001, where="here"), expected, atol=0.02)
 
 
-def test_lengths_are_read_from_headers(data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_are_read_from_headers(data, tmp_path, monkeypatch):
     path = str(tmp_path / data.audio("a.wav", 5000))
     monkeypatch.setattr(audio, "_to_unit_range", None)
     assert read_audio_length(path, where="here") == 5000
@@ -131,7 +130,7 @@ def test_lengths_are_read_from_headers(data: DataFolder, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", [b"RIFF", b"RIFFnot a wave file at all", None])
-def test_damaged_files_are_refused(content: bytes | None, data: DataFolder, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(content, data, tmp_path):
     path = tmp_path / data.audio("a.wav", 100)
     path.write_bytes(path.read_bytes()[:100] if content is None else content)
     with pytest.raises(DataError, match=r"line 3: .*a.wav cannot be decoded as sound .* convert it"):
@@ -149,9 +148,7 @@ def test_damaged_files_are_refused(content: bytes | None, data: DataFolder, tmp_
         (40, (202).to_bytes(4, "little"), "202 bytes of sound, but 200 follow"),
     ],
 )
-def test_headers_that_promise_other_samples_are_refused(
-    place: int, value: bytes, message: str, data: DataFolder, tmp_path: Path
-) -> None:
+def test_headers_that_promise_other_samples_are_refused(place, value, message, data, tmp_path):
     path = tmp_path / data.audio("a.wav", 100)
     content = path.read_bytes()
     path.write_bytes(content[:place] + value + content[place + len(value) :])
@@ -159,7 +156,7 @@ def test_headers_that_promise_other_samples_are_refused(
         read_audio_length(str(path), where="line 3")
 
 
-def test_other_forms_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_forms_need_a_package(tmp_path, monkeypatch):
     (tmp_path / "a.flac").write_bytes(b"fLaC")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     with pytest.raises(DataError, match=r"line 3: .*a.flac is no WAV file, .* the package soundfile is missing; install it"):
@@ -167,7 +164,7 @@ def test_other_forms_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("form", ["FLAC", "OGG"])
-def test_other_forms_are_read(form: str, tmp_path: Path) -> None:
+def test_other_forms_are_read(form, tmp_path):
     soundfile = pytest.importorskip("soundfile", reason="the optional package 'soundfile' is not installed")
     path, samples = str(tmp_path / f"a.{form.lower()}"), noise(4001)
     soundfile.write(path, samples, 8000, format=form)
@@ -179,7 +176,7 @@ def test_other_forms_are_read(form: str, tmp_path: Path) -> None:
         read_audio(path, num_samples=8002, where="here")
 
 
-def test_a_file_that_changed_is_refused(data: DataFolder, tmp_path: Path) -> None:
+def test_a_file_that_changed_is_refused(data, tmp_path):
     path = str(tmp_path / data.audio("a.wav", 100))
     with pytest.raises(DataError, match="has 100 samples at 16 kHz, but had 99 when the data was indexed"):
         read_audio(path, num_samples=99, where="here")

@@ -52,7 +52,7 @@ def messages(segments: list[Any], *, as_text: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("template", [CHATML, LLAVA, LLAMA2])
 @pytest.mark.parametrize("with_system", [False, True])
-def test_tokens_are_those_of_transformers(open_model: Callable[..., Model], template: str, with_system: bool) -> None:
+def test_tokens_are_those_of_transformers(open_model, template, with_system):
     model = open_model(template)
     segments = [SYSTEM, *TURNS] if with_system and template != LLAMA2 else TURNS
     conversation = model.build(segments)
@@ -74,7 +74,7 @@ def test_tokens_are_those_of_transformers(open_model: Callable[..., Model], temp
         (LLAMA2, " an 1st\nanswer\n <|im_end|> the end <|im_end|>"),
     ],
 )
-def test_only_what_the_assistant_says_is_trained(open_model: Callable[..., Model], template: str, expected: str) -> None:
+def test_only_what_the_assistant_says_is_trained(open_model, template, expected):
     """And the token that ends its turn, but not the line end behind that."""
     model = open_model(template)
     assert model.trained_text(model.build(TURNS)) == expected
@@ -89,9 +89,7 @@ def test_only_what_the_assistant_says_is_trained(open_model: Callable[..., Model
         (CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"), {"model_type": "internvl"}, ""),
     ],
 )
-def test_placeholders_are_expanded_as_processors_do(
-    open_model: Callable[..., Model], template: str, config: dict[str, Any], placeholder: str
-) -> None:
+def test_placeholders_are_expanded_as_processors_do(open_model, template, config, placeholder):
     """Processors repeat the placeholder in the rendered text; InternVL's sets two tokens around them."""
     config = config if placeholder else {**config, "image_token_id": 272}
     model = open_model(template, **config)
@@ -121,7 +119,7 @@ def test_placeholders_are_expanded_as_processors_do(
     assert not conversation.is_trained[placeholders].any()
 
 
-def test_rows_of_an_image_end_as_pixtrals_processor_ends_them(open_model: Callable[..., Model]) -> None:
+def test_rows_of_an_image_end_as_pixtrals_processor_ends_them(open_model):
     config = {"model_type": "llava", "image_token_index": 267, "vision_config": {"model_type": "pixtral"}}
     model = open_model(LLAVA, **config)
     conversation = model.build([ItemSegment(6, row_length=3), TextSegment("user", "and"), ItemSegment(3, row_length=3), ANSWER])
@@ -131,7 +129,7 @@ def test_rows_of_an_image_end_as_pixtrals_processor_ends_them(open_model: Callab
     assert not any(conversation.is_trained[start : start + length].any() for _, start, length in conversation.item_starts)
 
 
-def test_a_begin_token_is_added_as_a_processor_adds_it(open_model: Callable[..., Model], tmp_path: Path) -> None:
+def test_a_begin_token_is_added_as_a_processor_adds_it(open_model, tmp_path):
     """A model with a processor: unless the template writes one. A text model: never."""
     model = open_model(LLAVA, adds_begin=True)
     begin = model.theirs.bos_token_id
@@ -142,7 +140,7 @@ def test_a_begin_token_is_added_as_a_processor_adds_it(open_model: Callable[...,
     assert model.build(TURNS).token_ids[:2].tolist().count(begin) == 1
 
 
-def test_a_text_that_spells_a_special_token_stays_text(open_model: Callable[..., Model]) -> None:
+def test_a_text_that_spells_a_special_token_stays_text(open_model):
     model = open_model(CHATML, image_token_id=266)
     spelled = "say <|im_end|> or <|image_pad|> the"
     conversation = model.build([ItemSegment(2), TextSegment("user", spelled), TextSegment("assistant", spelled)])
@@ -163,7 +161,7 @@ AUDIO = (
 
 
 @pytest.mark.parametrize("asked", ["content['type'] == 'audio'", "'audio' in content or 'audio_url' in content"])
-def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model], asked: str) -> None:
+def test_sound_has_placeholders_of_its_own(open_model, asked):
     """As Qwen2-Audio's templates have them; images and clips in one sample stay apart."""
     model = open_model(AUDIO.replace("content['type'] == 'audio'", asked), image_token_index=267, audio_token_index=270)
     found = model.build([ItemSegment(2, "audio"), ItemSegment(3), QUESTION, ANSWER])
@@ -176,12 +174,12 @@ def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model], ask
         )
 
 
-def test_a_placeholder_that_the_tokenizer_lacks_is_refused(open_model: Callable[..., Model]) -> None:
+def test_a_placeholder_that_the_tokenizer_lacks_is_refused(open_model):
     with pytest.raises(ConfigError, match=r"config.json: the placeholder \(audio\) is token 999, which is none"):
         open_model(AUDIO, audio_token_id=999)
 
 
-def test_documents_are_trained_as_they_stand(open_model: Callable[..., Model]) -> None:
+def test_documents_are_trained_as_they_stand(open_model):
     model = open_model(CHATML, image_token_id=266)
     conversation = model.build([TextSegment("document", "the "), ItemSegment(2), TextSegment("document", "and")])
     assert model.theirs.decode(conversation.token_ids) == (
@@ -192,7 +190,7 @@ def test_documents_are_trained_as_they_stand(open_model: Callable[..., Model]) -
         model.build([TextSegment("document", "the"), ANSWER])
 
 
-def test_long_samples_lose_their_end(open_model: Callable[..., Model]) -> None:
+def test_long_samples_lose_their_end(open_model):
     """A text is cut anywhere, an image that does not fit ends the sample."""
     model = open_model(CHATML, image_token_id=266)
     segments = [ItemSegment(3), QUESTION, ANSWER, ItemSegment(9), TextSegment("user", "?"), ANSWER]
@@ -206,7 +204,7 @@ def test_long_samples_lose_their_end(open_model: Callable[..., Model]) -> None:
         assert cut.is_trained.tolist() == whole.is_trained[:length].tolist()
 
 
-def test_earlier_answers_are_trained_as_the_whole_has_them(open_model: Callable[..., Model]) -> None:
+def test_earlier_answers_are_trained_as_the_whole_has_them(open_model):
     """An answer behind which others follow is rendered otherwise: without its thoughts."""
     model = open_model(FORGETFUL)
     assert model.trained_text(model.build(TURNS[:2])).startswith("<think>")
@@ -215,7 +213,7 @@ def test_earlier_answers_are_trained_as_the_whole_has_them(open_model: Callable[
 
 
 @pytest.mark.parametrize("earlier", ["'...'", "message['content'] | upper", "''"])
-def test_answers_that_do_not_stay_are_refused_by_line(earlier: str, open_model: Callable[..., Model]) -> None:
+def test_answers_that_do_not_stay_are_refused_by_line(earlier, open_model):
     text = f"(message['content'] if loop.last or message['role'] == 'user' else {earlier})"
     model = open_model(FORGETFUL.replace("message['content']", text))
     with pytest.raises(DataError, match=r"line 3: .*jinja: what the assistant says cannot be told .* first 2 messages does not"):
@@ -223,7 +221,7 @@ def test_answers_that_do_not_stay_are_refused_by_line(earlier: str, open_model: 
 
 
 @pytest.mark.parametrize("prompt", ["ASSISTANT:", "ASSISTANT: ", ""])
-def test_answers_must_stand_behind_the_generation_prompt(open_model: Callable[..., Model], prompt: str) -> None:
+def test_answers_must_stand_behind_the_generation_prompt(open_model, prompt):
     """As tokens: the published template has no space, which is part of an answer's first token, but not of a symbol's."""
     template = LLAVA.replace("'ASSISTANT:'", f"'{prompt}'")
     if prompt == "ASSISTANT:":
@@ -233,7 +231,7 @@ def test_answers_must_stand_behind_the_generation_prompt(open_model: Callable[..
         open_model(template)
 
 
-def test_a_wrong_sample_is_named_with_its_line(open_model: Callable[..., Model]) -> None:
+def test_a_wrong_sample_is_named_with_its_line(open_model):
     model = open_model(LLAMA2, image_token_id=266)
     with pytest.raises(DataError, match=r"line 3: .*chat template fails .*roles must alternate"):
         model.build([SYSTEM, *TURNS])
@@ -248,7 +246,7 @@ def test_a_wrong_sample_is_named_with_its_line(open_model: Callable[..., Model])
         open_model(blind, image_token_id=266).build([ItemSegment(1), QUESTION, ANSWER])
 
 
-def test_dates_are_fixed() -> None:
+def test_dates_are_fixed():
     """A sample is the same on every day."""
     template = (
         "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}"
@@ -257,7 +255,7 @@ def test_dates_are_fixed() -> None:
     assert ChatTemplate(template, "some.jinja").render([{"role": "user", "content": "a"}])[0] == "26 Jul 2024a"
 
 
-def test_where_templates_lie(tmp_path: Path) -> None:
+def test_where_templates_lie(tmp_path):
     folder = write_tokenizer(tmp_path / "model")
     assert find_chat_template(folder, chosen=None) is None
     (folder / "tokenizer_config.json").write_text(

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ def open_cached(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> Any:
     return build
 
 
-def test_an_index_is_found_again_and_says_the_same(open_cached: Any, tmp_path: Path) -> None:
+def test_an_index_is_found_again_and_says_the_same(open_cached, tmp_path):
     fresh, num_texts = open_cached(None)
     assert num_texts == 2 and not (tmp_path / FOLDER_NAME).exists()
     assert open_cached()[1] == 2
@@ -70,9 +70,7 @@ def test_an_index_is_found_again_and_says_the_same(open_cached: Any, tmp_path: P
     assert written.stat().st_mode & 0o777 == 0o755
 
 
-def test_everything_that_matters_makes_another_index(
-    open_cached: Any, tmp_path: Path, text_graph: ModelGraph, painter_graph: ModelGraph
-) -> None:
+def test_everything_that_matters_makes_another_index(open_cached, tmp_path, text_graph, painter_graph):
     open_cached()
     for cache, options in (
         (IndexCache("other tokenizer"), {}),
@@ -92,7 +90,7 @@ def test_everything_that_matters_makes_another_index(
     assert num_texts == 2 and b"dogs" in bytes(source.text(1).token_ids.astype(np.uint8))
 
 
-def test_damaged_indices_are_built_again(open_cached: Any, tmp_path: Path) -> None:
+def test_damaged_indices_are_built_again(open_cached, tmp_path):
     open_cached()
     (written,) = (tmp_path / FOLDER_NAME).iterdir()
     for name, content in (("token_ids", b""), ("index.json", b"{}"), ("paths", b"a.p"), ("items", None)):
@@ -104,9 +102,7 @@ def test_damaged_indices_are_built_again(open_cached: Any, tmp_path: Path) -> No
         assert open_cached()[1] == 2 and open_cached()[1] == 0
 
 
-def test_a_folder_of_others_leaves_the_index_in_the_users_cache(
-    open_cached: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_others_leaves_the_index_in_the_users_cache(open_cached, tmp_path, monkeypatch):
     (tmp_path / FOLDER_NAME).write_text("no folder can be made here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_cached()[1] == 2 and open_cached()[1] == 0
@@ -116,7 +112,7 @@ def test_a_folder_of_others_leaves_the_index_in_the_users_cache(
     assert open_cached()[1] == 2 and open_cached()[1] == 2
 
 
-def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, tmp_path: Path) -> None:
+def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached, tmp_path):
     told: list[Path | None] = []
     cache = IndexCache("bytes", chosen=tmp_path / "mine", report=told.append)
     assert open_cached(cache)[1] == 2 and open_cached(cache)[1] == 0
@@ -129,7 +125,7 @@ def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, 
 
 
 @pytest.mark.parametrize("chosen", [None, "mine"])
-def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_written(chosen: str | None, tmp_path: Path) -> None:
+def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_written(chosen, tmp_path):
     def build(done: int) -> Iterator[SampleIndex]:
         yield build_index(["why"])
         raise PermissionError(13, "Permission denied", "part-2.jsonl")
@@ -139,7 +135,7 @@ def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_writ
         cache.get(tmp_path, depends_on=(), build=build)
 
 
-def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_kept_index_is_not_overwritten(tmp_path):
     """Two runs may write the same at once: the first stays, and nothing hidden is left."""
     write_index(lambda done: [build_index(["why"])], tmp_path / "index" / "a")
     write_index(lambda done: [], tmp_path / "index" / "a")
@@ -149,9 +145,7 @@ def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:
     assert found is not None and len(found) == 0
 
 
-def test_blocks_of_several_processes_are_one_index(
-    data: DataFolder, two_encoder_graph: ModelGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_of_several_processes_are_one_index(data, two_encoder_graph, tmp_path, monkeypatch):
     """Units are met in another order in every block, and one block has no items."""
     data.image("a.png", (24, 16))
     clip = {"type": "audio", "path": data.audio("a.wav", 1600)}
@@ -203,9 +197,7 @@ class InBlocks:
         (lambda folder: os.utime(*folder.glob(f"{FOLDER_NAME}/.writing-*"), (0, 0)), 6),
     ],
 )
-def test_an_index_that_was_killed_goes_on(
-    change: Callable[[Path], object], num_texts: int, data: DataFolder, tmp_path: Path
-) -> None:
+def test_an_index_that_was_killed_goes_on(change, num_texts, data, tmp_path):
     """Of seven samples four were indexed, one of which is left out."""
     data.image("a.png", (24, 16))
     sound = {"type": "audio", "path": "a.wav"}
@@ -227,7 +219,7 @@ def test_an_index_that_was_killed_goes_on(
 BLOCKS = [build_index(["why"] * number) for number in (2, 1, 3)]
 
 
-def test_a_hundred_million_samples_are_opened_in_little_memory(tmp_path: Path) -> None:
+def test_a_hundred_million_samples_are_opened_in_little_memory(tmp_path):
     count = 10**8
     write_rows(tmp_path / "index", count)
     tracemalloc.start()
@@ -246,7 +238,7 @@ def watched(console: Console, seconds: list[float]) -> list[SampleIndex]:
     return list(found)
 
 
-def test_a_log_gets_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_gets_a_line_now_and_then(caplog):
     caplog.set_level(logging.INFO)
     console = Console(file=io.StringIO())
     assert watched(console, [0.0, 10.0, 31.0, 31.0, 40.0]) == BLOCKS
@@ -255,7 +247,7 @@ def test_a_log_gets_a_line_now_and_then(caplog: pytest.LogCaptureFixture) -> Non
     assert watched(console, []) == BLOCKS and len(caplog.messages) == 1
 
 
-def test_a_terminal_gets_a_bar(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_terminal_gets_a_bar(caplog):
     caplog.set_level(logging.INFO)
     shown = io.StringIO()
     assert watched(Console(file=shown, force_terminal=True, width=80), []) == BLOCKS

@@ -31,22 +31,20 @@ def make(folder: Path, *children: str) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def test_nothing_is_found_where_nothing_is_complete(tmp_path: Path) -> None:
+def test_nothing_is_found_where_nothing_is_complete(tmp_path):
     assert find_newest_checkpoint(tmp_path / "nowhere") is None
     make(tmp_path, ".step_00000007.partial-host-1", ".step_00000006.removed-host-1", "step_7", "steps", "step_00000001.old")
     (tmp_path / "step_00000009").write_text("a file")
     assert find_newest_checkpoint(tmp_path) is None
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+def test_steps_are_ordered_as_numbers(tmp_path):
     make(tmp_path, "step_99999999", "step_100000000", "step_00000002")
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_00000002", "step_99999999", "step_100000000"]
 
 
 @pytest.mark.parametrize("num_operations", range(6))
-def test_a_crash_at_any_rename_leaves_the_old_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_operations: int
-) -> None:
+def test_a_crash_at_any_rename_leaves_the_old_or_the_new(tmp_path, monkeypatch, num_operations):
     make(tmp_path, "step_00000004", "step_00000005")
     (tmp_path / "step_00000004" / "content").write_text("earlier")
     (tmp_path / "step_00000005" / "content").write_text("old")
@@ -81,13 +79,13 @@ def count_down(original, num_operations):  # type: ignore[no-untyped-def]
     return call
 
 
-def test_pruning_leaves_the_steps_that_an_interval_divides(tmp_path: Path) -> None:
+def test_pruning_leaves_the_steps_that_an_interval_divides(tmp_path):
     make(tmp_path, *(f"step_{step:08d}" for step in (1, 2, 3, 4, 5)))
     prune_checkpoints(tmp_path, step=5, keep_last=1, retain_interval=2)
     assert names(tmp_path) == ["step_00000002", "step_00000004", "step_00000005"]
 
 
-def test_pruning_counts_steps_up_to_the_saved_one(tmp_path: Path) -> None:
+def test_pruning_counts_steps_up_to_the_saved_one(tmp_path):
     make(tmp_path, *(f"step_{step:08d}" for step in (1, 2, 3, 9)))
     prune_checkpoints(tmp_path, step=3, keep_last=2)
     assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000009"]
@@ -139,7 +137,7 @@ def elsewhere(writer: Writer) -> Writer:
     return replace(writer, machine="another boot", host="node7")
 
 
-def test_a_free_folder_is_taken_and_released(tmp_path: Path) -> None:
+def test_a_free_folder_is_taken_and_released(tmp_path):
     folder = tmp_path / "new" / "folder"
     first = claim(folder)
     assert first.try_to_take()
@@ -149,7 +147,7 @@ def test_a_free_folder_is_taken_and_released(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_a_run_that_lives_keeps_others_out(tmp_path: Path, alive: Writer) -> None:
+def test_a_run_that_lives_keeps_others_out(tmp_path, alive):
     path = mark(tmp_path, alive)
     with pytest.raises(CheckpointError) as problem:
         claim(tmp_path).try_to_take()
@@ -160,7 +158,7 @@ def test_a_run_that_lives_keeps_others_out(tmp_path: Path, alive: Writer) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [MARK_NAME]
 
 
-def test_a_run_that_is_ending_is_waited_for(tmp_path: Path, alive: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_ending_is_waited_for(tmp_path, alive, monkeypatch):
     monkeypatch.setattr(module, "_ENDING_SECONDS", 60.0)
     mark(tmp_path, alive)
     second = claim(tmp_path)
@@ -172,19 +170,19 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path: Path, alive: Writer, monke
 
 
 @pytest.mark.parametrize("change", [{"process": 2**22 + 1}, {"process_start": "1"}])
-def test_a_process_that_is_gone_keeps_nobody_out(tmp_path: Path, alive: Writer, change: dict[str, object]) -> None:
+def test_a_process_that_is_gone_keeps_nobody_out(tmp_path, alive, change):
     mark(tmp_path, replace(alive, **change))  # type: ignore[arg-type]
     take(tmp_path)
 
 
-def test_a_later_attempt_of_the_same_job_takes_over(tmp_path: Path, alive: Writer) -> None:
+def test_a_later_attempt_of_the_same_job_takes_over(tmp_path, alive):
     mark(tmp_path, elsewhere(replace(alive, job="Slurm 71", attempt=(0, 0))))
     assert not claim(tmp_path, {"SLURM_JOB_ID": "72", "SLURM_RESTART_COUNT": "1"}).try_to_take()
     assert not claim(tmp_path, SLURM).try_to_take()
     take(tmp_path, SLURM | {"SLURM_RESTART_COUNT": "1"})
 
 
-def test_silence_of_another_machine_is_waited_for(tmp_path: Path, alive: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_of_another_machine_is_waited_for(tmp_path, alive, monkeypatch):
     mark(tmp_path, elsewhere(alive))
     assert not claim(tmp_path).try_to_take()
     monkeypatch.setattr(module, "_SILENT_SECONDS", 0.05)
@@ -193,12 +191,12 @@ def test_silence_of_another_machine_is_waited_for(tmp_path: Path, alive: Writer,
     second.release()
 
 
-def test_an_old_mark_of_another_machine_is_taken_at_once(tmp_path: Path, alive: Writer) -> None:
+def test_an_old_mark_of_another_machine_is_taken_at_once(tmp_path, alive):
     os.utime(mark(tmp_path, elsewhere(alive)), (0, 0))
     take(tmp_path)
 
 
-def test_a_sign_of_life_of_another_machine_keeps_out(tmp_path: Path, alive: Writer) -> None:
+def test_a_sign_of_life_of_another_machine_keeps_out(tmp_path, alive):
     path = mark(tmp_path, elsewhere(alive))
     second = claim(tmp_path)
     assert not second.try_to_take()
@@ -207,7 +205,7 @@ def test_a_sign_of_life_of_another_machine_keeps_out(tmp_path: Path, alive: Writ
         second.try_to_take()
 
 
-def test_signs_of_life_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_of_life_are_given(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_TOUCH_SECONDS", 0.005)
     first = claim(tmp_path)
     assert first.try_to_take()
@@ -217,7 +215,7 @@ def test_signs_of_life_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     first.release()
 
 
-def test_who_lost_the_folder_hears_it(tmp_path: Path, alive: Writer) -> None:
+def test_who_lost_the_folder_hears_it(tmp_path, alive):
     first = claim(tmp_path)
     assert first.try_to_take()
     path = mark(tmp_path, elsewhere(alive))
@@ -227,7 +225,7 @@ def test_who_lost_the_folder_hears_it(tmp_path: Path, alive: Writer) -> None:
     assert path.exists(), "the mark of the other run was removed"
 
 
-def test_a_mark_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+def test_a_mark_that_somebody_removed_is_made_again(tmp_path):
     first = claim(tmp_path)
     assert first.try_to_take()
     (tmp_path / MARK_NAME).unlink()
@@ -237,7 +235,7 @@ def test_a_mark_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[]", b"\xff", b"{}", b'{"attempt": 3}', b"[" * 100_000])
-def test_a_mark_that_cannot_be_read_counts_until_it_is_old(tmp_path: Path, content: bytes) -> None:
+def test_a_mark_that_cannot_be_read_counts_until_it_is_old(tmp_path, content):
     path = tmp_path / MARK_NAME
     path.write_bytes(content)
     assert not claim(tmp_path).try_to_take()
@@ -245,6 +243,6 @@ def test_a_mark_that_cannot_be_read_counts_until_it_is_old(tmp_path: Path, conte
     take(tmp_path)
 
 
-def test_a_process_takes_its_own_folder_again(tmp_path: Path) -> None:
+def test_a_process_takes_its_own_folder_again(tmp_path):
     assert claim(tmp_path).try_to_take()
     take(tmp_path)

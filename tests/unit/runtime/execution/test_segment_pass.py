@@ -52,16 +52,14 @@ def is_deep(case: RangeCase, transformer: dict[str, object], recompute: str | No
     ],
     ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(RangeCase, name, None)),
 )
-def test_any_ranges_give_what_the_whole_stage_gives(
-    case: RangeCase, transformer: dict[str, object], recompute: str | None
-) -> None:
+def test_any_ranges_give_what_the_whole_stage_gives(case, transformer, recompute):
     chosen = RangeCase(**{**vars(case), "transformer": transformer, "recompute": recompute})
     count = build_stage(chosen).segments().num_segments
     every = list(range(1, count))
     compare(chosen, [([], []), (every, every), ([], every), (every, []), *(draw_bounds(count, seed) for seed in range(2))])
 
 
-def test_a_transformer_layer_has_seven_segments_and_other_layers_one() -> None:
+def test_a_transformer_layer_has_seven_segments_and_other_layers_one():
     stage = build_stage(RangeCase("vision"))
     assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 7 + 1
 
@@ -73,7 +71,7 @@ def test_a_transformer_layer_has_seven_segments_and_other_layers_one() -> None:
         ({"transformer_impl": "transformer_engine"}, Mock(), "adapters of Transformer Engine's layers .*; use --transformer"),
     ],
 )
-def test_what_cannot_be_cut(options: dict[str, str], lora: Mock | None, problem: str) -> None:
+def test_what_cannot_be_cut(options, lora, problem):
     stage = build_stage(RangeCase("vision", first=1, last=3))
     unit = replace(stage.unit, lora=lora)
     stage.options, stage.unit, stage.groups = replace(stage.options, **options), unit, Mock(tp=Mock(size=lambda: 2))
@@ -82,7 +80,7 @@ def test_what_cannot_be_cut(options: dict[str, str], lora: Mock | None, problem:
         stage.segments()
 
 
-def test_layers_whose_weights_come_and_go_cannot_be_cut() -> None:
+def test_layers_whose_weights_come_and_go_cannot_be_cut():
     stage = build_stage(RangeCase("vision"))
     stage.guard = Mock()
     with pytest.raises(
@@ -91,7 +89,7 @@ def test_layers_whose_weights_come_and_go_cannot_be_cut() -> None:
         stage.segments()
 
 
-def test_memory_grows_with_forward_pieces_and_goes_with_backward_ones() -> None:
+def test_memory_grows_with_forward_pieces_and_goes_with_backward_ones():
     case = RangeCase("vision", first=1, last=3)
     grown, whole = sizes_of_pieces(case, [2, 4, 7, 11])
     assert all(first < second for first, second in pairwise(grown[:4]))

@@ -28,16 +28,16 @@ from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.mutations.mutation import Inputs, Mutation
 from tests.distributed.mutations.table import list_mutations
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, Parse, write_hugging_face
+from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, write_hugging_face
 from tests.unit.runtime.flags.test_answers import MODELS, machine_of
 
 
-def test_every_row_of_the_table_names_fields_that_exist() -> None:
+def test_every_row_of_the_table_names_fields_that_exist():
     names = {flag.name for flag in all_flags()}
     assert {name for row in IGNORED_FLAGS for name in (row.name, *row.because_of)} <= names
 
 
-def test_costs_of_units_are_declared(parse_on_base: Parse) -> None:
+def test_costs_of_units_are_declared(parse_on_base):
     config = parse_on_base("--balance orchmllm --unit-costs vision=padded-attention:0.5 language=linear")
     assert config.training.declared_costs == {
         "vision": LengthCost(CostForm.PADDED_ATTENTION, 0.5),
@@ -45,7 +45,7 @@ def test_costs_of_units_are_declared(parse_on_base: Parse) -> None:
     }
 
 
-def test_numbers_outside_their_bounds_are_refused(parse_on_base: Parse) -> None:
+def test_numbers_outside_their_bounds_are_refused(parse_on_base):
     others = [flag for flag in all_flags() if flag.name != "num_epochs"]  # stands in place of one of the base
     for flag in others:
         outside = {"above": lambda bound: bound, "below": lambda bound: bound, "minimum": lambda bound: bound - 1}
@@ -67,14 +67,14 @@ HARMLESS_WHEN_LARGE = {
 }
 
 
-def test_every_count_has_an_upper_bound() -> None:
+def test_every_count_has_an_upper_bound():
     """No number that is a typing error takes memory or time."""
     assert {
         flag.name for flag in all_flags() if flag.parse is whole_number and "maximum" not in flag.bounds
     } == HARMLESS_WHEN_LARGE
 
 
-def test_adapters_are_added_to_what_the_patterns_match(parse_on_base: Parse) -> None:
+def test_adapters_are_added_to_what_the_patterns_match(parse_on_base):
     graph = ModelGraph.from_dict({"units": UNITS})
 
     def adapted(line: str) -> dict[str, tuple[str, ...]]:
@@ -94,7 +94,7 @@ def test_adapters_are_added_to_what_the_patterns_match(parse_on_base: Parse) -> 
     }
 
 
-def test_what_the_model_file_freezes_stays_frozen(parse_on_base: Parse) -> None:
+def test_what_the_model_file_freezes_stays_frozen(parse_on_base):
     config = parse_on_base("--freeze-projector vision")
     frozen = ModelGraph.from_dict({"units": {**UNITS, "vision": {**UNITS["vision"], "freeze_module": True}}})
     graph = choose_trained(frozen, config.model)
@@ -107,7 +107,7 @@ class CountedLayer(TransformerLayer):
     can_be_built = False
 
 
-def test_a_layer_that_nobody_builds_is_refused(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_nobody_builds_is_refused(parse_on_base, monkeypatch):
     monkeypatch.setitem(LAYER_KINDS, "counted", CountedLayer)
     language = {**BACKBONE, "num_layers": 2, "layers": ["token_embedding", "transformer", "counted", "head"]}
     found = r"unit 'language', layers\[2\]: 'counted' can be planned and simulated but not trained yet"
@@ -118,7 +118,7 @@ def test_a_layer_that_nobody_builds_is_refused(parse_on_base: Parse, monkeypatch
 LLM, SCHEDULE_UNITS = MODELS["llm of 8 layers"], MODELS["vision, llm of 8 layers"]
 
 
-def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse_on_base: Parse, tmp_path: Path) -> None:
+def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse_on_base, tmp_path):
     parse, path = partial(parse_on_base, world_size=3, units=SCHEDULE_UNITS), tmp_path / "plan.yaml"
     config = parse("--llm-pp 2 --llm-vpp 2 --schedule interleaved-1f1b")
     build_plan(config, ModelGraph.from_file(config.model.model), 3).to_file(path)
@@ -148,7 +148,7 @@ def refusal_of(mutation: Mutation, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("area", ["model", "plan"])
-def test_every_mutation_of_a_file_is_refused_in_one_line_or_taken(area: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_every_mutation_of_a_file_is_refused_in_one_line_or_taken(area, tmp_path, pytestconfig):
     """Every fourth without --all."""
     write_working_files(tmp_path)
     wrong = []
@@ -174,14 +174,14 @@ def parse(line: str) -> RunConfig:
     return parse_arguments(flags.split(), environ={})
 
 
-def test_the_folder_is_the_model(folder: Path) -> None:
+def test_the_folder_is_the_model(folder):
     config = parse(f"--load-hf {folder}")
     assert config.model.model == config.checkpoint.load_hf == folder
     model = parse(f"--model {folder}")
     assert (model.checkpoint.load_hf, model.data.tokenizer_type) == (None, "ByteTokenizer")
 
 
-def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
+def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder):
     taken = parse(f"--load-hf {folder}").data
     assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
     (folder / "tokenizer.json").unlink()
@@ -190,13 +190,13 @@ def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> Non
     assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_type == "ByteTokenizer"
 
 
-def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> None:
+def test_a_config_that_is_not_known_is_an_error_of_the_model(folder):
     (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ModelError, match="cannot be trained here; expected one of LlamaForCausalLM"):
         parse(f"--load-hf {folder}")
 
 
-def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
+def test_a_vocabulary_grows_for_special_tokens_alone(folder):
     graph = read_model(folder)
     assert with_vocabulary(graph, ByteTokenizer()).backbone.vocab_size == ByteTokenizer().vocab_size == 265
     for frozen in (replace(graph.backbone, freeze_module=True), replace(graph.backbone, lora=Lora(2))):
@@ -226,7 +226,7 @@ def write_adapter(folder: Path) -> Path:
     return folder
 
 
-def test_adapters_say_what_is_trained(folder: Path, tmp_path: Path) -> None:
+def test_adapters_say_what_is_trained(folder, tmp_path):
     adapter = write_adapter(tmp_path / "adapter")
     model = parse(f"--load-hf {folder} --load-adapter {adapter}").model
     assert (model.lora_rank, model.lora_alpha, model.lora_targets) == (2, 8.0, ("llm.transformer.linear_proj",))
@@ -274,9 +274,7 @@ def with_experts(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_example_has_layers_of_transformer_engine(
-    tmp_path: Path, variant: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_example_has_layers_of_transformer_engine(tmp_path, variant, request, monkeypatch):
     """Without --all one in eight, but in FP8."""
     monkeypatch.setattr(cross_checks, "check_autoencoders", lambda graph: None)  # their folders are not here
     trained, in_bfloat16 = 0, set()

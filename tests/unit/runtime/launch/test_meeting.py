@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -60,33 +59,33 @@ def meetings(connected: list[Meeting], request: pytest.FixtureRequest) -> list[M
     return [emptied(meeting) for meeting in connected]
 
 
-def test_one_rank_fails_first(meetings: list[Meeting]) -> None:
+def test_one_rank_fails_first(meetings):
     assert [meeting.claim_failure() for meeting in meetings] == [True, False, False]
     assert meetings[2].wait_for_failure(seconds=0) is None
     meetings[0].announce_failure(2)
     assert [meeting.wait_for_failure(seconds=5) for meeting in meetings] == [2, 2, 2]
 
 
-def test_a_rank_of_another_run_is_refused(connected: list[Meeting]) -> None:
+def test_a_rank_of_another_run_is_refused(connected):
     with pytest.raises(StoreGoneError, match="already has a rank 1, so it belongs to another run; choose another MASTER_PORT"):
         open_meeting(connected[1].place, seconds=10)
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = RankPlace(0, 2, 0, "127.0.0.1", taken.getsockname()[1], launcher_keeps_store=False)
         with pytest.raises(StoreGoneError, match=r"rank 0 cannot keep the store at .*in use.* check MASTER_ADDR and MASTER_PORT"):
             open_meeting(place, seconds=1)
 
 
-def test_nobody_to_meet_is_named() -> None:
+def test_nobody_to_meet_is_named():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     with pytest.raises(StoreGoneError, match=rf"rank 1 waited 0 s for rank 0 at 127.0.0.1:{port} .* was it started"):
         open_meeting(RankPlace(1, 2, 1, "127.0.0.1", port, launcher_keeps_store=False), seconds=0.1)
 
 
-def test_the_keeper_of_the_store_leaves_last(meetings: list[Meeting]) -> None:
+def test_the_keeper_of_the_store_leaves_last(meetings):
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(meetings[0].leave, seconds=30)
         meetings[1].leave(seconds=30)
@@ -108,7 +107,7 @@ def test_the_keeper_of_the_store_leaves_last(meetings: list[Meeting]) -> None:
         ),
     ],
 )
-def test_a_lost_rank_is_named(meetings: list[Meeting], problem: str, says: str) -> None:
+def test_a_lost_rank_is_named(meetings, problem, says):
     meetings[1].answer_roll("broker.py:1 wait")
     explained = explain_lost_ranks(RuntimeError(problem), meetings[0])
     assert str(explained).startswith(says)
@@ -116,7 +115,7 @@ def test_a_lost_rank_is_named(meetings: list[Meeting], problem: str, says: str) 
     assert problem in str(explained)
 
 
-def test_a_hang_tells_what_every_rank_does(meetings: list[Meeting]) -> None:
+def test_a_hang_tells_what_every_rank_does(meetings):
     for meeting in meetings[1:]:
         meeting.answer_roll(f"broker.py:{meeting.place.rank} wait")
     explained = str(explain_lost_ranks(RuntimeError("Timed out waiting 1000ms for recv"), meetings[0]))
@@ -124,19 +123,19 @@ def test_a_hang_tells_what_every_rank_does(meetings: list[Meeting]) -> None:
     assert "rank 1: broker.py:1 wait\n  rank 2: broker.py:2 wait" in explained
 
 
-def test_another_error_is_left_as_it_is(meetings: list[Meeting]) -> None:
+def test_another_error_is_left_as_it_is(meetings):
     problem = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert explain_lost_ranks(problem, meetings[0]) is problem
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+def test_a_store_that_does_not_answer_is_not_waited_for():
     answer = Event()
     with pytest.raises(StoreGoneError):
         ask_within(0.05, answer.wait)
     answer.set()
 
 
-def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
+def test_ranks_that_do_not_come_are_named(meetings):
     values = {"flags": {"seed": "with --seed 1"}}
     meetings[1].store.set("start/1", "agreed")
     with pytest.raises(RanksLostError) as raised:
@@ -144,11 +143,11 @@ def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
     assert str(raised.value).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
 
 
-def test_without_a_launcher_a_process_is_alone() -> None:
+def test_without_a_launcher_a_process_is_alone():
     assert find_rank_place({}) == RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
 
 
-def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_waits_for_a_slow_connection(meetings, monkeypatch):
     """Or the others would never learn of it: longer than for an answer, and the connection opens only once it is waited for."""
     opened: Future[Store] = Future()
     patience: list[float] = []
@@ -165,9 +164,7 @@ def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting], monkeypa
 
 
 @pytest.mark.parametrize("local_ranks", [(0, 1, 2), (1, 1, 1)])
-def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(
-    local_ranks: tuple[int, ...], meetings: list[Meeting]
-) -> None:
+def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(local_ranks, meetings):
     order: list[int] = []
     watch: Any = None
 
@@ -202,13 +199,7 @@ class RecordedEnding(Ending):
         (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), StopReason.NONE),
     ],
 )
-def test_what_signals_end_and_what_they_ask_for(
-    is_training: bool,
-    signals: dict[int, signal.Signals],
-    ends: tuple[str, int] | None,
-    reason: StopReason,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_signals_end_and_what_they_ask_for(is_training, signals, ends, reason, monkeypatch):
     """signals: by the second in which they come; ends: what ends the process at once, and its exit code."""
     ending, now = RecordedEnding(), time.monotonic()
     requests = StopRequests(ending)
@@ -221,7 +212,7 @@ def test_what_signals_end_and_what_they_ask_for(
     assert requests.reason(exit_duration_minutes=None) is reason
 
 
-def test_a_time_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_is_reached(monkeypatch):
     requests, now = StopRequests(RecordedEnding()), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 119.0)
     assert requests.reason(exit_duration_minutes=2) is StopReason.NONE
@@ -229,9 +220,7 @@ def test_a_time_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.reason(exit_duration_minutes=2) is StopReason.DURATION
 
 
-def test_torchrun_ends_with_the_message_of_the_rank_that_failed_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchrun_ends_with_the_message_of_the_rank_that_failed_first(tmp_path, monkeypatch, capsys):
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
         if rank == 1:

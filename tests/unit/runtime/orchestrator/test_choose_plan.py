@@ -45,7 +45,7 @@ def asked(config: RunConfig, *, num_ranks: int = 2) -> PlanningRequest:
     return build_request(config, graph=GRAPH, cluster=CLUSTER, lengths=LENGTHS, vocab_size=384, num_ranks=num_ranks)
 
 
-def test_sizes_that_were_given_are_fixed() -> None:
+def test_sizes_that_were_given_are_fixed():
     request = asked(configured("--llm-tp", "2", "--llm-vpp", "3", "--vision-dp", "1", "--micro-batch-size", "4"))
     assert request.fixed_sizes == {
         "llm": FixedSizes(tensor_parallel_size=2, virtual_stages=3),
@@ -63,7 +63,7 @@ def choice() -> Choice:
         return choose_plan(asked(configured()), may_share_weights=True, made_for={"model": "digits"}, cluster_name="cluster.yaml")
 
 
-def test_a_choice_is_planned_told_and_run(choice: Choice) -> None:
+def test_a_choice_is_planned_told_and_run(choice):
     assert choice.run.num_gpus == 2 and choice.seconds > 0
     assert [line.partition(":")[0] for line in choice.lines] == ["plan", "predicted", "why"]
     assert "#   model: digits" in choice.text
@@ -81,7 +81,7 @@ def test_a_choice_is_planned_told_and_run(choice: Choice) -> None:
     assert "plan_time_budget" not in config.given
 
 
-def test_durations_of_the_machine_are_given_to_runs_that_go_by_them(choice: Choice) -> None:
+def test_durations_of_the_machine_are_given_to_runs_that_go_by_them(choice):
     plan = choice.run.plan
     files = {"plan": Path("plan.yaml"), "cluster": Path("cluster.yaml"), "layer_costs": Path("layers.json")}
     by_order = planned_config(configured(), PlannedRun(plan, balance="none"), **files)
@@ -93,14 +93,14 @@ def test_durations_of_the_machine_are_given_to_runs_that_go_by_them(choice: Choi
 
 
 @few_planners()
-def test_a_plan_that_would_leave_processes_idle_is_refused_with_the_number_that_works() -> None:
+def test_a_plan_that_would_leave_processes_idle_is_refused_with_the_number_that_works():
     sizes = [part for unit in ("llm", "vision") for size in ("dp", "pp", "tp") for part in (f"--{unit}-{size}", "1")]
     request = asked(configured(*sizes), num_ranks=3)
     with pytest.raises(PlanError, match=r"the best plan for 3 processes uses [12] of them .*; start [12] processes"):
         choose_plan(request, may_share_weights=False, made_for={}, cluster_name="")
 
 
-def test_layers_are_profiled_at_sizes_that_the_data_has_and_that_take_no_long_time() -> None:
+def test_layers_are_profiled_at_sizes_that_the_data_has_and_that_take_no_long_time():
     request = asked(configured())
     for unit in GRAPH.units:
         sizes = profiled_sizes(request, unit)
@@ -130,7 +130,7 @@ def reviewed(**changes: Any) -> PlanReview:
     return made
 
 
-def test_steps_up_to_the_review_are_measured_but_for_the_first() -> None:
+def test_steps_up_to_the_review_are_measured_but_for_the_first():
     review = reviewed(first_step=10)
     assert [number for number in range(10, 16) if review.measures(number)] == [12, 13]
     assert [number for number in range(10, 16) if review.is_due(number)] == [13]
@@ -146,9 +146,7 @@ def test_steps_up_to_the_review_are_measured_but_for_the_first() -> None:
         (0.2, True, "plan: this would take 0.2 s a step, the current plan 0.4 s; going on under it", True),
     ],
 )
-def test_a_better_plan_is_told_of_and_taken(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, may_change: bool, said: str, is_taken: bool
-) -> None:
+def test_a_better_plan_is_told_of_and_taken(monkeypatch, seconds, may_change, said, is_taken):
     review = reviewed(may_change=may_change)
     better = Choice(CHOICE.run, NODE, seconds, CHOICE.lines, CHOICE.text)
     review._plan_again = lambda: (0.4, better)  # type: ignore[method-assign]
@@ -162,7 +160,7 @@ def test_a_better_plan_is_told_of_and_taken(
     assert verdict.plain == (verdict.line, better.to_dict() if is_taken else None)
 
 
-def test_a_plan_that_was_taken_is_held_against_the_one_before() -> None:
+def test_a_plan_that_was_taken_is_held_against_the_one_before():
     review = reviewed()
     assert review.after(review.planned, number=3) is None
     after = review.after(reviewed().planned, number=3)
@@ -172,7 +170,7 @@ def test_a_plan_that_was_taken_is_held_against_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_a_trial_settles_on_the_faster_plan_for_good(monkeypatch: pytest.MonkeyPatch, is_faster: bool) -> None:
+def test_a_trial_settles_on_the_faster_plan_for_good(monkeypatch, is_faster):
     kept: list[Choice] = []
     monkeypatch.setattr(module, "keep_choice", lambda request, choice: kept.append(choice))
     other = replace(CHOICE, seconds=0.21)
@@ -191,7 +189,7 @@ def test_a_trial_settles_on_the_faster_plan_for_good(monkeypatch: pytest.MonkeyP
     assert isinstance(watched, PlanReview) and watched.first_step == 8 and watched.is_due(28)
 
 
-def test_a_profile_is_scaled_unit_by_unit() -> None:
+def test_a_profile_is_scaled_unit_by_unit():
     curves = LayerCurves(Quadratic(1.0, 2.0), Quadratic(), Quadratic(0.0, 1.0))
     profile = LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves, ("vision", "transformer", 1, 1): curves})
     scaled = profile.times({"llm": 3.0}).curves
@@ -205,7 +203,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "braid"
 
 
-def test_what_was_kept_is_found_under_all_that_it_depends_on(cache: Path) -> None:
+def test_what_was_kept_is_found_under_all_that_it_depends_on(cache):
     keep_value("layers", key_of(("CPU", 2)), {"seconds": 0.1})
     assert find_value("layers", key_of(("CPU", 2)), dict) == {"seconds": 0.1}
     assert find_value("layers", key_of(("CPU", 3)), dict) is None
@@ -214,13 +212,13 @@ def test_what_was_kept_is_found_under_all_that_it_depends_on(cache: Path) -> Non
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[1]", "\xff"])
-def test_what_cannot_be_read_was_not_kept(cache: Path, damaged: str) -> None:
+def test_what_cannot_be_read_was_not_kept(cache, damaged):
     keep_value("layers", "a", {})
     (cache / "layers" / "a.json").write_text(damaged, encoding="latin-1")
     assert find_value("layers", "a", dict) is None
 
 
-def test_a_file_is_placed_whole_where_it_can_be(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_placed_whole_where_it_can_be(cache, monkeypatch):
     path = place_file("plans/x", "plan.yaml", "units: {}\n")
     assert path == cache / "plans" / "x" / "plan.yaml" and path.read_text() == "units: {}\n"
     assert place_file("plans/x", "plan.yaml", "other\n").read_text() == "other\n"

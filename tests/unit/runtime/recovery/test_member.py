@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRAID_ELASTIC_TOKEN", TOKEN)
 
 
-def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
+def test_a_node_under_another_supervisor_is_a_new_incarnation():
     """Signs of life of the old one, and the order to end it, are not taken for those of the new one."""
     port = free_port()
     before = Ledger(keep("127.0.0.1", port), TOKEN.encode())
@@ -48,9 +47,7 @@ def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_message(
-    is_frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_message(is_frozen, monkeypatch, capsys):
     port, thaw = free_port(), threading.Event()
     kept = [keep("127.0.0.1", port)]
     flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
@@ -68,7 +65,7 @@ def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_mess
     thaw.set()
 
 
-def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks() -> None:
+def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks():
     """Slurm sends it to every process of a step; a rank, which is told so by the supervisor, too, handles it itself."""
     program = """
 import os, signal
@@ -84,7 +81,7 @@ print("still alive")
     assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
 
 
-def test_the_store_listens_at_its_address_only() -> None:
+def test_the_store_listens_at_its_address_only():
     port = free_port()
     kept = keep("127.0.0.1", port)
     socket.create_connection(("127.0.0.1", port), timeout=20).close()
@@ -93,9 +90,7 @@ def test_the_store_listens_at_its_address_only() -> None:
     del kept
 
 
-def test_a_name_that_means_this_machine_only_to_itself_is_listened_to_everywhere(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_name_that_means_this_machine_only_to_itself_is_listened_to_everywhere(monkeypatch, caplog):
     """Debian gives a machine's own name 127.0.1.1, where ranks of other machines would look in vain."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **how: found)
@@ -104,7 +99,7 @@ def test_a_name_that_means_this_machine_only_to_itself_is_listened_to_everywhere
     assert "node1 is 127.0.1.1 on this machine" in caplog.text
 
 
-def test_a_port_that_is_taken_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_one_error(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         assert main(["--keeps-store", "--nodes", "1", "--port", str(port), "program.py"]) == 2
@@ -120,22 +115,20 @@ def test_a_port_that_is_taken_is_one_error(capsys: pytest.CaptureFixture[str]) -
         (["--token", "/dev/null"], "--token /dev/null: the token has 0 bytes, expected at least 16"),
     ],
 )
-def test_supervisors_without_a_common_token_are_told_how_to_make_one(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_supervisors_without_a_common_token_are_told_how_to_make_one(flags, expected, monkeypatch, capsys):
     monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
     assert main(["--nodes", "2", *flags, "program.py"]) == 2
     message = capsys.readouterr().err
     assert expected in message and "secrets.token_hex()" in message
 
 
-def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch):
     monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
     found = [read_flags(["--keeps-store", "--nodes", "2", "program.py"])[0].secret for _ in range(2)]
     assert found[0] != found[1] and min(map(len, found)) >= 32
 
 
-def test_a_token_in_a_file_is_read_without_space_and_has_no_zeros(tmp_path: Path) -> None:
+def test_a_token_in_a_file_is_read_without_space_and_has_no_zeros(tmp_path):
     path, secret = tmp_path / "token", b"0123456789abcdef"
     for content in (secret + b"\n", secret):
         path.write_bytes(content)
@@ -145,7 +138,7 @@ def test_a_token_in_a_file_is_read_without_space_and_has_no_zeros(tmp_path: Path
         read_token(path, flag="--token")
 
 
-def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_nobody_keeps_is_one_error(monkeypatch, capsys):
     monkeypatch.setattr(supervisor, "open_ledger", lambda *args: ledger.open_ledger(*args, seconds=1))
     port = free_port()
     assert main(["--nodes", "1", "--port", str(port), "program.py"]) == 1
@@ -199,9 +192,7 @@ def waiting(pipe: Pipe, ended: list[str]) -> Member:
     return found
 
 
-def test_a_thread_that_waits_in_vain_is_replaced(
-    waiting: Member, pipe: Pipe, ended: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_waits_in_vain_is_replaced(waiting, pipe, ended, monkeypatch):
     monkeypatch.setattr(member, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     first, went_on = waiting._trainer, threading.Event()
@@ -215,7 +206,7 @@ def test_a_thread_that_waits_in_vain_is_replaced(
     assert ended == ["LeftBehindError"], "its wait ends, much later"
 
 
-def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting, monkeypatch):
     monkeypatch.setattr(member, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     first = waiting._trainer
@@ -225,9 +216,7 @@ def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting: Member, mon
     assert waiting._trainer is first
 
 
-def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(
-    waiting: Member, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(waiting, monkeypatch):
     """Its signs of life go on, but it arrives nowhere: the keeper gives its node up, which starts anew."""
     never, port = threading.Event(), free_port()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -258,12 +247,12 @@ def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(
         thread.join(20)
 
 
-def test_a_signal_to_a_generation_that_was_left_cuts_nothing(waiting: Member) -> None:
+def test_a_signal_to_a_generation_that_was_left_cuts_nothing(waiting):
     waiting._cut_until_left(2)
     assert not waiting.connections.is_cut
 
 
-def test_a_thread_stands_still_only_while_it_waits_for_others(pipe: Pipe) -> None:
+def test_a_thread_stands_still_only_while_it_waits_for_others(pipe):
     stop = threading.Event()
 
     def compute() -> None:
@@ -298,7 +287,7 @@ def connect() -> Iterator[Connect]:
         yield connect
 
 
-def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connect: Connect) -> None:
+def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connect):
     others, connections = connect(), Connections()
     with connections.opening():
         own = connect()
@@ -313,7 +302,7 @@ def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connec
     socket.create_connection(own[0].getsockname()).close()  # a listening socket goes on
 
 
-def test_what_is_opened_after_a_cut_is_cut_as_well(connect: Connect) -> None:
+def test_what_is_opened_after_a_cut_is_cut_as_well(connect):
     connections = Connections()
     with pytest.raises(CutError), connections.opening():
         connections.cut()
@@ -326,7 +315,7 @@ def test_what_is_opened_after_a_cut_is_cut_as_well(connect: Connect) -> None:
     connections.check()
 
 
-def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late(connect: Connect) -> None:
+def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late(connect):
     connections = Connections()
     connections.cut()
     connections.forget()
@@ -355,7 +344,7 @@ class LeavingStore(dist.Store):
         raise RuntimeError(f"left before {keys}")
 
 
-def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up() -> None:
+def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up():
     """Which of the two connects, their addresses decide: in a few tries both cases come up."""
     for number in range(6):
         connections, store = Connections(), dist.PrefixStore(str(number), dist.HashStore())
@@ -371,7 +360,7 @@ def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up() ->
             assert not thread.is_alive(), "it waits for a connection"
 
 
-def test_groups_whose_threads_wait_are_dropped_without_a_wait() -> None:
+def test_groups_whose_threads_wait_are_dropped_without_a_wait():
     """gloo waits for its threads when a group is taken down, and one of them for a rank that never takes part."""
     store, groups = dist.HashStore(), dict[int, dist.ProcessGroupGloo]()
 

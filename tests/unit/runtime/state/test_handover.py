@@ -37,9 +37,7 @@ places = st.lists(st.integers(1, 29), max_size=3)
     wanted=places,
     receiver=st.integers(0, NUM_RANKS - 1),
 )
-def test_parts_fill_what_is_wanted_and_come_from_holders(
-    originals: list[int], copies: list[list[int]], lost: set[int], rank_of_box: list[int], wanted: list[int], receiver: int
-) -> None:
+def test_parts_fill_what_is_wanted_and_come_from_holders(originals, copies, lost, rank_of_box, wanted, receiver):
     """Copies that are cut otherwise make up for lost originals; nothing comes from elsewhere that the receiver holds."""
     ranks = iter(rank_of_box)
     holders: dict[Box, list[int]] = {}

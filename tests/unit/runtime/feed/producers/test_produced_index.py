@@ -74,22 +74,14 @@ def _check_alike(found: ManifestSource, expected: ManifestSource) -> None:
         assert found.wanted(index, 0) == expected.wanted(index, 0) if expected.lengths(index).items else True
 
 
-def test_producers_index_as_a_rank_would(
-    serve: Callable[..., Serving], lines: list[dict[str, Any]], open_source: Callable[..., ManifestSource]
-) -> None:
+def test_producers_index_as_a_rank_would(serve, lines, open_source):
     expected = open_source(lines)
     assert expected.num_cut and len(expected.skipped) == 2
     _check_alike(open_source(lines, serve(), serve()), expected)
 
 
 @pytest.mark.parametrize("has_other", [True, False])
-def test_what_a_lost_producer_owed_is_indexed_once(
-    serve: Callable[..., Serving],
-    lines: list[dict[str, Any]],
-    open_source: Callable[..., ManifestSource],
-    monkeypatch: pytest.MonkeyPatch,
-    has_other: bool,
-) -> None:
+def test_what_a_lost_producer_owed_is_indexed_once(serve, lines, open_source, monkeypatch, has_other):
     """It closes its connection between two blocks; without another the rank has to tokenise."""
     expected, failing = open_source(lines), serve()
     asked = failing.close_after(3)
@@ -100,12 +92,7 @@ def test_what_a_lost_producer_owed_is_indexed_once(
 
 
 @pytest.mark.parametrize("faults", [("missing.png",), ("missing.png", "no JSON"), ("no JSON", "missing.png")])
-def test_the_first_fault_is_told_whoever_finds_it(
-    serve: Callable[..., Serving],
-    lines: list[dict[str, Any]],
-    open_source: Callable[..., ManifestSource],
-    faults: tuple[str, ...],
-) -> None:
+def test_the_first_fault_is_told_whoever_finds_it(serve, lines, open_source, faults):
     wrong: list[Any] = list(lines)
     for place, fault in zip((37, 60), faults, strict=False):
         wrong[place] = fault if fault == "no JSON" else {"id": "x", "segments": [{"type": "image", "path": fault}]}
@@ -116,7 +103,7 @@ def test_the_first_fault_is_told_whoever_finds_it(
     assert str(there.value) == str(here.value) and ", line 38" in str(here.value)
 
 
-def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_at_the_start(serve, tmp_path):
     (tmp_path / "manifest.jsonl").touch()
     data_set = json.loads(describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS))
     local = ItemReader(GRAPH, open_sample_files(tmp_path))
@@ -125,7 +112,7 @@ def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving]
         found.check()
 
 
-def test_samples_travel_as_they_are() -> None:
+def test_samples_travel_as_they_are():
     segments = (
         TextSegment("user", "\ud800 \n"),
         FileSegment("image", "a", "vision", True, (3, 4)),
@@ -138,12 +125,12 @@ def test_samples_travel_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("said", [[], ["a"], [0, 1], [0, ["", {"kind": "film"}]], [0, ["", {"kind": "text", "role": 1}]]])
-def test_samples_that_are_none_are_refused(said: Any) -> None:
+def test_samples_that_are_none_are_refused(said):
     with pytest.raises(wire.WireError, match="a request that is none"):
         wire.unpack_wanted(said)
 
 
-def test_indices_that_are_none_are_refused() -> None:
+def test_indices_that_are_none_are_refused():
     good, payload = wire.pack_index(build_index(["why", "why"]))
     assert wire.build_block(good, bytearray(payload), num_samples=2).found == ("why", "why")
     with pytest.raises(wire.WireError, match="an index that is none .of other than 3 samples"):

@@ -1,13 +1,12 @@
 """Items that producers decode are those that a rank decodes, whatever happens to producers."""
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import numpy as np
 import pytest
@@ -79,9 +78,7 @@ def _check(found: ProducedItems, wanted: list[WantedItem]) -> None:
         np.testing.assert_array_equal(pixels.patches, expected.patches)
 
 
-def test_items_come_in_any_order_and_each_is_decoded_once(
-    serve: Callable[..., Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
-) -> None:
+def test_items_come_in_any_order_and_each_is_decoded_once(serve, wanted, decoded, tmp_path):
     first, second = serve(), serve()
     ranks = [_open(tmp_path, first, second) for _ in range(2)]
     ranks[0].check()
@@ -92,7 +89,7 @@ def test_items_come_in_any_order_and_each_is_decoded_once(
     assert len(decoded) == len(wanted) and set(decoded) == set(wanted)
 
 
-def test_what_was_expected_before_may_be_left(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+def test_what_was_expected_before_may_be_left(serve, wanted, tmp_path):
     found = _open(tmp_path, serve())
     found.expect(wanted[:6])
     found.read(wanted[3])
@@ -100,9 +97,7 @@ def test_what_was_expected_before_may_be_left(serve: Callable[..., Serving], wan
     _check(found, [*wanted[6:], wanted[0]])
 
 
-def test_a_small_cache_lets_items_go(
-    serve: Callable[..., Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
-) -> None:
+def test_a_small_cache_lets_items_go(serve, wanted, decoded, tmp_path):
     found = _open(tmp_path, serve(cache_bytes=0))
     for _ in range(2):
         found.expect(wanted)
@@ -110,13 +105,7 @@ def test_a_small_cache_lets_items_go(
     assert len(decoded) == 2 * len(wanted)
 
 
-def test_a_lost_producer_s_items_come_from_the_other(
-    serve: Callable[..., Serving],
-    wanted: list[WantedItem],
-    decoded: list[WantedItem],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_producer_s_items_come_from_the_other(serve, wanted, decoded, tmp_path, monkeypatch):
     """It closes its connection in the middle of a step."""
     failing, other = serve(), serve()
     asked = failing.close_after(3)
@@ -128,13 +117,7 @@ def test_a_lost_producer_s_items_come_from_the_other(
     assert set(decoded) == set(wanted)
 
 
-def test_without_producers_a_rank_decodes_until_one_is_back(
-    serve: Callable[..., Serving],
-    wanted: list[WantedItem],
-    decoded: list[WantedItem],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_producers_a_rank_decodes_until_one_is_back(serve, wanted, decoded, tmp_path, monkeypatch):
     monkeypatch.setattr(produced_items, "ABSENCE_SECONDS", 0.0)
     lost, back = serve(), serve()
     found = _open(tmp_path, lost)
@@ -148,7 +131,7 @@ def test_without_producers_a_rank_decodes_until_one_is_back(
     assert set(decoded) == set(wanted)
 
 
-def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_producer_is_done_without(wanted, tmp_path, monkeypatch):
     """It decodes for ever."""
     hanging, asked = Serving(), SimpleQueue[WantedItem]()
 
@@ -167,13 +150,7 @@ def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: P
 @pytest.mark.parametrize(
     "spoilt", [{"arrays": [["uint8", [1, 48]]]}, {"arrays": [["uint8", [0, 48]]]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}]
 )
-def test_items_of_other_shapes_are_decoded_here(
-    spoilt: dict[str, Any],
-    serve: Callable[..., Serving],
-    wanted: list[WantedItem],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_items_of_other_shapes_are_decoded_here(spoilt, serve, wanted, tmp_path, monkeypatch):
     """A producer whose items have fewer patches, or another grid, than the index says would shift all that follow in a batch."""
     monkeypatch.setattr(producer, "pack_pixels", lambda pixels: (wire.pack_pixels(pixels)[0] | spoilt, pixels.patches.tobytes()))
     found = _open(tmp_path, serve())
@@ -181,9 +158,7 @@ def test_items_of_other_shapes_are_decoded_here(
     _check(found, wanted)
 
 
-def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
-    serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(serve, wanted, tmp_path):
     Path(wanted[1].item.path).write_bytes(b"no picture")
     found = _open(tmp_path, serve())
     found.expect(wanted)
@@ -195,29 +170,27 @@ def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
     _check(found, [wanted[0], *wanted[2:]])
 
 
-def test_a_request_that_cannot_be_met_is_answered(
-    serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_cannot_be_met_is_answered(serve, wanted, tmp_path, caplog):
     found = _open(tmp_path, serve())
     found.expect([WantedItem(replace(wanted[0].item, unit="nobody"), "line 0"), *wanted])
     _check(found, wanted)
     assert {"a request failed: 'nobody'"} <= set(caplog.messages)
 
 
-def test_both_sides_refuse_another_token(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+def test_both_sides_refuse_another_token(serve, wanted, tmp_path):
     found = _open(tmp_path, serve(token=b"another token, as long"))
     unproven = "it (has another token, or is no producer|did not prove .*); start it with"
     with pytest.raises(ConfigError, match=f"--producers 127.0.0.1:.*: {unproven}"):
         found.check()
 
 
-def test_a_producer_that_does_not_find_the_data_set_says_so(serve: Callable[..., Serving], tmp_path: Path) -> None:
+def test_a_producer_that_does_not_find_the_data_set_says_so(serve, tmp_path):
     data_set = describe_data_set(GRAPH, tmp_path / "elsewhere.jsonl", texts=TEXTS, options=OPTIONS)
     with pytest.raises(ConfigError, match="elsewhere.jsonl"):
         ProducedItems([serve().address], token=TOKEN, data_set=data_set, local=_local()).check()
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_nobody_there(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     (tmp_path / "manifest.jsonl").touch()
@@ -227,9 +200,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 200, b"\xff" * 200])
-def test_noise_ends_a_connection_and_nothing_else(
-    noise: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
-) -> None:
+def test_noise_ends_a_connection_and_nothing_else(noise, serve, wanted, tmp_path):
     serving = serve()
     address = wire.parse_address(serving.address)
     with suppress(OSError), socket.create_connection(address, timeout=10) as peer:  # it may be refused before all of it is sent
@@ -254,7 +225,7 @@ def test_noise_ends_a_connection_and_nothing_else(
         [],
     ],
 )
-def test_items_that_are_none_are_refused(said: Any) -> None:
+def test_items_that_are_none_are_refused(said):
     with pytest.raises(wire.WireError, match="an item that is none"):
         wire.build_pixels(said, bytearray(1))
 
@@ -262,26 +233,24 @@ def test_items_that_are_none_are_refused(said: Any) -> None:
 @pytest.mark.parametrize(
     "said", [{}, [], ["a"], {"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}]
 )
-def test_requests_that_are_none_are_refused(said: Any) -> None:
+def test_requests_that_are_none_are_refused(said):
     with pytest.raises(wire.WireError, match="a request that is none"):
         wire.unpack_wanted(said)
 
 
 @pytest.mark.parametrize("text", ["host", ":1", "host:", "host:x", "host:99999"])
-def test_addresses_are_checked(text: str) -> None:
+def test_addresses_are_checked(text):
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
         wire.parse_address(text)
 
 
-def test_a_message_that_is_nested_too_deeply_is_no_json() -> None:
+def test_a_message_that_is_nested_too_deeply_is_no_json():
     with pytest.raises(wire.WireError, match="no JSON"):
         wire.unpack_message(b"[" * 10**6)
 
 
 @pytest.mark.parametrize("says", [b"", b"\xff", b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\0" * 60 + b"\2" + b"\xff" * 8])
-def test_strangers_without_number_keep_no_rank_away(
-    says: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
-) -> None:
+def test_strangers_without_number_keep_no_rank_away(says, serve, wanted, tmp_path):
     """They say nothing, or a part of a greeting, or announce a frame of 2**64 bytes; all stay connected."""
     serving = serve()
     with ExitStack() as stack:
@@ -295,7 +264,7 @@ def test_strangers_without_number_keep_no_rank_away(
         _check(found, wanted)
 
 
-def test_a_silent_stranger_in_a_producer_s_place_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_stranger_in_a_producer_s_place_is_told_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = ProducedItems([f"127.0.0.1:{listener.getsockname()[1]}"], token=TOKEN, data_set="", local=_local())
