@@ -1,7 +1,6 @@
 """megatron-core without CUDA: one table of replaced attributes, with their replacements and the reasons.
 
-On a machine with CUDA nothing is changed. Without it, `install` replaces every target of `REPLACEMENTS` and raises if a target no
-longer exists, so that a new megatron-core cannot silently keep an assumption.
+`install` raises if a target no longer exists, so that a new megatron-core cannot silently keep an assumption.
 """
 
 import functools
@@ -162,10 +161,9 @@ def install() -> None:
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Leave functions that megatron-core has compiled while it is imported as they are: on the CPU Braid calls none of them.
+    """Leave functions as they are that megatron-core compiles while it is imported: on the CPU Braid calls none of them.
 
-    For the sake of the first of them the compiler is imported, which is a third of the time that all imports of a rank take. Nor
-    is TensorBoard imported, which megatron-core's timers do without where it is not installed, and Braid uses none of them.
+    Importing the compiler takes a third of the time of all imports of a rank; TensorBoard, for its timers, is spared, too.
     """
     original, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
     sys.modules.setdefault(_TENSORBOARD, None)  # type: ignore[arg-type]

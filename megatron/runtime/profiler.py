@@ -1,7 +1,6 @@
 """Times real layers on the current device: forward, input gradient and weight gradient separately, for multimodal/cost to fit.
 
-Also times the work of a step outside of its layers (the executor's, and the optimizer's), and finds the peak for MFU: from the
-table of known accelerators, else measured by a matrix product.
+Also what a step takes beside its layers (executor, optimizer), and the device's peak for MFU, by a table or a product.
 """
 
 import time
@@ -138,8 +137,7 @@ class _LayerRun:
     def once(self) -> LayerTimes:
         """Run forward, input gradient, weight gradient and core attention.
 
-        A stage computes its rotary angles once for all of its layers, so their time counts with an embedding (part of a unit's
-        first stage), and is subtracted from any other layer's.
+        The time of rotary angles, computed once for all layers of a stage, counts with an embedding, and is subtracted elsewhere.
         """
         stage, given, queue = self._stage, self._given, WeightGradientQueue()
         outputs: list[Tensor] = []
@@ -263,10 +261,7 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
 
 
 def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetitions: int) -> tuple[PackedSize, float]:
-    """Return the number of weights that a stage trains (as the size of a fit), and the seconds of updating them.
-
-    The update is that of the trainer: gradient norm, clipping, AdamW with its state in buffers.
-    """
+    """Return the number of weights that a stage trains, as the size of a fit, and the seconds of updating them as trainers do."""
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         return PackedSize(0), 0.0
     dtype = stage.options.precision.params_dtype

@@ -105,12 +105,16 @@ class Session:
         """This rank's trained part of the model."""
         return TrainedState(self.stages, self.gradients, self.optimizers)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, as a scheduler asks for them; empty on a rank that trains nothing."""
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+
     def schedules(self, *, forward_only: bool = False) -> ScheduleCache:
         """The schedules of the current plan, for training steps or for evaluations."""
         if forward_only not in self._schedules:
-            self._schedules[forward_only] = ScheduleCache(
-                self.graph, self.plan, self.options.builder, tuple(self.options.passes), forward_only
-            )
+            builder, passes = self.options.builder, tuple(self.options.passes)
+            self._schedules[forward_only] = ScheduleCache(self.graph, self.plan, builder, passes, forward_only)
         return self._schedules[forward_only]
 
     def forget_schedules(self) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.communication import create_groups
-from megatron.runtime.feed.agreement import Agreed, assignment_digest, check_agreement
+from megatron.runtime.feed.agreement import assignment_digest, check_agreement
 from megatron.runtime.launch.failure import StopReason
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
@@ -139,7 +139,7 @@ def test_groups_of_nccl_are_told_what_is_urgent_and_what_they_may_hold(monkeypat
 CASE = build_case("1f1b", MODELS["two encoders and LLM"])
 
 
-def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | Agreed:
+def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | tuple[float, StopReason]:
     """Check a step that one rank plans otherwise and rank 1 wants to stop at; returns the message, or what was agreed."""
     rank = dist.get_rank()
     step = plan_case(case)
@@ -164,10 +164,7 @@ def reversed_inside(assignment: Assignment) -> Assignment:
 
 def test_agreeing_ranks_learn_the_longest_wait_and_the_strongest_reason_to_stop(ranks):
     world_size = CASE.plan.num_ranks
-    assert (
-        ranks.run(agree, CASE, None, 0, world_size=world_size)
-        == [Agreed(0.25 * (world_size - 1), StopReason.SIGTERM)] * world_size
-    )
+    assert ranks.run(agree, CASE, None, 0, world_size=world_size) == [(0.25 * (world_size - 1), StopReason.SIGTERM)] * world_size
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Checkpoints: sharded, atomic, and independent of the plan.
 
-Every rank writes the pieces it holds (`storage`) into a hidden folder that gets its final name when all of it is on the disk
-(`folder`): a checkpoint is complete if it has its name. A failure on one rank becomes the same CheckpointError on all
-(`all_ranks`).
+Every rank writes its pieces (`storage`) into a hidden folder, which gets its final name when all of it is on the disk (`folder`).
+A failure on one rank becomes the same CheckpointError on all (`on_all_ranks`).
 """
 
 import threading
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.runtime.checkpoint import storage
 from megatron.runtime.checkpoint.folder import complete_partial, open_partial, prune_checkpoints, remove_checkpoint
 from megatron.runtime.checkpoint.manifest import (
     Manifest,
@@ -28,20 +28,7 @@ from megatron.runtime.checkpoint.manifest import (
     restore_random_state,
     write_manifest,
 )
-from megatron.runtime.checkpoint.storage import (
-    INDEX_NAME,
-    TensorIndex,
-    choose_writers,
-    failing_together,
-    offer_pieces,
-    on_all_ranks,
-    on_first_rank,
-    on_this_rank,
-    read_index,
-    read_tensors,
-    write_index,
-    write_tensors,
-)
+from megatron.runtime.checkpoint.storage import TensorIndex, failing_together, on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import (
@@ -199,16 +186,16 @@ def _write(
         return open_partial(folder, step=step)
 
     def complete(written: Sequence[tuple[dict[str, int], TensorIndex]]) -> Path:
-        index_size, index_crc32 = write_index(partial_folder, [index for _, index in written])
-        sizes = {name: size for files, _ in written for name, size in files.items()} | {INDEX_NAME: index_size}
+        index_size, index_crc32 = storage.write_index(partial_folder, [index for _, index in written])
+        sizes = {name: size for files, _ in written for name, size in files.items()} | {storage.INDEX_NAME: index_size}
         write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=index_crc32))
         check_right()
         return complete_partial(partial_folder, step=step)
 
     partial_folder = on_first_rank(begin, what=what, group=group)
     try:
-        writers = choose_writers(on_all_ranks(lambda: offer_pieces(tensors), what=what, group=group))
-        written = on_all_ranks(lambda: write_tensors(partial_folder, tensors, writers), what=what, group=group)
+        writers = storage.choose_writers(on_all_ranks(lambda: storage.offer_pieces(tensors), what=what, group=group))
+        written = on_all_ranks(lambda: storage.write_tensors(partial_folder, tensors, writers), what=what, group=group)
         final = on_first_rank(lambda: complete(written), what=what, group=group)
     except CheckpointError as problem:
         if dist.get_rank() == 0 and partial_folder.exists():
@@ -252,12 +239,19 @@ def load_checkpoint(
         return not is_adapter(key) or manifest.model["units"][key.split(".")[1]].get(of_unit) is not None
 
     def fill(tensors: Sequence[HeldTensor]) -> None:
-        _check_shapes(path, tensors, index=index)
-        read_tensors(path, tensors, index=index)
+        for tensor in tensors:
+            saved = index.get(tensor.key)
+            if saved is None or saved.shape != tensor.shape:
+                found = f"has shape {list(saved.shape)}" if saved else "is missing"
+                raise CheckpointError(
+                    f"{path}: {tensor.key} {found} but this run needs {list(tensor.shape)}; use the model, the tokenizer and the "
+                    "padding of the vocabulary that it was trained with"
+                )
+        storage.read_tensors(path, tensors, index=index)
 
     model = [tensor for tensor in model_tensors(session.state) if is_saved(tensor.key)]
     with failing_together(what=what):
-        index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+        index = storage.read_index(path, files=manifest.files, crc32=manifest.index_crc32)
         averages = {tensor.key: average_key(tensor.key) for tensor in model if takes_averages}
         model = [replace(each, key=averages[each.key]) if averages.get(each.key) in index else each for each in model]
         fill(model)
@@ -267,24 +261,8 @@ def load_checkpoint(
         fresh_units = on_all_ranks(lambda: fill_optimizers(session.state, saved=index.keys(), fill=fill), what=what)
     if load_rng:
         on_this_rank(lambda: restore_random_state(path, manifest.random_state), what=what)
-    return LoadedCheckpoint(
-        step=manifest.step,
-        run_state=manifest.run_state,
-        schedulers_state=manifest.schedulers_state,
-        path=path,
-        units_with_fresh_optimizer=tuple(sorted(set().union(*fresh_units))),
-    )
-
-
-def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
-    for tensor in tensors:
-        saved = index.get(tensor.key)
-        if saved is None or saved.shape != tensor.shape:
-            found = f"has shape {list(saved.shape)}" if saved else "is missing"
-            raise CheckpointError(
-                f"{path}: {tensor.key} {found} but this run needs {list(tensor.shape)}; use the model, the tokenizer and the "
-                "padding of the vocabulary that it was trained with"
-            )
+    units = tuple(sorted(set().union(*fresh_units)))
+    return LoadedCheckpoint(manifest.step, manifest.run_state, manifest.schedulers_state, path, units)
 
 
 def _dtype(session: Session) -> str:

@@ -1,13 +1,8 @@
-"""Ensures that one run at a time writes into a folder of checkpoints: its mark there names it, and shows that it is alive.
+"""Ensures that one run at a time writes into a folder of checkpoints, by a mark, `.writer.json`, which rank 0 keeps touching.
 
-The mark is the file `.writer.json`, which rank 0 touches every few seconds. A mark is taken over when its run is gone:
-
-- its process, on this machine, has ended;
-- it is an earlier attempt of the same job, which Slurm requeued or torchrun started again, wherever that ran;
-- the mark has not been touched for a minute: its machine failed, or it hangs.
-
-If none of this is certain at once (the mark is recent and from another machine), it is watched: a touch proves that the run
-lives, a minute of silence that it does not. Times are the file system's own, so clocks need not agree.
+It is taken over if its run is gone: its process, on this machine, has ended; or it is an earlier attempt of the same job, which
+Slurm requeued or torchrun started again; or nothing touched it for a minute. If none of this is certain (a recent mark of another
+machine), it is watched: a touch proves that the run lives. Times are the file system's own, so clocks need not agree.
 """
 
 import json

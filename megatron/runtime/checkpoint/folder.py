@@ -102,25 +102,20 @@ def remove_dead_folders(folder: Path, *, name: str) -> None:
 
 def complete_partial(partial: Path, *, step: int) -> Path:
     """Give a finished save its final name, replacing an older save of the same step; raises OSError."""
-    folder = partial.parent
-    final = folder / _name(step)
+    folder, name = partial.parent, _name(step)
     sync_folder(partial)
-    if final.exists():
-        replacement = folder / f"{_name(step)}.new"
-        partial.rename(replacement)
+    if (folder / name).exists():
+        replacement = partial.rename(folder / f"{name}.new")
         sync_folder(folder)
-        _settle_replacement(replacement, final=final)
+        _settle_replacement(replacement, final=folder / name)
     else:
-        partial.rename(final)
+        partial.rename(folder / name)
     sync_folder(folder)
-    return final
+    return folder / name
 
 
 def prune_checkpoints(folder: Path, *, step: int, keep_last: int, retain_interval: int | None = None) -> None:
-    """Remove all but the last `keep_last` checkpoints up to `step`; later ones belong to another run and stay.
-
-    Those of steps that `retain_interval` divides stay, too.
-    """
+    """Remove all up to `step` but the last `keep_last` and those that `retain_interval` divides; later ones are not ours."""
     past = [entry for entry in _list_complete(folder) if entry.step <= step]
     for entry in past[: max(0, len(past) - keep_last)]:
         if retain_interval is None or entry.step % retain_interval:

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +25,8 @@ from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint
 from megatron.runtime.checkpoint.distributed_folder import read_folder, write_folder
 from megatron.runtime.checkpoint.storage import MAKE_ROOM, failing_together, on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import (
-    HeldTensor,
-    Piece,
-    boxes_of_flat_range,
-    fill_optimizers,
-    merged_tensors,
-    model_tensors,
-    optimizer_tensors,
-    rows_of_tensor,
-)
+from megatron.runtime.state import held_tensors
+from megatron.runtime.state.held_tensors import HeldTensor, Piece, model_tensors, optimizer_tensors
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -151,7 +144,8 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
         named = {key.removeprefix("model."): place.key for key, place in chosen.items() if place is not None}
         saved = {f"{kind}.{rest}" for rest, name in named.items() for kind in _KINDS.values() if (kind, name) in states}
         saved |= {f"step.{key.partition('.')[2]}" for key in saved}
-        fresh_units = on_all_ranks(lambda: fill_optimizers(session.state, saved=saved, fill=fill_states), what=what)
+        restore = partial(held_tensors.fill_optimizers, session.state, saved=saved, fill=fill_states)
+        fresh_units = on_all_ranks(restore, what=what)
     rates = {key: _find_value(common.get("optimizer"), key) for key in ("max_lr", "min_lr")} if states else {}
     return LoadedCheckpoint(step, {"rates": rates}, {}, path, tuple(sorted(set().union(*fresh_units))))
 
@@ -196,11 +190,11 @@ def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTenso
         by_ranks = any("optimizer.distributed." in name for name in names)
         form = "'s optimizer state is of one grid of ranks; save it there with --dist-ckpt-optim-fully-reshardable"
         raise CheckpointError(f"{path}{form if by_ranks else ' has no optimizer state'}; or {weights_alone}")
-    dtype, own = shapes[embeddings_of(shapes, folder=path)].dtype, session.options.build.precision.params_dtype
+    name, own = embeddings_of(shapes, folder=path), session.options.build.precision.params_dtype
+    dtype = shapes[name].dtype
     if dtype != own:
         theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own))
         raise CheckpointError(f"{path}: is in {theirs}, and this run in {ours}; give --dtype {theirs}, or {weights_alone}")
-    name = embeddings_of(shapes, folder=path)
     state = found.get(("main", name)) if session.graph.backbone.ties_embeddings else None
     if state is not None and not _is_of_weight(path, state, name, shapes[name]):
         raise CheckpointError(
@@ -253,7 +247,7 @@ def save_megatron(
     session.complete_parameters()
     on_first_rank(lambda: check_megatron_target(folder, graph=graph), what=what)
     has_adapters = any(unit.lora is not None for unit in graph.units)
-    weights = list(merged_tensors(session.state, adapters))
+    weights = list(held_tensors.merged_tensors(session.state, adapters))
     states = [] if has_adapters else optimizer_tensors(session.state)
     own = {float(each.pieces[0].values) for each in states if each.key.startswith("step.")}
     steps = set().union(*on_all_ranks(lambda: own, what=what))
@@ -269,10 +263,8 @@ def save_megatron(
     if len(steps) == 1:
         common["optimizer"] = _common_state(session, scheduler or {}, step=steps.pop())
         if scheduler and "num_steps" in scheduler:
-            sizes = {key: global_batch_size for key in scheduler if key.endswith("_steps")}
-            common["opt_param_scheduler"] = {
-                key: value * sizes[key] if key in sizes else value for key, value in scheduler.items()
-            }
+            counts = {key: value * global_batch_size for key, value in scheduler.items() if key.endswith("_steps")}
+            common["opt_param_scheduler"] = {**scheduler, **counts}
 
     def begin() -> None:
         shutil.rmtree(partial, ignore_errors=True)
@@ -298,7 +290,7 @@ def save_megatron(
 
 def check_megatron_weights(folder: Path, *, session: Session) -> None:
     """Raise CheckpointError on every rank, before training, if Megatron's models have nothing like a weight; collective."""
-    tensors = merged_tensors(session.state, {})
+    tensors = held_tensors.merged_tensors(session.state, {})
     on_this_rank(lambda: [*_tensors_there(tensors, session.graph, folder=folder)], what=f"saving to {folder}")
 
 
@@ -337,7 +329,7 @@ def _placed(tensor: HeldTensor, place: Place, shape: tuple[int, ...], *, folder:
     if any(index >= size for index, size in zip(place.part, stack, strict=True)):
         raise CheckpointError(f"{folder}: {place.key} has {stack[0]} layers, but there is {tensor.key}; correct the model file")
     if place.key.endswith((EMBEDDINGS, "output_layer.weight")) and inner[1:] == tensor.shape[1:]:
-        tensor = rows_of_tensor(tensor, range(min(tensor.shape[0], inner[0])), key=tensor.key)
+        tensor = held_tensors.rows_of_tensor(tensor, range(min(tensor.shape[0], inner[0])), key=tensor.key)
     elif math.prod(inner) != math.prod(tensor.shape):
         found = f"{place.key} has shape {list(inner)}, but {tensor.key} has {list(tensor.shape)}"
         raise CheckpointError(f"{folder}: {found}; correct the model file")
@@ -356,7 +348,7 @@ def _in_shape(tensor: HeldTensor, shape: tuple[int, ...]) -> Iterator[Piece]:
             first = first * size + offset
         assert rest[1:] == list(tensor.shape[1:]) or rest[0] == 1, "pieces of whole tensors are whole rows or a part of one"
         flat, position = piece.values.reshape(-1), 0
-        for box in boxes_of_flat_range(shape, range(first, first + len(flat))):
+        for box in held_tensors.boxes_of_flat_range(shape, range(first, first + len(flat))):
             yield Piece(box.offsets, flat[position : position + box.num_elements].view(box.sizes))
             position += box.num_elements
 
@@ -396,10 +388,7 @@ def find_places(key: str, graph: ModelGraph, prefixes: Prefixes) -> Iterator[Pla
 
 
 def _names_in_layer(parameter: str, *, has_experts: bool) -> Iterable[str]:
-    """Return the names of a parameter in a layer of Megatron: those of Transformer Engine's fused norms, and plain ones.
-
-    Checkpoints of local layers have the former, too.
-    """
+    """Return a parameter's names in a layer of Megatron: those of fused norms, which local layers may have, too, and plain."""
     if parameter.startswith("input_layernorm."):
         return parameter.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), parameter
     if parameter.startswith("pre_mlp_layernorm."):

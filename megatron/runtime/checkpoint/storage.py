@@ -1,7 +1,6 @@
 """Pieces of tensors to files and back, every rank its own, in steps that fail on all ranks if they fail on one.
 
-Each writing rank has one file with the bytes of its pieces; `tensors.json` says where each piece lies, with its checksum. Neither
-can contain anything executable. Of several ranks that hold a piece one writes it.
+A rank has one file with the bytes of its pieces; `tensors.json` says where each lies, with its checksum. Nothing is executable.
 """
 
 import json

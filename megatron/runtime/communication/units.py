@@ -9,14 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime.communication.create_groups import create_groups
-from multimodal.plan.communicators import (
-    data_parallel_ranks,
-    embedding_ranks,
-    expert_parallel_ranks,
-    group_ranks,
-    holders_of_experts,
-    holders_of_parameters,
-)
+from multimodal.plan import communicators
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, UnitPlan
 
@@ -88,15 +81,15 @@ def build_memberships(
         parallel_state._set_global_memory_buffer()
     stages = [(unit, stage) for unit in plan.units.values() for replica in unit.replicas for stage in replica.stages]
     tensor_groups = {group for unit, stage in stages for group in unit.tensor_parallel_groups(stage) if len(group) > 1}
-    sets = group_ranks(graph, plan, num_state_copies=num_state_copies, shares_weights=shares_weights)
+    sets = communicators.group_ranks(graph, plan, num_state_copies=num_state_copies, shares_weights=shares_weights)
     book.create(sets, urgent=tensor_groups)
-    memberships = {}
-    for name, unit in plan.units.items():
-        for replica_index, replica in enumerate(unit.replicas):
-            for stage_index, stage in enumerate(replica.stages):
-                if rank in stage.ranks:
-                    memberships[name] = _membership(graph.unit(name), unit, replica_index, stage_index, rank=rank, book=book)
-    return memberships
+    return {
+        name: _membership(graph.unit(name), unit, replica_index, stage_index, rank=rank, book=book)
+        for name, unit in plan.units.items()
+        for replica_index, replica in enumerate(unit.replicas)
+        for stage_index, stage in enumerate(replica.stages)
+        if rank in stage.ranks
+    }
 
 
 def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: int, *, rank: int, book: GroupBook) -> Membership:
@@ -108,12 +101,13 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
     alone = data = holders = expert_holders = experts = book[(rank,)]
     ends = None
     if not unit.is_unlike:
-        data = book[data_parallel_ranks(unit, stage_index, position)]
-        holders = expert_holders = book[holders_of_parameters(unit, stage_index, tensor_rank)]
+        data = book[communicators.data_parallel_ranks(unit, stage_index, position)]
+        holders = expert_holders = book[communicators.holders_of_parameters(unit, stage_index, tensor_rank)]
         if unit.expert_parallel_size > 1:
-            experts = book[expert_parallel_ranks(unit, stage_index, rank)]
-            expert_holders = book[holders_of_experts(unit, stage_index, rank)]
-        ends = next((pair for pair in embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings) if rank in pair), None)
+            experts = book[communicators.expert_parallel_ranks(unit, stage_index, rank)]
+            expert_holders = book[communicators.holders_of_experts(unit, stage_index, rank)]
+        pairs = communicators.embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings)
+        ends = next((pair for pair in pairs if rank in pair), None)
     embedding = book[ends] if ends else None
     groups = ProcessGroupCollection(
         **dict.fromkeys(("tp", "mp"), tensor),

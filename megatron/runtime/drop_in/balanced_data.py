@@ -25,18 +25,13 @@ def count_numbers(batch: Any) -> int:
 
 
 def deal_microbatches(
-    iterators: Sequence[Iterator[Any] | None], *, count: int, length: Length, group: dist.ProcessGroup
-) -> list[Iterator[Any] | None]:
-    """Take a step's microbatches from a loop's iterators, and return iterators of those that fall to this rank.
+    iterator: Iterator[Any] | None, *, count: int, length: Length, group: dist.ProcessGroup
+) -> Iterator[Any] | None:
+    """Take a step's microbatches from a loop's iterator, and return an iterator of those that fall to this rank.
 
-    Collective over the world. iterators: one per model chunk, None where a rank reads nothing; count: microbatches of the step;
-    group: this rank's data parallel group. Losses stay as they are: means over microbatches, or over tokens, do not ask where
-    they were computed. Raises ConfigError on all ranks alike.
+    Collective over the world. iterator: None where a rank reads nothing; count: microbatches of the step; group: this rank's data
+    parallel group. Losses stay as they are: means do not ask where they were computed. Raises ConfigError on all ranks alike.
     """
-    return [_deal(each, count, length, group) for each in iterators]
-
-
-def _deal(iterator: Iterator[Any] | None, count: int, length: Length, group: dist.ProcessGroup) -> Iterator[Any] | None:
     drawn = None if iterator is None else [next(iterator) for _ in range(count)]
     lengths = None if drawn is None else [int(length(each)) for each in drawn]
     rows = []

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,9 @@ from megatron.core.utils import get_model_config
 
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
+from megatron.runtime.drop_in import modules_on_ranks
 from megatron.runtime.drop_in.balanced_data import Length, deal_microbatches
-from megatron.runtime.drop_in.modules_on_ranks import (
-    LANGUAGE,
-    DataIterator,
-    LoopInputs,
-    LoopModules,
-    divide_data,
-    modules_of_plan,
-    read_modules,
-    run_as_modules,
-)
+from megatron.runtime.drop_in.modules_on_ranks import LANGUAGE, DataIterator, LoopInputs, LoopModules
 from megatron.runtime.drop_in.pipeline_schedule import UNIT, LoopModule, PipelineShape, build_pipeline_schedule
 from megatron.runtime.drop_in.pipeline_step import PARITIES, SHAPE_TRACKS, PipelineStep
 from megatron.runtime.drop_in.unit_groups import UnitGroups
@@ -42,13 +35,7 @@ _TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward"
 class ForwardBackward:
     """Megatron's three forward-backward functions in one, with a Braid schedule; all ranks make its groups in the first step."""
 
-    def __init__(
-        self,
-        *,
-        schedule: str,
-        length: Length | None = None,
-        groups: UnitGroups | None = None,
-    ) -> None:
+    def __init__(self, *, schedule: str, length: Length | None = None, groups: UnitGroups | None = None) -> None:
         """length: balances microbatches over replicas, if given; groups: of the plan, which modules on own ranks must follow."""
         self._schedule, self._length = schedule, length
         self._units, self._unlike, self._collections = (
@@ -121,10 +108,10 @@ class ForwardBackward:
             if self._unlike is not None:
                 raise ConfigError("patches.apply(balance=...) needs replicas that are alike; leave it out, or apply another plan")
             group = getattr(groups, "dp", None) or parallel_state.get_data_parallel_group()
-            dealt = deal_microbatches(iterators, count=num_microbatches, length=self._length, group=group)
-            inputs = replace(inputs, data_iterators=dealt)
+            deal = partial(deal_microbatches, count=num_microbatches, length=self._length, group=group)
+            inputs = replace(inputs, data_iterators=[deal(each) for each in iterators])
         if inputs.takes_roles:
-            inputs = divide_data(inputs, modules, of_modules)
+            inputs = modules_on_ranks.divide_data(inputs, modules, of_modules)
         has_channel = shape.has_messages or self._unlike is not None  # of which another may have messages
         channel = self._open_channel(schedule, modules, config.variable_seq_lengths) if has_channel else None
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
@@ -138,10 +125,10 @@ class ForwardBackward:
     def _modules_of(self, inputs: LoopInputs, llm: str, communicator: Any, collection: Any) -> LoopModules:
         """Return what the model runs as: one module, or those that the communicator or the applied plan says."""
         if getattr(communicator, "module_to_grid_map", None) is not None:
-            return read_modules(communicator, collection, inputs, self._units)
-        if modules := modules_of_plan(self._units, inputs.chunks[0]):
+            return modules_on_ranks.read_modules(communicator, collection, inputs, self._units)
+        if modules := modules_on_ranks.modules_of_plan(self._units, inputs.chunks[0]):
             own = {LANGUAGE if name == llm else name: each for name, each in self._collections.items()}
-            return run_as_modules(inputs, modules, own)
+            return modules_on_ranks.run_as_modules(inputs, modules, own)
         groups = _process_groups(communicator, collection)
         stages = tuple((rank,) for rank in dist.get_process_group_ranks(groups.pp))
         inputs = replace(inputs, context_parallel_size=groups.cp.size())

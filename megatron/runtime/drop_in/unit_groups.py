@@ -1,7 +1,4 @@
-"""Megatron's global process groups for each unit of a plan: its own `initialize_model_parallel`, run on the unit's ranks.
-
-While a plan with units apart is applied, Megatron's own training loop counts, saves and clips all units together.
-"""
+"""Megatron's global process groups for each unit of a plan, by its own `initialize_model_parallel`; its loop, for all units."""
 
 import importlib.util
 import math

@@ -1,7 +1,6 @@
 """Runs a schedule for real, with timed waits as computations: real processes, messages, broker and gradient reductions.
 
-A rank that only waits needs no core, so many ranks run on few cores, and the executor's overhead over a schedule can be measured
-without an accelerator. The result is a measured Timeline that can be compared with the simulated one of the same values.
+A waiting rank needs no core, so that many run on few cores; the measured Timeline can be compared with the simulated one.
 """
 
 import os

@@ -53,10 +53,7 @@ class EmulatedInput(PackedInput):
 class EmulatedStage(UnitStage):
     """Takes and returns tensors of the right shapes, waits as long as the real stage would, and trains one number a layer.
 
-    A computation inside which others run computes in equal intervals; between them it emulates waits, in which it lets the others
-    run and then waits for the rest.
-
-    cost: returns the cost of an action; stage_index: of this virtual stage; stage: arguments of UnitStage.
+    A computation inside which others run waits in equal intervals, between which they run. cost: of an action.
     """
 
     def __init__(self, *, cost: Cost, stage_index: int, **stage: Any) -> None:

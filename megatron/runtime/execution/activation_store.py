@@ -39,10 +39,7 @@ class ActivationStore:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward of the code inside; storages of parameters do not count.
-
-    Storages are identified by `storage_identity`: if weights are sharded, their memory is freed and allocated again.
-    """
+    """Counts the bytes that autograd keeps for the backward of the code inside, except parameters, by `storage_identity`."""
 
     def __init__(self, parameter_storages: frozenset[int]) -> None:
         self._seen = set(parameter_storages)

@@ -1,8 +1,7 @@
 """One microbatch in a stage in pieces: ranges of segments, forward and backward, each with autograd graphs of its own.
 
-`start_collective` starts a collective that ends a piece; the next piece waits for it when it begins. Collectives of pieces inside
-the LLM's waits for its own collectives start when these waits are over, and so run beside the LLM's next computation (Optimus,
-4.2).
+`start_collective` starts a collective that ends a piece, for which the next one waits. Those of pieces inside the LLM's waits
+start when these are over, and so run beside the LLM's next computation (Optimus, 4.2).
 """
 
 from collections.abc import Callable, Iterable
@@ -65,9 +64,8 @@ class _Repeated(NamedTuple):
 class SegmentPass:
     """Runs a stage's segments on one microbatch, in any ranges, and keeps the values between them.
 
-    bounds: the segments at which any forward or backward of the microbatch begins or ends; hidden: the stage's input, a leaf that
-    gets its gradient, None for a unit's first stage; close: see `Close`, called as part of the last piece's graph;
-    parameter_storages: see `SavedTensors`, None if bytes are not counted.
+    bounds: segments at which any forward or backward begins or ends; hidden: the stage's input, a leaf that gets its gradient,
+    None for a unit's first stage; parameter_storages: see `SavedTensors`, None if bytes are not counted.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,35 +37,26 @@ def decision_digest(assignment: Assignment, schedule: Schedule) -> int:
     return int.from_bytes(digest.digest()) >> 2
 
 
-class Agreed(NamedTuple):
-    """The results of comparing before a step, the same on all ranks."""
-
-    wait_seconds: float
-    """The longest that a rank waited for the step."""
-    stop: StopReason
-    """The reason not to run the step; NONE if it is to be run."""
-
-
-def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:
+def check_agreement(
+    step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device
+) -> tuple[float, StopReason]:
     """Compare this step's assignment on all ranks; collective. Raises AssignmentError, on all, with the first difference.
 
-    wait_seconds: time that this rank waited for the step; stop: this rank's wish.
+    wait_seconds: time that this rank waited for the step; stop: this rank's wish. Returns the largest of each over all ranks.
     """
     told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds), stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     largest, smallest, wait_us, largest_stop = told.tolist()
     if largest != -smallest:
+        places = {
+            (unit, *atom): (replica_index, microbatch_index, index)
+            for unit, replicas in step.assignment.units.items()
+            for replica_index, replica in enumerate(replicas)
+            for microbatch_index, microbatch in enumerate(replica)
+            for index, atom in enumerate(microbatch)
+        }
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            gathered,
-            {
-                (unit, *atom): (replica_index, microbatch_index, index)
-                for unit, replicas in step.assignment.units.items()
-                for replica_index, replica in enumerate(replicas)
-                for microbatch_index, microbatch in enumerate(replica)
-                for index, atom in enumerate(microbatch)
-            },
-        )
+        dist.all_gather_object(gathered, places)
         differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
         rank, difference = next(differing, (0, ""))
         if not difference:
@@ -77,7 +68,7 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
             f"step {number}: rank {rank} decided otherwise than rank 0: {difference}. All ranks must see the same data (check "
             "that --data-path has the same content on every node) and run the same flags, seed and version of Braid"
         )
-    return Agreed(wait_us / 1e6, StopReason(largest_stop))
+    return wait_us / 1e6, StopReason(largest_stop)
 
 
 def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:

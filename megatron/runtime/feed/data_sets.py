@@ -159,13 +159,17 @@ def open_manifest(
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)
 
+    decoder: ItemDecoder | None = producers
+    if config.data.latent_cache is not None:
+        images = latent_images(graph)
+        digests = {name: autoencoder_digest(image) for name, image in images.items()}
+        others = producers or ItemReader(graph, open_sample_files(path, config.data.remote))
+        decoder = CachedLatents(config.data.latent_cache, images, digests, data_path=path, decoder=others)
+
     def say_where(place: Path | None) -> None:
-        if place is None:
-            logger.info(
-                "%s: indexed; the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)", path
-            )
-        else:
-            logger.info("%s: indexed into %s (elsewhere: --data-cache-path DIR; it may be removed)", path, place)
+        kept = f"into {place} (elsewhere: --data-cache-path DIR; it may be removed)"
+        lost = "but the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)"
+        logger.info("%s: indexed %s", path, lost if place is None else kept)
 
     source = ManifestSource(
         path,
@@ -173,7 +177,7 @@ def open_manifest(
         tokenizer=tokenizer,
         options=options,
         chat=chat,
-        decoder=_with_latents(path, config, graph, decoder=producers),
+        decoder=decoder,
         indexing=producers,
         remote=config.data.remote,
         cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
@@ -189,20 +193,6 @@ def open_manifest(
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source
-
-
-def _with_latents(path: str, config: RunConfig, graph: ModelGraph, *, decoder: ItemDecoder | None) -> ItemDecoder | None:
-    """Return a decoder that takes from --latent-cache what is there; decoder: of all other items, None: this process."""
-    if config.data.latent_cache is None:
-        return decoder
-    images = latent_images(graph)
-    return CachedLatents(
-        config.data.latent_cache,
-        images,
-        {name: autoencoder_digest(image) for name, image in images.items()},
-        data_path=path,
-        decoder=decoder or ItemReader(graph, open_sample_files(path, config.data.remote)),
-    )
 
 
 def with_cached_latents(graph: ModelGraph) -> ModelGraph:
@@ -273,16 +263,14 @@ def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | Non
         if chat is not None:
             found = chat.placeholder_ids.get(kind)
         if isinstance(config.get(key), int) and found != config[key]:
-            raise ConfigError(
-                f"the placeholder ({kind}) is token {found} of the tokenizer, but {model / CONFIG_NAME} says {key} "
-                f"{config[key]}; "
-                + (
-                    "give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
-                    if chat is not None
-                    else "turns of Braid's own have no other, and no chat template is used: the tokenizer's folder has none "
+            fix = "give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+            if chat is None:
+                fix = (
+                    "turns of Braid's own have no other, and no chat template is used: the tokenizer's folder has none "
                     "(chat_template.jinja), or --chat-template none says so. Add the model's, or give --chat-template FILE"
                 )
-            )
+            found_there = f"{model / CONFIG_NAME} says {key} {config[key]}"
+            raise ConfigError(f"the placeholder ({kind}) is token {found} of the tokenizer, but {found_there}; {fix}")
 
 
 def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGraph) -> int:

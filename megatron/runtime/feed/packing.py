@@ -84,10 +84,7 @@ def _positions(grid: Grid, item_input: ItemInput) -> npt.NDArray[np.int64]:
 
 
 def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0) -> npt.NDArray[Any]:
-    """Add rows for an item's class token and registers; behind the patches if dropped later, so that outputs keep places.
-
-    first: the value that fills the class token's row; each register's is one less. 0: all are filled with 0.
-    """
+    """Add rows for a class token, filled with `first`, and registers, one less each; behind the patches if they are dropped."""
     if isinstance(item_input, AudioInput) or item_input.class_token is None:
         return rows
     values = first - np.arange(item_input.num_class_tokens) * (first != 0)

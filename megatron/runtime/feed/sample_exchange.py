@@ -1,8 +1,7 @@
 """An all-to-all of raw samples, for data whose lengths are only known after decoding (OrchMLLM's batch communicator).
 
-Each rank decodes its share of the global batch, all ranks exchange the lengths and compute the same assignment, and then each
-piece is sent from the rank that decoded it to the ranks that need it only. Uses its own gloo group, so that it can work in a
-thread beside training.
+Each rank decodes its share of the global batch, all exchange lengths and compute the same assignment, and each piece is sent only
+to the ranks that need it. Has its own gloo group, so that it can work in a thread beside training.
 """
 
 import pickle

@@ -27,12 +27,7 @@ from multimodal.values.sample_lengths import condition_tokens, first_joined_toke
 
 
 def load_inputs(
-    source: SampleSource,
-    step: Step,
-    *,
-    rank: int,
-    options: BuildOptions | None = None,
-    seed: int = 0,
+    source: SampleSource, step: Step, *, rank: int, options: BuildOptions | None = None, seed: int = 0
 ) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
     """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
@@ -95,11 +90,7 @@ def _prepare(batch: PackedInput, context: InputContext) -> PackedInput:
 
 
 def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:
-    """Return the ranks that need the pixels or sound of a replica's items.
-
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them, as well as its first if
-    that adds noise to them; and no rank of the backbone, or of an encoder that takes what others give.
-    """
+    """Return the ranks that need a replica's pixels or sound: an encoder's first stage, a generator's last (for noise, first)."""
     described = graph.unit(unit)
     if described.role is Role.BACKBONE or described.join is not None:
         return ()
@@ -172,10 +163,9 @@ def _generator_input(
 
 
 def _put_conditions_before(packed: PackedInput, images: Microbatch, place: MicrobatchPlace, step: StepDecision) -> PackedInput:
-    """Return a generator's input with the tokens of the items before each image in front of its patches.
+    """Return a generator's input, patches of all its images, with the tokens of the items before each image in front of these.
 
-    packed: the patches of all images of a microbatch. An item's tokens have positions on a line of their own: rows count down
-    from -1, item by item, and then for the LLM's tokens.
+    Those have positions on a line of their own: rows count down from -1, item by item, and then for the LLM's tokens.
     """
     first_row, sources = _rows_handed_over(place, step)
     rows, positions, is_patch, counts, last = [], [], [], [], [torch.arange(0)]

@@ -106,10 +106,6 @@ class NodeDecisions:
             self._folder.rmdir()
 
 
-CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
-"""The costs of a step; the same on every rank."""
-
-
 @dataclass(frozen=True)
 class StepOptions:
     """The values that all steps of a rank are planned with."""
@@ -122,8 +118,8 @@ class StepOptions:
     """The way in which tokens are spread, the same on every rank."""
     shards_weights: bool = False
     """True if replicas share their weights, and so have to compute together."""
-    costs_of: CostsOf | None = None
-    """Called if schedules need costs."""
+    costs_of: Callable[[Assignment, Sequence[SampleLengths]], StepCosts] | None = None
+    """Returns the costs of a step, the same on every rank; called if schedules need them."""
     build: BuildOptions | None = None
     """Build options of the run's stages; see `load_inputs`."""
     seed: int = 0
@@ -199,10 +195,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         return max(step - step % _PERIOD, self._batches.first_step)
 
     def _follows(self, step: int) -> bool:
-        """Return True if a step is left in the data's order because the first of its period is.
-
-        It depends on nothing that this rank, or a run before it, decided: whoever has not decided that step does so here.
-        """
+        """Return True if a step is left in the data's order because the first of its period is, as any rank would decide."""
         first = self._first_of_period(step)
         predicts = self._balancer.needs_costs and self._balance_options.predictor is not None
         if step == first or not predicts or self._exchange is not None:  # lengths of other steps would have to be exchanged
@@ -235,13 +228,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             self._decisions.close()
 
 
-def plan_step(
-    source: SampleSource,
-    *,
-    lengths: Sequence[SampleLengths],
-    assignment: Assignment,
-    options: StepOptions,
-) -> Step:
+def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignment: Assignment, options: StepOptions) -> Step:
     """Return the step of an assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError."""
     schedules, rank, costs_of = options.schedules, options.rank, options.costs_of
     graph, plan = schedules.graph, schedules.plan

@@ -33,10 +33,9 @@ from multimodal.values.validate import read_plan
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
-    """Read the flags and the configuration file, and check everything that can be checked without loading anything.
+    """Read flags and configuration file, and check everything that can be checked without loading anything.
 
-    argv: the flags, without the program's name. environ: WORLD_SIZE is the number of processes (1 if absent). `--help` prints and
-    raises SystemExit. Raises a BraidError (ConfigError, ModelError or PlanError) for invalid input.
+    argv: without the program's name; environ: WORLD_SIZE is the number of processes. Raises BraidErrors, SystemExit for `--help`.
     """
     # These say which model and which units there are, and so which flags.
     first_parser = argparse.ArgumentParser(

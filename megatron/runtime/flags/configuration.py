@@ -1,8 +1,7 @@
 """The configuration of a run: one frozen dataclass per group of flags; each field's docstring is the flag's help.
 
 A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off (`load_optim` is
-`--no-load-optim`), whose help is in `off`. `flag_rules.py` and `ignored_flags.py` define which flags go
-together, and `cross_checks.py` checks it.
+`--no-load-optim`), whose help is in `off`. `cross_checks.py` checks which flags go together.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Answers to the questions of a data set: encoders and projectors run once a question, the LLM once on every token.
 
-transformers' `generate` chooses the tokens (greedily, by beams or at random), with logits of Braid's own stages, so that every
-model answers that can be trained.
+transformers' `generate` chooses the tokens, with logits of Braid's own stages, so that all models answer.
 """
 
 import json
@@ -50,10 +49,9 @@ class _Known(NamedTuple):
 
 
 class KeyValueCache:
-    """Keys and values of the sequences that the last call asked about, found by their token ids.
+    """Keys and values of the sequences that the last call asked about, found by their token ids, so that beams may come and go.
 
-    So beams may be reordered, doubled and dropped without a word to the cache. llm: its only stage, without context or tensor
-    parallelism. Leaving the context removes the cache from the layers.
+    llm: its only stage, without context or tensor parallelism. Leaving the context removes the cache from the layers.
     """
 
     def __init__(self, llm: UnitStage) -> None:
@@ -248,11 +246,7 @@ def open_questions(
 
 
 def user_message(
-    prompt: str,
-    *,
-    images: Sequence[str | Path] = (),
-    audio: Sequence[str | Path] = (),
-    videos: Sequence[str | Path] = (),
+    prompt: str, *, images: Sequence[str | Path] = (), audio: Sequence[str | Path] = (), videos: Sequence[str | Path] = ()
 ) -> Message:
     """Return what a user says, with files before the text."""
     kinds = ("image", images), ("video", videos), ("audio", audio)

@@ -214,8 +214,7 @@ def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor
 def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
     """Return patches as an image of bytes.
 
-    patches: [num_patches, num_patch_values], normalised pixels, or latents, which are decoded; places: [num_patches, 2], row and
-    column of each.
+    patches: [num_patches, num_patch_values], normalised pixels or latents; places: [num_patches, 2], row and column of each.
     """
     grid = int(places[:, 0].amax()) + 1, int(places[:, 1].amax()) + 1
     joined = join_patches(patches.double(), places, grid, channels=image.num_made_channels)

@@ -23,15 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron.runtime.communication.create_groups import connect_world
-from megatron.runtime.launch.failure import (
-    FAULTS,
-    Ending,
-    RanksLostError,
-    end_process,
-    shown_place_of_main_thread,
-    shown_ranks,
-    store_keeper,
-)
+from megatron.runtime.launch import failure
+from megatron.runtime.launch.failure import Ending, RanksLostError
 from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, StoreWatch, open_meeting
 from megatron.runtime.launch.rank_place import find_rank_place
 from multimodal.values.errors import ConfigError
@@ -87,7 +80,7 @@ def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: fl
         store.set(f"{key}/digest", digest)
         waiting = list(range(1, place.size))
         while waiting:
-            missing = f"rank 0 waited in vain for {shown_ranks(waiting)} to start"
+            missing = f"rank 0 waited in vain for {failure.shown_ranks(waiting)} to start"
             rank = waiting.pop(0)
             _wait(meeting, f"{key}/{rank}", deadline, missing=missing)
             if (difference := store.get(f"{key}/{rank}").decode()) != _AGREED:
@@ -154,7 +147,7 @@ class RankWatch:
                     time.sleep(_GRACE_SECONDS)
                     self._ending.follow(exit_code)
                 if not has_answered and self._meeting.roll_is_called():
-                    self._meeting.answer_roll(shown_place_of_main_thread())
+                    self._meeting.answer_roll(failure.shown_place_of_main_thread())
                     has_answered = True
             except RuntimeError:
                 if not self._stopped.wait(1.0):
@@ -164,7 +157,8 @@ class RankWatch:
 
     def _end_without_store(self, happened: str) -> None:
         place = self._meeting.place
-        self._ending.fail(RanksLostError(f"rank {place.rank} {happened} {store_keeper(place)} {FAULTS}"))
+        store = failure.store_keeper(place)
+        self._ending.fail(RanksLostError(f"rank {place.rank} {happened} {store} {failure.FAULTS}"))
 
 
 _LEAVE_SECONDS = 10.0
@@ -243,4 +237,4 @@ def leave_world(world: World) -> NoReturn:
     world.watch.stop()
     with suppress(RuntimeError):  # all ranks have finished their work
         world.meeting.wait_for_all(seconds=_LEAVE_SECONDS)
-    end_process(0)
+    failure.end_process(0)

@@ -1,7 +1,6 @@
 """The store in which the ranks of a run meet before any collective: all can reach it, and any can report a failure there.
 
-torchrun keeps such a store; otherwise rank 0 does, on MASTER_ADDR and MASTER_PORT. A store in a frozen process answers nobody, so
-every request that must end runs in a thread of its own (`ask_within`).
+torchrun keeps it, or rank 0 on MASTER_ADDR and MASTER_PORT; `ask_within` ends requests that a frozen process does not answer.
 """
 
 import math

@@ -71,14 +71,7 @@ class Choice:
 
 
 def build_request(
-    config: RunConfig,
-    *,
-    graph: ModelGraph,
-    cluster: Cluster,
-    lengths: tuple[SampleLengths, ...],
-    vocab_size: int,
-    num_ranks: int,
-    profile: LayerProfile | None = None,
+    config: RunConfig, *, graph: ModelGraph, cluster: Cluster, lengths: tuple[SampleLengths, ...], vocab_size: int, num_ranks: int
 ) -> PlanningRequest:
     """Return the request to a planner; given sizes and options are kept. Raises PlanError."""
     given, is_given = config.given, config.given.__contains__
@@ -97,7 +90,6 @@ def build_request(
         vocab_size=vocab_size,
         fixed_sizes=fixed,
         recompute=config.training.recompute_granularity,
-        profile=profile,
         transformer_impl=config.model.transformer_impl,
         sharding=config.parallelism.data_parallel_sharding_strategy,
         time_budget_seconds=config.parallelism.plan_time_budget,

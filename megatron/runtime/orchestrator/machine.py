@@ -102,9 +102,8 @@ def _node_bytes() -> int:
 def measure_links(cluster: Cluster, *, rank: int, world_size: int, timeout: timedelta) -> Cluster:
     """Time collectives inside nodes, and between corresponding ranks of all nodes; collective over all ranks.
 
-    The parameters of `collective_seconds` are solved for: n ranks take t = (n - 1) (latency + bytes / n / bandwidth). All ranks
-    of a node measure at the same time, so a rank's share of the network is what it gets beside the others. Links with too few
-    ranks keep their values.
+    Solves `collective_seconds` for its parameters: n ranks take t = (n - 1) (latency + bytes / n / bandwidth). All ranks of a
+    node measure at once, so a rank has its share of the network. Links with too few ranks keep their values.
     """
     size = cluster.gpus_per_node
     nodes = [list(range(first, min(first + size, world_size))) for first in range(0, world_size, size)]

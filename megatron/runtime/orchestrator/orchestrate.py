@@ -83,13 +83,9 @@ class _FirstRank:
     def __init__(self, config: RunConfig, world: World, inputs: Inputs) -> None:
         self._config, self._world_size = config, world.size
         self.cluster, self._are_links_known = describe_machine(config, world_size=world.size)
+        lengths, vocab_size = tuple(first_lengths(config, inputs.data)), inputs.vocab_size
         self.request = build_request(
-            config,
-            graph=inputs.graph,
-            cluster=self.cluster,
-            lengths=tuple(first_lengths(config, inputs.data)),
-            vocab_size=inputs.vocab_size,
-            num_ranks=world.size,
+            config, graph=inputs.graph, cluster=self.cluster, lengths=lengths, vocab_size=vocab_size, num_ranks=world.size
         )
         self._layers = ""
         self._is_kept = False

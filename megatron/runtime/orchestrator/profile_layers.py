@@ -18,15 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.distributed_setup import World
-from megatron.runtime.orchestrator.machine import (
-    assumed_cluster,
-    describe_device,
-    find_value,
-    keep_value,
-    key_of,
-    measure_links,
-    ranks_on_node,
-)
+from megatron.runtime.orchestrator import machine
+from megatron.runtime.orchestrator.machine import keep_value, key_of, ranks_on_node
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
@@ -173,16 +166,16 @@ def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bo
     """Return the machine of --cluster, or as measured, and True; else one with assumed links, and False. Raises ConfigError."""
     if config.training.cluster is not None:
         return Cluster.from_file(config.training.cluster), True
-    if (known := find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
+    if (known := machine.find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
         return known, True
-    return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
+    return machine.describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
 
 
 def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
     """Measure the links, for this run and later ones; collective. cluster: on rank 0, all else that is known."""
     world.connect(backend=config.training.distributed_backend)
-    known = cluster or replace(assumed_cluster(), gpus_per_node=ranks_on_node())
-    measured = measure_links(known, rank=world.rank, world_size=world.size, timeout=world.timeout)
+    known = cluster or replace(machine.assumed_cluster(), gpus_per_node=ranks_on_node())
+    measured = machine.measure_links(known, rank=world.rank, world_size=world.size, timeout=world.timeout)
     if world.rank == 0:
         keep_value("machines", _machine_key(config, world.size), measured.to_dict())
     return measured
@@ -206,7 +199,7 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
     key = key_of(
         (_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tensor)
     )
-    if (profile := find_value("layers", key, LayerProfile.from_dict)) is not None:
+    if (profile := machine.find_value("layers", key, LayerProfile.from_dict)) is not None:
         return profile, f"{len(profile.curves)} layers as kept"
     started, layers = time.perf_counter(), []
     for unit in graph.units:

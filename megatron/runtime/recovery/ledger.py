@@ -1,7 +1,6 @@
 """Messages between supervisors, ranks and keeper of an elastic run, in a store outside of all ranks, sealed by its token.
 
-Every sender appends its events to one list, which only the keeper reads; it answers by verdicts (the members of a generation of
-the run) and by signals to the ranks of a generation.
+Events are one list, which only the keeper reads; it answers by verdicts (members of a generation) and signals to ranks.
 """
 
 import hmac

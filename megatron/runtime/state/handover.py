@@ -1,7 +1,6 @@
 """Transfers weights and optimizer state from the ranks that hold them to those that need them, by plan-independent names.
 
-Every rank announces which rectangles of whole tensors it holds and needs. It copies those that it holds itself, and receives the
-rest from one holder each; nothing is gathered as a whole, and nothing is sent to a rank that has it.
+Ranks announce which rectangles of tensors they hold and need, and receive from one holder each what they lack.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,15 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.runtime import platform
-from megatron.runtime.state.held_tensors import (
-    Box,
-    HeldTensor,
-    Piece,
-    TrainedState,
-    fill_optimizers,
-    model_tensors,
-    optimizer_tensors,
-)
+from megatron.runtime.state import held_tensors
+from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece, TrainedState, model_tensors
 from multimodal.values.errors import CheckpointError
 
 _Boxes = Mapping[str, tuple[Box, ...]]
@@ -48,7 +40,7 @@ def hold_state(state: TrainedState) -> list[HeldTensor]:
     """Return all state that this rank holds, in host memory, so that the device is free for the new owner."""
     return [
         replace(tensor, pieces=tuple(piece._replace(values=piece.values.cpu()) for piece in tensor.pieces))
-        for tensor in (*model_tensors(state), *optimizer_tensors(state))
+        for tensor in (*model_tensors(state), *held_tensors.optimizer_tensors(state))
     ]
 
 
@@ -62,7 +54,7 @@ def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
         for key, box in ((key, box) for key, boxes in boxes_by_key.items() for box in boxes):
             holders.setdefault(key, {}).setdefault(box, []).append(rank)
     _fill(model_tensors(state), held, holders=holders)
-    fill_optimizers(state, saved=holders.keys(), fill=lambda wanted: _fill(wanted, held, holders=holders))
+    held_tensors.fill_optimizers(state, saved=holders.keys(), fill=lambda wanted: _fill(wanted, held, holders=holders))
 
 
 def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:

@@ -158,8 +158,7 @@ class StepDecision:
     def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
         """Return the output of an atom in its unit, in order; target: only the part that this unit consumes.
 
-        An encoder's item has its tokens as output. The LLM has the hidden states of `Unit.num_conditions` tokens for each item
-        that a generator makes for the sample.
+        That is an encoder's tokens; of the LLM, the states of `Unit.num_conditions` tokens for each item that a generator makes.
         """
         items = self.lengths[atom.sample_id].items
         if self.graph.unit(unit).role is Role.ENCODER:

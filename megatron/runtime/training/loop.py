@@ -111,12 +111,12 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             step = next(steps)
             wait_seconds = time.perf_counter() - start
             wish = run.wish_to_stop(can_leave=True)
-            agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
-            if agreed.stop is StopReason.JOIN:
+            wait_seconds, stop = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
+            if stop is StopReason.JOIN:
                 raise NodesJoinError("nodes have joined")
             has_trained = progress.step > progress.first_step  # time limits allow one step
-            if agreed.stop >= StopReason.SIGUSR1 or (agreed.stop and has_trained):
-                raise _StoppedError(agreed.stop)
+            if stop >= StopReason.SIGUSR1 or (stop and has_trained):
+                raise _StoppedError(stop)
             if run.background_save is not None:
                 run.background_save.check()
             if run.bad_samples is not None:
@@ -129,9 +129,9 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)
             progress.step = number
-            _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
+            _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * wait_seconds))
             if config.logging.log_straggler:
-                stragglers.add(run.trainer.gather_compute_seconds())
+                stragglers.add(run.trainer.compute_seconds)
                 if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0 or number == last_step:
                     reporter.say(stragglers.tell())
             progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
@@ -263,10 +263,9 @@ def build_reporter(run: Run, *, done_steps: int) -> Reporter:
     if run.world.rank != 0:
         return cast(Reporter, Silence())
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
-    train_iters = run.config.training.train_iters
     return Reporter(
         run.config.logging,
-        train_iters=train_iters,
+        train_iters=run.config.training.train_iters,
         first_step=done_steps,
         run_config=settings,
         save_folder=run.config.checkpoint.save,

@@ -1,7 +1,6 @@
 """Measures the layers of a run from its own steps, so that schedules and balancers go by these seconds from then on.
 
-Every rank sums up its own computations, rank 0 fits the layers' seconds to all sums, and all ranks go by what it found from
-the same step on.
+Every rank sums up its computations, rank 0 fits layers to all sums, and all go by these from the same step on.
 """
 
 import os

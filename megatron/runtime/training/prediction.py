@@ -161,8 +161,7 @@ def predict_timeline(
 ) -> Mapping[str, Timeline]:
     """Return the simulated timeline of a step by its title; empty if simulating it takes long.
 
-    Without --cluster, --layer-costs and layers measured by the run the machine is assumed, so only proportions are compared:
-    computations last as long in all as measured.
+    Of an assumed machine only proportions are compared: computations last as long in all as measured.
     """
     if emulation is not None:
         return {"Predicted from --emulate": simulate_schedule(step.schedule, emulation).timeline}
@@ -182,8 +181,7 @@ def predict_timeline(
 def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: ModelGraph, plan: Plan) -> str | None:
     """Return a warning if the global batch is smaller than b_min, so that proportions of work change between batches.
 
-    b_min is the least number of samples whose proportions of work always give units the same ranks. None if units share ranks,
-    computations are waits from a table, or lengths are not known before samples are decoded.
+    b_min: the least number of samples whose work always gives units the same ranks. None where it has no meaning.
     """
     units, batch_size = plan.units, config.training.global_batch_size
     num_replicas = math.gcd(*(unit.data_parallel_size for unit in units.values()))
@@ -266,8 +264,7 @@ def least_memory(memory: StepMemory, *, rank: int, schedule: ScheduleRow) -> Lea
 def check_memory(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_copies: int | None) -> None:
     """Raise ConfigError if a rank's weights, gradients, optimizer state and activations exceed its free memory.
 
-    Activations are those of the first global batch; where lengths are unknown before decoding, they are not counted. num_copies:
-    of an elastic run's optimizer state.
+    Activations are of the first global batch, if lengths are known before decoding. num_copies: of optimizer state.
     """
     needed, free = estimate(config, inputs, plan, rank=rank, num_copies=num_copies), free_memory_bytes()
     if needed.total_bytes <= free:

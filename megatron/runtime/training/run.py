@@ -16,16 +16,9 @@ from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.checkpoint.megatron_weights import check_megatron_target, check_megatron_weights
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
+from megatron.runtime.feed import data_sets
 from megatron.runtime.feed.agreement import BadSamples
-from megatron.runtime.feed.data_sets import (
-    DataSets,
-    RunData,
-    build_data_sets,
-    padded_vocab_size,
-    text_settings,
-    with_cached_latents,
-    with_vocabulary,
-)
+from megatron.runtime.feed.data_sets import DataSets, RunData
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, with_epochs
@@ -174,16 +167,16 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
     if config.checkpoint.save_megatron and world.rank == 0:
         check_megatron_target(config.checkpoint.save_megatron, graph=graph)
     if config.data.latent_cache is not None:
-        graph = with_cached_latents(graph)
-    data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
+        graph = data_sets.with_cached_latents(graph)
+    data = data_sets.build_data_sets(config, graph, in_turn=world.in_turn("index"))
     if prompts := config.evaluation.sample_prompts:
-        chat = text_settings(config).open()[1] if config.data.sample_program is None else None
+        chat = data_sets.text_settings(config).open()[1] if config.data.sample_program is None else None
         try:  # an error now, not at the first evaluation
             open_questions(prompts, graph=graph, tokenizer=data.tokenizer, chat=chat)
         except DataError as problem:
             raise DataError(f"--sample-prompts {prompts}: {problem}") from problem
-    graph = with_vocabulary(graph, data.tokenizer)
-    return Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
+    graph = data_sets.with_vocabulary(graph, data.tokenizer)
+    return Inputs(graph, data, data_sets.padded_vocab_size(data.tokenizer, config, graph=graph))
 
 
 def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:

@@ -69,7 +69,8 @@ class Trainer:
         """peak_tflops: of this rank's device; check: raises if other ranks' messages cannot be trusted."""
         self.session, self.scheduler, self._settings = session, scheduler, settings
         self._peak_tflops, self._check = peak_tflops, check
-        self._compute_seconds = 0.0
+        self.compute_seconds: list[float] = []
+        """The computing time of each rank in the last step."""
         self._executed: _Executed | None = None
         self._running: int | None = None
         self.meet()
@@ -83,8 +84,7 @@ class Trainer:
         """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events.
 
         The update is queued before the host waits for anything. Where ranks may be lost, it waits for the norm, the last value
-        that they need from each other for it: a rank that has it finishes the step even if others are lost, and others can
-        finish when they receive it (`finish`).
+        that they need from each other: a rank that has it finishes the step, and others can when they receive it (`finish`).
         """
         start = time.perf_counter()
         norm: Tensor | None = None
@@ -137,7 +137,7 @@ class Trainer:
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Continue under another plan from the next step on; see `Session.change_plan`."""
         self.session.change_plan(plan, options=options)
-        self.scheduler.step(increment=0)  # gives the new optimizers the coming step's learning rate
+        self.meet()
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""
@@ -169,12 +169,12 @@ class Trainer:
         assert self.outcome is not None
         step, result = done.step, done.result
         split = seconds_by_resource(result.events)
-        self._compute_seconds = split["compute"]
         expert_losses = self.session.take_expert_losses()
         means = [split["compute"], split["communication"], split["waiting"], end - done.end]
         largest = [end - done.start, float(result.peak_activation_bytes), float(platform.memory_bytes())]
         if not is_alone:
             ranks = self._gather([*means, expert_losses, *largest])
+            self.compute_seconds = ranks[0]
             means, largest = [fmean(values) for values in ranks[:4]], [max(values) for values in ranks[5:]]
             expert_losses = sum(ranks[4])
         step_seconds, peak_bytes, memory_bytes = largest
@@ -201,10 +201,6 @@ class Trainer:
             peak_activation_bytes=int(peak_bytes),
             memory_bytes=int(memory_bytes),
         )
-
-    def gather_compute_seconds(self) -> list[float]:
-        """Return the computing time of each rank in the last step."""
-        return self._gather([self._compute_seconds])[0]
 
     def _means(self, sums: Mapping[str | int, float], counts: Mapping[str | int, float]) -> LossMeans:
         return LossMeans.of(sums, counts, backbone=self.session.graph.backbone.name, sum_over_ranks=self._sum)
@@ -236,22 +232,10 @@ class _Scheduler(OptimizerParamScheduler):
             self.lr_warmup_steps = common
 
 
-class _AllGroups:
-    """Acts as one optimizer for the scheduler: the parameter groups of all units under the current plan."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups; empty on a rank that trains nothing."""
-        return [group for optimizer in self._session.optimizers.values() for group in optimizer.param_groups]
-
-
 def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iters: int) -> OptimizerParamScheduler:
     """Build a scheduler that counts optimizer steps (Megatron counts samples: the same with a constant global batch size)."""
     return _Scheduler(
-        _AllGroups(session),
+        session,
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,
         min_lr=settings.min_lr,

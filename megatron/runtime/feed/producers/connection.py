@@ -11,17 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from megatron.runtime.feed.producers.wire import (
-    MOST_ANSWER_BYTES,
-    IndexedBlock,
-    Wanted,
-    WireError,
-    build_block,
-    build_pixels,
-    pack_message,
-    pack_wanted,
-    unpack_message,
-)
+from megatron.runtime.feed.producers import wire
+from megatron.runtime.feed.producers.wire import IndexedBlock, Wanted, WireError
 from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
@@ -91,7 +82,7 @@ class Connection:
         """Number of a request -> what it asks for; None: it is no longer wanted."""
         self._num_sent = 0
         self._socket = context.socket(zmq.DEALER)
-        set_options(self._socket, keys, most_bytes=MOST_ANSWER_BYTES)
+        set_options(self._socket, keys, most_bytes=wire.MOST_ANSWER_BYTES)
         self._socket.curve_serverkey = keys.other
         self._socket.setsockopt(zmq.IPV6, is_long)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -156,7 +147,7 @@ class Connection:
     def _send_requests(self) -> None:
         while self._waiting and len(self._sent) < self._ahead:
             wanted = self._waiting.popleft()
-            self._sent[self._send(pack_message(pack_wanted(wanted)))] = wanted
+            self._sent[self._send(wire.pack_message(wire.pack_wanted(wanted)))] = wanted
 
     def _send(self, text: bytes) -> int:
         try:
@@ -176,7 +167,7 @@ class Connection:
                 raise WireError("the connection was closed")
         try:
             number, text, payload = self._socket.recv_multipart(copy=False)
-            said = unpack_message(text.buffer)
+            said = wire.unpack_message(text.buffer)
             if not isinstance(said, dict) or int(number.bytes) not in self._sent:
                 raise ValueError("to no request")
         except ValueError as problem:
@@ -189,8 +180,8 @@ class Connection:
         if "error" in said:
             return str(said["error"])
         if not isinstance(wanted, WantedItem):
-            return build_block(said, payload, num_samples=len(wanted.samples))
-        pixels = build_pixels(said, payload)
+            return wire.build_block(said, payload, num_samples=len(wanted.samples))
+        pixels = wire.build_pixels(said, payload)
         if not self._local.is_shaped(wanted, pixels):
             raise WireError(f"an item that is none (of shape {pixels.patches.shape} for a grid of {wanted.item.grid})")
         return pixels

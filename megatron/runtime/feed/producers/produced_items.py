@@ -1,9 +1,7 @@
-"""Items that producers decode, as a rank's reading process sees them: requested a step at a time, and received in any order.
+"""Items that producers decode, or samples that they index, as a rank's reading process sees them: in any order.
 
-Samples are indexed in the same way, if there is no index of the data set yet.
-
-A producer that is gone, or silent for too long, is replaced: the items that it still owed are requested from the others, or
-decoded here if there are none. So every item arrives once, whatever happens to producers; a producer that is back is used again.
+What a producer that is gone, or silent for too long, still owed is requested from the others, or decoded here if there are none.
+So every item arrives once; a producer that is back is used again.
 """
 
 import json

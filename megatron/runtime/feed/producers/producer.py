@@ -1,9 +1,8 @@
 """A producer: tokenises samples, and decodes the items that ranks request, ahead of their need, in its own processes.
 
-A connection belongs to one reading process of a rank. It first sends a description of its data set and model, so one producer
-serves any run; then it asks for items, a few at a time, so that a slow rank holds up only itself. Tensor and context parallel
-ranks want the same items: each is decoded once and kept for the others, as far as memory allows. If there is no index of
-the data set yet, samples come first, whose texts are tokenised and whose items are measured.
+A connection belongs to one reading process of a rank. It first describes its data set and model, so one producer serves any run;
+then it asks for items, a few at a time. Ranks that want the same item get it decoded once, as far as memory allows. Without an
+index of the data set, samples come first, to be tokenised and measured.
 """
 
 import asyncio
@@ -28,18 +27,9 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from megatron.runtime.feed.producers import wire
 from megatron.runtime.feed.producers.connection import derive_keys, set_options
-from megatron.runtime.feed.producers.wire import (
-    MOST_REQUEST_BYTES,
-    SampleBlock,
-    Wanted,
-    WireError,
-    pack_index,
-    pack_message,
-    pack_pixels,
-    unpack_message,
-    unpack_wanted,
-)
+from megatron.runtime.feed.producers.wire import SampleBlock, Wanted, WireError
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.item_reader import ItemReader, WantedItem
@@ -159,7 +149,7 @@ class Producer:
         only_ranks = SimpleNamespace(callback=lambda domain, key: hmac.compare_digest(key, self._keys.other))
         admission.configure_curve_callback("*", only_ranks)
         router = context.socket(zmq.ROUTER)
-        set_options(router, self._keys, most_bytes=MOST_REQUEST_BYTES)
+        set_options(router, self._keys, most_bytes=wire.MOST_REQUEST_BYTES)
         router.curve_server = True
         router.setsockopt(zmq.SNDHWM, 4 * self._num_ahead)  # more than a rank may be owed: none that fits is dropped
         port = listener.getsockname()[1]
@@ -200,9 +190,9 @@ class Producer:
                 said = await self._open(peer, text.decode())
             else:
                 self._data_sets.move_to_end(peer)
-                wanted = unpack_wanted(unpack_message(text))
+                wanted = wire.unpack_wanted(wire.unpack_message(text))
                 found = await asyncio.wrap_future(self._decode(self._data_sets[peer], wanted))
-                said, payload = pack_pixels(found) if isinstance(found, ItemPixels) else pack_index(found)
+                said, payload = wire.pack_pixels(found) if isinstance(found, ItemPixels) else wire.pack_index(found)
         except BraidError as problem:
             said = {"error": str(problem)}
         except (BrokenProcessPool, CancelledError, asyncio.CancelledError) as problem:
@@ -218,12 +208,10 @@ class Producer:
             self._num_unanswered[peer] -= 1
         else:
             del self._num_unanswered[peer]
-        await router.send_multipart([peer, number, pack_message(said), payload], copy=False)
+        await router.send_multipart([peer, number, wire.pack_message(said), payload], copy=False)
 
     async def _open(self, peer: bytes, data_set: str) -> Mapping[str, Any]:
-        problem = await asyncio.to_thread(_check_data_set, data_set)
-        if problem:
-            return problem
+        await asyncio.to_thread(_check_data_set, data_set)
         self._data_sets[peer] = sys.intern(data_set)
         while len(self._data_sets) > MOST_CONNECTIONS:
             self._data_sets.popitem(last=False)
@@ -276,15 +264,14 @@ def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
     return _open_indexer(data_set).index_block(block.samples)
 
 
-def _check_data_set(data_set: str) -> Mapping[str, str]:
+def _check_data_set(data_set: str) -> None:
     try:
         _open_data_set(data_set)
         _open_indexer(data_set)
-    except BraidError as problem:
-        return {"error": str(problem)}
+    except BraidError:
+        raise
     except (KeyError, TypeError, ValueError, RecursionError) as problem:
         raise WireError(f"a data set that is none ({problem})") from problem
-    return {}
 
 
 @lru_cache(maxsize=MOST_DATA_SETS)

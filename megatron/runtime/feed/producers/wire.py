@@ -1,7 +1,6 @@
-"""Messages between ranks and producers: JSON, followed by plain numbers.
+"""Messages between ranks and producers: JSON, followed by plain numbers; nothing is ever executed or unpickled.
 
-A rank's first message describes its data set; each later one asks for one item, or one block of samples. Every message has a
-number, with which its answer comes, in any order. Nothing that is received is ever executed or unpickled.
+A rank's first message describes its data set; each later one asks for an item, or a block of samples, by a number.
 """
 
 import json

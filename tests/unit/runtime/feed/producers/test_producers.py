@@ -152,7 +152,8 @@ def test_a_silent_producer_is_done_without(wanted, tmp_path, monkeypatch):
 )
 def test_items_of_other_shapes_are_decoded_here(spoilt, serve, wanted, tmp_path, monkeypatch):
     """A producer whose items have fewer patches, or another grid, than the index says would shift all that follow in a batch."""
-    monkeypatch.setattr(producer, "pack_pixels", lambda pixels: (wire.pack_pixels(pixels)[0] | spoilt, pixels.patches.tobytes()))
+    good = wire.pack_pixels
+    monkeypatch.setattr(wire, "pack_pixels", lambda pixels: (good(pixels)[0] | spoilt, pixels.patches.tobytes()))
     found = _open(tmp_path, serve())
     found.expect(wanted)
     _check(found, wanted)
