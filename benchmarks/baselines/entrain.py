@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.cost.cluster import message_cost
+from multimodal.cost.cluster import cost_between_nodes, cost_inside_node
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.allowed_sizes import (
     context_parallel_sizes,
@@ -102,7 +102,8 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
         tokens = load.num_outputs if unit.role is Role.ENCODER else load.num_tokens
         num_bytes = 2.0 * tokens * graph.width_behind(source, len(unit.layers) - 1)
         first = max(here, there)
-        cost = message_cost(num_bytes, source_ranks=range(here), target_ranks=range(first, first + there), cluster=cluster)
+        is_inside = cluster.is_one_node((*range(here), *range(first, first + there)))
+        cost = (cost_inside_node if is_inside else cost_between_nodes)(num_bytes, source_ranks=range(here), cluster=cluster)
         total += 2 * (cost.latency_seconds + cost.occupied_seconds)
     return total
 

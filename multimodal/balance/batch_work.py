@@ -186,13 +186,8 @@ def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imb
     is_kept = len(places) == num_samples
     rows = group_rows(samples, amounts, num_samples) if is_kept else (np.arange(len(amounts) + 1), amounts)
     longest = float(cost.row_costs(*rows).max())
-    return Imbalance(
-        _largest_over_mean(replicas),
-        _largest_over_mean(microbatches),
-        float(np.std(of_microbatches)) / mean,
-        max(1.0, longest / fmean(replicas)),
-        max(1.0, longest / mean),
-    )
+    spread, bounds = float(np.std(of_microbatches)) / mean, (max(1.0, longest / fmean(replicas)), max(1.0, longest / mean))
+    return Imbalance(_largest_over_mean(replicas), _largest_over_mean(microbatches), spread, *bounds)
 
 
 def _largest_over_mean(costs: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from multimodal.balance.placement import needed_at
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment
@@ -33,7 +34,8 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
             busy += lane_seconds(plan, name, seconds, placed[name].replica_of_microbatch)
     for name, pipelines in beside.items():
         seconds, _ = costs.computations.of_both(name)
-        needed = _order_of_need(costs.assignment, graph, name)
+        given = costs.assignment.placed[name].index_in_replica, needed_at(costs.assignment, graph, name)
+        needed = np.lexsort((placed[name].replica_of_microbatch, *given))
         owners = np.argsort(pipelines.ravel())[placed[name].replica_of_microbatch] // pipelines.shape[1]
         on_busiest = _on_busiest_rank(plan, name, seconds)
         turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines))
@@ -85,16 +87,6 @@ def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
             replicas = [units[unit.name].replicas[index] for index in rows.T.ravel().tolist()]
             units[unit.name] = replace(units[unit.name], replicas=tuple(replicas))
     return Plan(units)
-
-
-def _order_of_need(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:
-    """Return an encoder's microbatches in the order in which their consumers' first microbatches need them."""
-    placed = assignment.placed
-    needed_at = np.full(placed[unit].num_microbatches, np.iinfo(np.int64).max)
-    for target in graph.downstream(unit):
-        sources, targets = assignment.routes(graph).of_edge(unit, target)
-        np.minimum.at(needed_at, sources, placed[target].index_in_replica[targets])
-    return np.lexsort((placed[unit].replica_of_microbatch, placed[unit].index_in_replica, needed_at))
 
 
 def _on_busiest_rank(plan: Plan, unit: str, seconds: Floats) -> Floats:

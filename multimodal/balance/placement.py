@@ -102,16 +102,21 @@ def order_by_need(assignment: Assignment, *, graph: ModelGraph) -> Assignment:
     A stage's forwards run in the order of its microbatches, so that units downstream would wait for the others first. O(routes).
     """
     for unit in reversed(graph.encoders):
-        placed, routes = assignment.placed[unit.name], assignment.routes(graph)
-        needed_at = np.full(placed.num_microbatches, np.iinfo(np.int64).max)
-        for target in graph.downstream(unit.name):
-            given, taking = routes.of_edge(unit.name, target)
-            np.minimum.at(needed_at, given, assignment.placed[target].index_in_replica[taking])
-        order = np.lexsort((needed_at, placed.replica_of_microbatch))
+        placed = assignment.placed[unit.name]
+        order = np.lexsort((needed_at(assignment, graph, unit.name), placed.replica_of_microbatch))
         if (np.diff(order) < 0).any():
             ordered = placed.rearranged(order, placed.microbatch_starts)
             assignment = Assignment.of_arrays({**assignment.placed, unit.name: ordered})
     return assignment
+
+
+def needed_at(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:
+    """Return, for each microbatch of a unit, the first of the microbatches that need it, as its index in its replica."""
+    found = np.full(assignment.placed[unit].num_microbatches, np.iinfo(np.int64).max)
+    for target in graph.downstream(unit):
+        given, taking = assignment.routes(graph).of_edge(unit, target)
+        np.minimum.at(found, given, assignment.placed[target].index_in_replica[taking])
+    return found
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:

@@ -190,12 +190,9 @@ class AssignedLoads:
         """Return the dealers of the units whose context parallel ranks compute whole items."""
         if self.item_block_size is None:
             return {}
-        sizes = {name: unit.context_parallel_size for name, unit in self.shape.plan.units.items()}
-        return {
-            name: ItemDealer(self.shape.graph, name, size, self.item_block_size)
-            for name, size in sizes.items()
-            if size > 1 and not self.shape.graph.unit(name).is_causal
-        }
+        graph, units = self.shape.graph, self.shape.plan.units.items()
+        sizes = ((name, unit.context_parallel_size) for name, unit in units if not graph.unit(name).is_causal)
+        return {name: ItemDealer(graph, name, size, self.item_block_size) for name, size in sizes if size > 1}
 
     @cached_property
     def _lengths(self) -> LengthArrays:

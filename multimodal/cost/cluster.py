@@ -183,26 +183,15 @@ def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
     return network.latency_us, min(inside.bandwidth_gbytes_per_second, share * network.collective_efficiency)
 
 
-def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message of so many bytes in all; every source rank sends its share at the same time."""
-    if set(source_ranks) == set(target_ranks):
-        return TransferCost(0.0, 0.0)
-    is_inside = cluster.is_one_node((*source_ranks, *target_ranks))
-    return (cost_inside_node if is_inside else cost_between_nodes)(num_bytes, source_ranks=source_ranks, cluster=cluster)
-
-
 def cost_inside_node(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message inside one node: each rank has its own link."""
+    """Return the cost of a message of so many bytes in all inside one node: each rank sends its share over its own link."""
     bandwidth = cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks)
     return TransferCost(cluster.intra_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9))
 
 
 def cost_between_nodes(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
     """Return the cost of a message over the source ranks' network cards; their first is the link if others use them as well."""
-    nics = sorted({cluster.nic(rank) for rank in source_ranks})
-    bandwidth = min(
-        cluster.inter_node.bandwidth_gbytes_per_second * len(nics),
-        cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks),
-    )
-    is_shared = len(nics) * cluster.gpus_per_node > len(source_ranks) * cluster.inter_node.nics_per_node
-    return TransferCost(cluster.inter_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9), nics[0] if is_shared else -1)
+    inside, network, nics = cluster.intra_node, cluster.inter_node, sorted({cluster.nic(rank) for rank in source_ranks})
+    widths = network.bandwidth_gbytes_per_second * len(nics), inside.bandwidth_gbytes_per_second * len(source_ranks)
+    is_shared = len(nics) * cluster.gpus_per_node > len(source_ranks) * network.nics_per_node
+    return TransferCost(network.latency_us * 1e-6, num_bytes / (min(widths) * 1e9), nics[0] if is_shared else -1)

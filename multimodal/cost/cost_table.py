@@ -244,13 +244,8 @@ def _build_unit(name: str, seconds: UnitSeconds, *, role: Role, is_behind_traine
     trains_nothing = not any(any(stage.weight_gradient) for stage in seconds.stages)
     freeze_all = not any(with_backward) or (is_behind_trained and trains_nothing)
     projector_only = role is Role.ENCODER and num_stages > 1 and with_backward == [False] * (num_stages - 1) + [True]
-    return Unit(
-        name,
-        role,
-        Transformer(num_layers=num_stages, hidden_size=4, num_attention_heads=1, ffn_hidden_size=4),
-        freeze_module=freeze_all or projector_only,
-        freeze_projector=freeze_all,
-    )
+    shape = Transformer(num_layers=num_stages, hidden_size=4, num_attention_heads=1, ffn_hidden_size=4)
+    return Unit(name, role, shape, freeze_module=freeze_all or projector_only, freeze_projector=freeze_all)
 
 
 def _check_gradient_passes(name: str, seconds: UnitSeconds, trained: Mapping[str, bool]) -> None:

@@ -38,10 +38,6 @@ class TokenShares(ABC):
     def owner_of_token(self) -> NDArray[np.int32]:
         """[num_tokens]: the rank that holds each token, counted in the context parallel group."""
 
-    def positions_of(self, rank: int) -> Integers:
-        """Return the positions of a rank's tokens in the sequence, ascending."""
-        return np.flatnonzero(self.owner_of_token == rank)
-
     @cached_property
     def num_tokens_of_rank(self) -> Integers:
         """[num_ranks]."""
@@ -132,7 +128,7 @@ class RankShare:
     @cached_property
     def positions(self) -> Integers:
         """[num_tokens]: the positions of this rank's tokens in the sequence, ascending."""
-        return self.shares.positions_of(self.rank)
+        return np.flatnonzero(self.shares.owner_of_token == self.rank)
 
     def local_rows(self, rows: Integers) -> tuple[Bools, Integers]:
         """Return which rows of the sequence this rank holds, [num_rows], and the indices of those among its tokens, in order."""
@@ -168,13 +164,9 @@ class ItemDealer:
 
     def deal(self, items: Sequence[UnitLoad]) -> WholeItemShares:
         """Deal the items of one microbatch."""
-        return deal_items(
-            [item.num_tokens for item in items],
-            costs=[round(self._flops.of(item)) for item in items],
-            num_ranks=self.num_ranks,
-            block_size=self.block_size,
-            keeps_whole=self.graph.unit(self.unit).keeps_items_whole,
-        )
+        lengths, costs = [item.num_tokens for item in items], [round(self._flops.of(item)) for item in items]
+        is_whole = self.graph.unit(self.unit).keeps_items_whole
+        return deal_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self.block_size, keeps_whole=is_whole)
 
     def rank_loads(self, items: Sequence[UnitLoad]) -> tuple[RankLoad, ...]:
         """Return the part of one microbatch that each rank computes."""

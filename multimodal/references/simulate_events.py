@@ -30,7 +30,7 @@ def simulate_events(
     """Return the start and end of every node, and the position of every lane. arrays: `EventArrays`; num_links: not used."""
     run = _Run({name: array.tolist() for name, array in arrays.items()})
     for lane in range(len(run.entries)):
-        run.advance(lane, 0.0)
+        run.advance(lane)
     run.run_events()
     return np.array(run.start_seconds), np.array(run.end_seconds), np.array(run.position, dtype=np.int64)
 
@@ -67,43 +67,46 @@ class _Run(EventRun[float]):
         self.num_tried = [0] * num_lanes
         """Number of `pending` fillers that were passed over while the carrier waits."""
         self.is_draining = [False] * num_lanes
-        self.send_free, self.receive_free, self.collective_free = ([0.0] * num_lanes for _ in range(3))
-        self.link_free: dict[int, float] = defaultdict(float)
+        self.send_free, self.receive_free, self.collective_free, self.link_free = (
+            defaultdict[int, float](float) for _ in range(4)
+        )
 
     def end(self, number: int) -> None:
         if number >= len(self.kinds):
-            self._fill(number - len(self.kinds), self.now)
+            self._fill(number - len(self.kinds))
             return
         for follower in self.followers[number]:
             self.num_unmet[follower] -= 1
             if self.num_unmet[follower] == 0:
-                self._meet(follower, self.now)
+                self._meet(follower)
         if self.kinds[number] == NodeKind.COMPUTE:
             for lane in self.lanes[number]:
-                self._leave(lane, number, self.now)
+                self._leave(lane, number)
 
-    def _meet(self, node: int, now: float) -> None:
-        self._start_if_ready(node, now)
+    def _is_at(self, lane: int, node: int) -> bool:
+        position = self.position[lane]
+        return position < len(self.entries[lane]) and self.entries[lane][position] == node
+
+    def _meet(self, node: int) -> None:
+        self._start_if_ready(node)
         for lane in self.lanes[node] if self.kinds[node] == NodeKind.GATE else ():
-            position = self.position[lane]
-            if position < len(self.entries[lane]) and self.entries[lane][position] == node:
-                self.advance(lane, now)
+            if self._is_at(lane, node):
+                self.advance(lane)
 
-    def _leave(self, lane: int, node: int, now: float) -> None:
+    def _leave(self, lane: int, node: int) -> None:
         """Advance a lane whose computation has ended."""
         self.running[lane] = -1
-        position = self.position[lane]
         if self.is_draining[lane]:
             self.pending[lane].pop(0)
-        elif position < len(self.entries[lane]) and self.entries[lane][position] == node:
+        elif self._is_at(lane, node):
             self.position[lane] += 1
             self.is_draining[lane] = bool(self.pending[lane])
             self.num_tried[lane] = 0
         else:
             self.pending[lane].remove(node)
-        self.advance(lane, now)
+        self.advance(lane)
 
-    def advance(self, lane: int, now: float) -> None:
+    def advance(self, lane: int) -> None:
         """Advance a free lane to its next computation."""
         entries, is_filler = self.entries[lane], self.is_filler[lane]
         while not self.is_draining[lane] and self.position[lane] < len(entries):
@@ -115,24 +118,24 @@ class _Run(EventRun[float]):
                 return
             elif self.kinds[node] != NodeKind.COMPUTE:
                 self.position[lane] += 1
-                self._stand(node, now)
+                self._stand(node)
             else:
-                self._stand(node, now)
+                self._stand(node)
                 if self.running[lane] < 0 and self.num_tried[lane] < len(self.pending[lane]):
-                    self.add(now, len(self.kinds) + lane)
+                    self.add(self.now, len(self.kinds) + lane)
                 return
         if self.pending[lane]:
             self.is_draining[lane] = True
-            self._stand(self.pending[lane][0], now)
+            self._stand(self.pending[lane][0])
         elif self.is_draining[lane]:
             self.is_draining[lane] = False
-            self.advance(lane, now)
+            self.advance(lane)
 
-    def _stand(self, node: int, now: float) -> None:
+    def _stand(self, node: int) -> None:
         self.num_arrived[node] += 1
-        self._start_if_ready(node, now)
+        self._start_if_ready(node)
 
-    def _fill(self, lane: int, now: float) -> None:
+    def _fill(self, lane: int) -> None:
         """Run the next filler in a lane whose carrier still waits."""
         if self.running[lane] >= 0 or self.is_draining[lane] or self.position[lane] == len(self.entries[lane]):
             return
@@ -140,49 +143,29 @@ class _Run(EventRun[float]):
             filler = self.pending[lane][self.num_tried[lane]]
             if self.num_unmet[filler] == 0 and len(self.lanes[filler]) == 1:
                 self.num_arrived[self.entries[lane][self.position[lane]]] -= 1
-                self._compute(filler, now)
+                self._run(filler)
                 return
             self.num_tried[lane] += 1
 
-    def _start_if_ready(self, node: int, now: float) -> None:
-        if self.num_unmet[node] or self.num_arrived[node] < max(1, len(self.lanes[node])):
-            return
-        kind = self.kinds[node]
+    def _start_if_ready(self, node: int) -> None:
+        if not self.num_unmet[node] and self.num_arrived[node] >= max(1, len(self.lanes[node])):
+            self._run(node)
+
+    def _run(self, node: int) -> None:
+        """Run a node as soon as what it occupies is free."""
+        kind, lanes, link = self.kinds[node], self.lanes[node], self.links[node]
+        occupied: list[tuple[dict[int, float], int]] = []
         if kind == NodeKind.COMPUTE:
-            self._compute(node, now)
+            for lane in lanes:
+                self.running[lane] = node
+        elif kind == NodeKind.COLLECTIVE:
+            occupied = [(self.collective_free, lane) for lane in lanes]
         elif kind == NodeKind.SEND:
-            self._send(node, now)
-        elif kind == NodeKind.GATE:
-            self._occupy(node, now)
-        else:
-            self._collect(node, now)
-
-    def _compute(self, node: int, now: float) -> None:
-        for lane in self.lanes[node]:
-            self.running[lane] = node
-        self._occupy(node, now)
-
-    def _send(self, node: int, now: float) -> None:
-        lanes, receivers, link = self.lanes[node], self.receivers[node], self.links[node]
-        start = max([now, *(self.send_free[lane] for lane in lanes), *(self.receive_free[lane] for lane in receivers)])
-        if link >= 0:
-            start = max(start, self.link_free[link])
+            receiving = [(self.receive_free, lane) for lane in self.receivers[node]]
+            occupied = [*((self.send_free, lane) for lane in lanes), *receiving, *[(self.link_free, link)][: link >= 0]]
+        start = max([self.now, *(free_at[each] for free_at, each in occupied)])
         end = start + self.seconds[node]
-        for lane in lanes:
-            self.send_free[lane] = end
-        for lane in receivers:
-            self.receive_free[lane] = end
-        if link >= 0:
-            self.link_free[link] = end
-        self._occupy(node, start)
-
-    def _collect(self, node: int, now: float) -> None:
-        start = max([now, *(self.collective_free[lane] for lane in self.lanes[node])])
-        for lane in self.lanes[node]:
-            self.collective_free[lane] = start + self.seconds[node]
-        self._occupy(node, start)
-
-    def _occupy(self, node: int, start: float) -> None:
-        end = start + self.seconds[node]
+        for free_at, each in occupied:
+            free_at[each] = end
         self.start_seconds[node], self.end_seconds[node] = start, end
         self.add(end + self.latency[node], node)

@@ -13,7 +13,7 @@ from multimodal.attention.attention_backend import AttentionMask, load_backend
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.share_tokens import TokenDistribution, share_tokens
-from multimodal.cost.token_shares import CUT, ItemDealer
+from multimodal.cost.token_shares import CUT, ItemDealer, RankShare
 from multimodal.data.sample_source import ItemPixels
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.gradient_comparison import assert_matches
@@ -57,7 +57,7 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     tokens = whole_mask(case).tokens
     assert dist.group.WORLD is not None
     shares = share_tokens(tokens, num_ranks=dist.get_world_size(), method=case.method, block_size=16)
-    positions = torch.from_numpy(shares.positions_of(dist.get_rank()))
+    positions = torch.from_numpy(RankShare(shares, dist.get_rank()).positions)
     mask = AttentionMask(tokens, block_size=16, query_blocks=shares.blocks_of(dist.get_rank()))
     context = ContextGroup(dist.group.WORLD, shares, torch.from_numpy(shares.gathered_rows), groups_at_once=case.groups_at_once)
     *leaves, gradient = (tensor[positions] for tensor in draw_inputs(whole_mask(case), heads=HEADS, groups=GROUPS))

@@ -16,7 +16,7 @@ from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLI
 from multimodal.balance import BALANCERS
 from multimodal.balance.placement import has_unequal_shares
 from multimodal.cost.engine_limits import engine_products, fp8_multiple
-from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.hugging_face.architecture import check_autoencoders
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.errors import ConfigError, ModelError
@@ -174,7 +174,7 @@ def _check_layers_can_be_built(graph: ModelGraph) -> None:
                 f"unit '{unit.name}' takes audio, to which its first layer adds positions; set has_rotary_positions: false"
             )
         for index, kind in enumerate(unit.layer_kinds or ()):
-            if not describe_layer(graph, unit, kind, vocab_size=0).can_be_built:
+            if not LAYER_KINDS[kind].is_built_in(unit):
                 raise ModelError(
                     f"unit '{unit.name}', layers[{index}]: '{kind}' can be planned and simulated but not trained yet; "
                     "use another kind"

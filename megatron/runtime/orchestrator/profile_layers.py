@@ -22,7 +22,7 @@ from megatron.runtime.orchestrator import machine
 from megatron.runtime.orchestrator.machine import keep_value, key_of, ranks_on_node
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_curves import Curve, FitError, Interpolated, LayerCurves, PackedSize, fit_error, fit_quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.cost.unit_load import UnitLoad
@@ -73,7 +73,7 @@ class ProfiledLayer(NamedTuple):
 def layers_of(graph: ModelGraph, unit: Unit, *, tensor_parallel_sizes: Sequence[int]) -> Iterator[ProfileKey]:
     """Yield the keys of all kinds of a unit's layers that can be built."""
     for kind in dict.fromkeys(unit.layers):
-        if describe_layer(graph, unit, kind, vocab_size=0).can_be_built:
+        if LAYER_KINDS[kind].is_built_in(unit):
             yield from ((unit.name, kind, size, 1) for size in tensor_parallel_sizes)
 
 

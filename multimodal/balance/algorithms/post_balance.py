@@ -79,16 +79,11 @@ def post_balance(
     refinement_steps), and for few items O(n num_bins log num_bins).
     """
     costs = integer_costs(lengths, cost=cost)
+    columns = costs.lengths, costs.additive, costs.padded
     if kernels is None:
-        return _place_greedily(costs.lengths, costs.additive, costs.padded, num_bins=num_bins, most=max_items_per_bin)
-    return kernels.post_balance(
-        costs.lengths,
-        costs.additive,
-        costs.padded,
-        num_bins=num_bins,
-        max_items_per_bin=max_items_per_bin or len(costs.lengths),
-        refinement_steps=refinement_steps,
-    )
+        return _place_greedily(*columns, num_bins=num_bins, most=max_items_per_bin)
+    most = max_items_per_bin or len(costs.lengths)
+    return kernels.post_balance(*columns, num_bins=num_bins, max_items_per_bin=most, refinement_steps=refinement_steps)
 
 
 def _place_greedily(

@@ -25,11 +25,7 @@ class PatchEmbeddingLayer(Layer):
     position = "first"
     roles = (Role.ENCODER,)
     fits = staticmethod(
-        lambda unit: (
-            unit.audio is None
-            and unit.join is None
-            and (unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None))
-        )
+        lambda unit: not (unit.audio or unit.join or (unit.image and (unit.image.class_token or unit.image.position_grid)))
     )
     is_built_in = staticmethod(lambda unit: unit.image is not None)
 
@@ -161,11 +157,10 @@ class ProjectorLayer(Layer):
         """Both products, if items are described."""
         if not self.unit.is_described:
             return {}
+        inner, count = self.unit.projector_inner_size, 1 + self._num_more
         return {
-            "linear_fc1": LinearShape(self.unit.merged_size, self.unit.projector_inner_size, num_alike=1 + self._num_more),
-            "linear_fc2": LinearShape(
-                self.unit.projector_inner_size, self._output_size, is_split_by_inputs=True, num_alike=1 + self._num_more
-            ),
+            "linear_fc1": LinearShape(self.unit.merged_size, inner, num_alike=count),
+            "linear_fc2": LinearShape(inner, self._output_size, is_split_by_inputs=True, num_alike=count),
         }
 
     @property

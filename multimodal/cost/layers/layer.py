@@ -110,6 +110,9 @@ class Exchange(Enum):
         return Exchange.GATHER if self is Exchange.SUM else Exchange.SUM
 
 
+GATHER, GATHER_AGAIN, SUM = Exchange.GATHER, Exchange.GATHER_AGAIN, Exchange.SUM
+
+
 class Segment(NamedTuple):
     """A part of a layer that can run on its own, and its collectives in the order of a pass."""
 
@@ -162,7 +165,7 @@ class Layer:
     fits: ClassVar["staticmethod[[Unit], bool]"] = staticmethod(lambda unit: True)
     """True if such a unit may have the layer, provided that position and role are right."""
     is_built_in: ClassVar["staticmethod[[Unit], bool]"] = staticmethod(lambda unit: True)
-    """True if such a unit is described as far as multimodal/model needs it to build the layer."""
+    """True if such a unit is described as far as multimodal/model needs it to build the layer; others are only planned."""
     num_products: ClassVar[int] = 1
     """Matrix products with weights in a forward."""
     counts: ClassVar[Counts] = "inside"
@@ -251,11 +254,6 @@ class Layer:
     @property
     def _rank(self) -> int:
         return self.unit.lora.rank if self.unit.lora is not None else 0
-
-    @property
-    def can_be_built(self) -> bool:
-        """True if multimodal/model builds the layer; other kinds are only planned and simulated."""
-        return self.is_built_in(self.unit)
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """FLOPs of a forward over a load."""

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from multimodal.cost.cluster import Cluster, exchange_cost
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.layer import (
+    GATHER,
+    GATHER_AGAIN,
     INDEX_BYTES,
+    SUM,
     WIDE_BYTES,
     ActivationBytes,
     ActivationCase,
-    Exchange,
     LayerFlops,
     LinearShape,
     Segment,
@@ -31,14 +33,7 @@ class MoeTransformerLayer(TransformerLayer):
     roles = (Role.BACKBONE,)
     fits = staticmethod(lambda unit: unit.transformer.experts is not None)
     exchanges_tokens = True
-    segments = (
-        Segment(
-            "all",
-            forward=(Exchange.GATHER, Exchange.SUM, Exchange.GATHER),
-            backward=(Exchange.SUM, Exchange.GATHER, Exchange.GATHER_AGAIN, Exchange.SUM),
-            behind=Exchange.SUM,
-        ),
-    )
+    segments = (Segment("all", forward=(GATHER, SUM, GATHER), backward=(SUM, GATHER, GATHER_AGAIN, SUM), behind=SUM),)
 
     @property
     def num_weights(self) -> int:

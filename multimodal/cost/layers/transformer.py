@@ -6,10 +6,12 @@ from typing import ClassVar
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
 from multimodal.cost.layers.layer import (
+    GATHER,
+    GATHER_AGAIN,
+    SUM,
     WIDE_BYTES,
     ActivationBytes,
     ActivationCase,
-    Exchange,
     Layer,
     LayerFlops,
     LayerTraffic,
@@ -30,13 +32,13 @@ class TransformerLayer(Layer):
 
     num_products = 4
     segments: ClassVar[tuple[Segment, ...]] = (
-        Segment("input_norm", behind=Exchange.GATHER),
-        Segment("qkv", backward=(Exchange.GATHER_AGAIN,), product="linear_qkv"),
+        Segment("input_norm", behind=GATHER),
+        Segment("qkv", backward=(GATHER_AGAIN,), product="linear_qkv"),
         Segment("attention"),
-        Segment("projection", behind=Exchange.SUM, product="linear_proj"),
-        Segment("mlp_norm", behind=Exchange.GATHER),
-        Segment("mlp_up", backward=(Exchange.GATHER_AGAIN,), product="linear_fc1"),
-        Segment("mlp_down", behind=Exchange.SUM, product="linear_fc2"),
+        Segment("projection", behind=SUM, product="linear_proj"),
+        Segment("mlp_norm", behind=GATHER),
+        Segment("mlp_up", backward=(GATHER_AGAIN,), product="linear_fc1"),
+        Segment("mlp_down", behind=SUM, product="linear_fc2"),
     )
     attends = True
     recomputes = True
@@ -196,12 +198,9 @@ class TransformerLayer(Layer):
         hidden_bytes = size * shape.hidden_size / len(context_group)
         num_groups = shape.query_groups // tensor_parallel_size
         bytes_per_key = size * 2 * shape.head_channels
-        return LayerCollectives(
-            collective_per_token(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS),
-            collective_per_token(num_groups * bytes_per_key, ranks=context_group, cluster=cluster),
-            num_groups,
-            bytes_per_key,
-        )
+        of_hidden = collective_per_token(hidden_bytes, ranks=tensor_group, cluster=cluster).times(_PER_PASS)
+        of_keys = collective_per_token(num_groups * bytes_per_key, ranks=context_group, cluster=cluster)
+        return LayerCollectives(of_hidden, of_keys, num_groups, bytes_per_key)
 
     @property
     def _segment_weights(self) -> tuple[int, ...]:
@@ -236,14 +235,8 @@ class ModulatedTransformerLayer(TransformerLayer):
     roles = (Role.GENERATOR,)
     fits = staticmethod(lambda unit: unit.flow is not None)
     scales_branches = True
-    segments = (
-        Segment(
-            "all",
-            forward=(Exchange.GATHER, Exchange.SUM, Exchange.GATHER),
-            backward=(Exchange.GATHER_AGAIN, Exchange.SUM, Exchange.GATHER, Exchange.GATHER_AGAIN, Exchange.SUM),
-            behind=Exchange.SUM,
-        ),
-    )
+    _BACKWARD = (GATHER_AGAIN, SUM, GATHER, GATHER_AGAIN, SUM)
+    segments = (Segment("all", forward=(GATHER, SUM, GATHER), backward=_BACKWARD, behind=SUM),)
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:

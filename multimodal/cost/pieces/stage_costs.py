@@ -226,15 +226,9 @@ def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster
             shares[-1][stage[0]] += own / stages.tensor_size(stage)
     summing = _summing_seconds(stages, held, options, cluster)
     if profile is not None:
-        return (
-            summing
-            + profile.seconds
-            + max(
-                profile.unit_update_seconds * sum(count > 0 for count in share.values())
-                + profile.weight_update_seconds * sum(share.values())
-                for share in shares
-            )
-        )
+        per_unit, per_weight = profile.unit_update_seconds, profile.weight_update_seconds
+        updating = (per_unit * sum(map(bool, share.values())) + per_weight * sum(share.values()) for share in shares)
+        return summing + profile.seconds + max(updating)
     if cluster.memory_bandwidth_gbytes_per_second is None:
         return summing
     num_bytes = update_traffic_bytes(cluster.bytes_per_element) * max(sum(share.values()) for share in shares)

@@ -218,16 +218,9 @@ class LayerCosts:
         # A product takes a constant however small it is; measured curves that are no quadratic have none.
         constant = curves.weight_gradient.constant if isinstance(curves.weight_gradient, Quadratic) else 0.0
         cutting = constant * (self.num_overlapped_parts - 1) if is_cut else 0.0
-        return _Prepared(
-            curves,
-            tuple(repeated),
-            collectives,
-            recompute,
-            layer.counts if layer.counts != "given" or self.profile is None else "inside",
-            self.num_overlapped_parts,
-            cutting,
-            2 * cutting if recompute == "full" else cutting,
-        )
+        counts: Counts = layer.counts if layer.counts != "given" or self.profile is None else "inside"
+        parts, cutting_back = self.num_overlapped_parts, 2 * cutting if recompute == "full" else cutting
+        return _Prepared(curves, tuple(repeated), collectives, recompute, counts, parts, cutting, cutting_back)
 
 
 class _Sharing(NamedTuple):
@@ -271,10 +264,8 @@ class _Prepared(NamedTuple):
     def waiting_for_tensor_ranks(self, load: UnitLoad) -> float:
         """Seconds of waiting for tensor parallel ranks in a forward."""
         num_tokens, num_squared = load[:2]
-        products_seconds = self.curves.weight_gradient.at(num_tokens, num_squared)
-        return self.collectives.exposed_tensor(
-            num_tokens, num_squared, products_seconds=products_seconds, num_parts=self.num_parts
-        )
+        products = self.curves.weight_gradient.at(num_tokens, num_squared)
+        return self.collectives.exposed_tensor(num_tokens, num_squared, products_seconds=products, num_parts=self.num_parts)
 
 
 def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:

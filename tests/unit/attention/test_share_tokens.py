@@ -84,7 +84,7 @@ def test_every_token_is_gathered_from_where_its_owner_put_it(mask, num_ranks, me
     shares = share_tokens(mask.tokens, num_ranks=num_ranks, method=method, block_size=mask.block_size)
     gathered = np.full(num_ranks * shares.num_rows, -1)
     for rank in range(num_ranks):
-        positions = shares.positions_of(rank)
+        positions = RankShare(shares, rank).positions
         gathered[rank * shares.num_rows :][: len(positions)] = positions
         blocks = AttentionMask(mask.tokens, block_size=mask.block_size, query_blocks=shares.blocks_of(rank))
         assert blocks.query_positions.tolist() == positions.tolist()

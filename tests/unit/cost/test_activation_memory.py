@@ -126,7 +126,7 @@ def check_layer(
     options = BuildOptions(Precision(dtype), recompute=recompute)
     stage = build_layer(graph, unit, kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
     layer = describe_layer(graph, graph.unit(unit), kind, vocab_size=VOCABULARY)
-    assert layer.can_be_built
+    assert layer.is_built_in(layer.unit)
     assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
     if freezes:
         stage.layers.requires_grad_(False)

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multimodal.cost.cluster import Cluster, TransferCost, collective_seconds, message_cost
+from multimodal.cost.cluster import Cluster, TransferCost, collective_seconds, cost_between_nodes
 from multimodal.cost.flops import step_flops
-from multimodal.cost.layers.registry import describe_layer, read_model
+from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.stage_costs import update_traffic_bytes
 from multimodal.cost.run_options import RunOptions
@@ -75,9 +75,9 @@ def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_un
 
 def test_ranks_of_a_node_share_its_network_cards():
     assert [CLUSTER.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    cost = message_cost(20e9, source_ranks=(0, 1, 2, 3), target_ranks=(4, 5, 6, 7), cluster=CLUSTER)
+    cost = cost_between_nodes(20e9, source_ranks=(0, 1, 2, 3), cluster=CLUSTER)
     assert (cost.occupied_seconds, cost.link) == (pytest.approx(1.0), -1)
-    assert message_cost(20e9, source_ranks=(3,), target_ranks=(4,), cluster=CLUSTER).link == 1
+    assert cost_between_nodes(20e9, source_ranks=(3,), cluster=CLUSTER).link == 1
 
 
 def test_replicas_reduce_fp32_gradients_and_gather_bf16_parameters():
@@ -364,6 +364,6 @@ def test_every_model_file_says_its_vocabulary_and_whether_it_can_only_be_planned
     graph = read_model(path)
     assert graph.backbone.vocab_size
     assert ModelGraph.from_dict(graph.to_dict()) == graph
-    can_train = all(describe_layer(graph, unit, kind, vocab_size=0).can_be_built for unit in graph.units for kind in unit.layers)
+    can_train = all(LAYER_KINDS[kind].is_built_in(unit) for unit in graph.units for kind in unit.layers)
     says_so = "# To be planned and simulated only, not trained:" in path.read_text()
     assert says_so is not can_train

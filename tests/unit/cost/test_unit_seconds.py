@@ -8,7 +8,7 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.cost.cluster import exchange_cost, message_cost
+from multimodal.cost.cluster import cost_between_nodes, cost_inside_node, exchange_cost
 from multimodal.cost.layers.layer import ActivationCase, Exchange
 from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describe_layer
 from multimodal.cost.model_costs import ModelCosts
@@ -91,7 +91,8 @@ class Singly:
         size = float(rows * width * self.costs.cluster.bytes_per_element)
         if ranks == others:
             return tuple(exchange_cost(size, ranks=ranks, cluster=self.costs.cluster))
-        return tuple(message_cost(size, source_ranks=ranks, target_ranks=others, cluster=self.costs.cluster))
+        cost = cost_inside_node if self.costs.cluster.is_one_node((*ranks, *others)) else cost_between_nodes
+        return tuple(cost(size, source_ranks=ranks, cluster=self.costs.cluster))
 
     def images(self, generator: str, atoms: tuple[Atom, ...]) -> int:
         return sum(item.unit == generator for atom in atoms for item in self.samples[atom.sample_id].items)

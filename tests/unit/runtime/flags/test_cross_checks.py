@@ -104,7 +104,7 @@ def test_what_the_model_file_freezes_stays_frozen(parse_on_base):
 
 
 class CountedLayer(TransformerLayer):
-    can_be_built = False
+    is_built_in = staticmethod(lambda unit: False)
 
 
 def test_a_layer_that_nobody_builds_is_refused(parse_on_base, monkeypatch):
