@@ -33,7 +33,7 @@ from tests.distributed.hugging_face_comparison import FromFolder, Plans, case_of
 from tests.distributed.hugging_face_models import LLAVAS, TEXT_MODELS, TEXTS, llama, samples_of_one_size
 from tests.distributed.rank_pool import RankError
 from tests.distributed.wide_transformers import build_wide_model, double_precision
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tools import convert
 
 RANK, ALPHA = 2, 6.0
@@ -288,9 +288,7 @@ def read_adapters(document: Mapping[str, Any]) -> None:
 ADAPTERS: Kinds = {"adapters": ({"config": {}, "tensors": {}}, read_adapters)}
 
 
-def test_adapters_that_are_no_lora_of_the_model_are_refused():
-    """`python -m tests.distributed.test_hugging_face_lora` writes the answers of tests/golden/adapters.txt anew."""
-    assert differing("adapters.txt", ADAPTERS) == []
+test_adapters_that_are_no_lora_of_the_model_are_refused = golden_test("adapters.txt", ADAPTERS)
 
 
 def test_a_folder_without_adapters_is_refused(tmp_path):
@@ -333,7 +331,3 @@ def test_projectors_beside_adapters_come_back(ranks, tmp_path):
     save_file(changed | {f"{PREFIX}model.tower.weight": torch.zeros(2)}, path)
     with pytest.raises(RankError, match="the model has nothing that is called base_model.model.model.tower.weight"):
         ranks.run(WithAdapters(folder, tmp_path / "third", adapter=path.parent), case, world_size=3)
-
-
-if __name__ == "__main__":
-    write("adapters.txt", ADAPTERS)

@@ -49,8 +49,9 @@ def find_unproven(table, proofs):
 
 
 @cache
-def functions_in(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+def names_of_tests_in(path):
+    """Return the names of a file's tests, those that are made from a table among them."""
+    return set(re.findall(r"^(?:def )?(test_\w+)(?:\(| = )", path.read_text(), re.MULTILINE))
 
 
 @cache
@@ -70,7 +71,7 @@ def test_every_clause_names_its_proof():
 @pytest.mark.parametrize("proof", sorted({proof for row in PROOFS.values() for tests in row.values() for proof in tests}))
 def test_the_proof_is_there(proof):
     path, name, row = re.fullmatch(r"(.*)::(\w+)(?:\[(.*)\])?", proof).groups()
-    assert name in functions_in(ROOT / "tests" / path)
+    assert name in names_of_tests_in(ROOT / "tests" / path)
     assert row is None or row in family_names()
 
 

@@ -2,9 +2,11 @@
 
 `== KIND` begins a section, the document of that kind is right. A case is what a document has otherwise, behind `$`: places and
 their values, a `-` before what is missing. Its answer, that of the kind's reader in an empty working folder, is in the next line.
+`python -m tests.unit.golden_answers tests.unit.test_wrong_files` writes the answers of that module's text anew.
 """
 
 import contextlib
+import importlib
 import json
 import sys
 import tempfile
@@ -68,7 +70,23 @@ def differing(name: str, kinds: Kinds) -> list[tuple[str, str]]:
     return [pair for pair in zip(answers(name, kinds), written, strict=True) if pair[0] != pair[1]]
 
 
-def write(name: str, kinds: Kinds) -> None:
-    lines = list(answers(name, kinds))
-    (ROOT / "tests" / "golden" / name).write_text("".join(f"{line}\n" for line in lines))
-    print(f"{name}: {sum(line.startswith('$') for line in lines)} cases", file=sys.stderr)
+def golden_test(name: str, kinds: Kinds) -> Callable[[], None]:
+    """Return the test that all cases of a golden text are answered as written."""
+
+    def test() -> None:
+        unlike = differing(name, kinds)
+        assert not unlike, "\n".join(f"found {found}\nnot   {expected}" for found, expected in unlike)
+
+    test.golden = (name, kinds)  # type: ignore[attr-defined]
+    return test
+
+
+def write(module: str) -> None:
+    for name, kinds in (test.golden for test in vars(importlib.import_module(module)).values() if hasattr(test, "golden")):
+        lines = list(answers(name, kinds))
+        (ROOT / "tests" / "golden" / name).write_text("".join(f"{line}\n" for line in lines))
+        print(f"{name}: {sum(line.startswith('$') for line in lines)} cases")
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])

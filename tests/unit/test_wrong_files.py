@@ -1,7 +1,4 @@
-"""What is said to wrong files of models, plans, costs, data and others: tests/golden/files.txt (`tests/unit/golden_answers.py`).
-
-`python -m tests.unit.test_wrong_files` writes the answers anew.
-"""
+"""What is said to wrong files of models, plans, costs, data and others: tests/golden/files.txt."""
 
 import copy
 import datetime
@@ -32,7 +29,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.cost.cost_cases import CLUSTER
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.plan.planners.templates.test_plan_templates import ONE_NODE
 
 SHAPE = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
@@ -105,8 +102,7 @@ FILES: Kinds = {
 }
 
 
-def test_every_file_is_answered_as_written() -> None:
-    assert differing("files.txt", FILES) == []
+test_every_file_is_answered_as_written = golden_test("files.txt", FILES)
 
 
 VALUES = {
@@ -189,7 +185,3 @@ def test_a_slip_is_an_error_or_another_value(name, data, traced_memory):
     except BraidError as problem:
         assert len(str(problem)) < 1000
     assert tracemalloc.get_traced_memory()[1] - before < MOST_BYTES
-
-
-if __name__ == "__main__":
-    write("files.txt", FILES)

@@ -22,7 +22,7 @@ from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.validate import validate_assignment
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.plan.planners.planning_cases import GRAPHS, random_lengths
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
@@ -135,10 +135,8 @@ PLACEMENTS: Kinds = {
 }
 
 
-@pytest.mark.skipif(kernels is None, reason="their searches find better placements than the references")
-def test_units_are_placed_as_written() -> None:
-    """`python -m tests.unit.balance.test_placement` writes tests/golden/placements.txt anew."""
-    assert differing("placements.txt", PLACEMENTS) == []
+needs_kernels = pytest.mark.skipif(kernels is None, reason="their searches find better placements than the references")
+test_units_are_placed_as_written = needs_kernels(golden_test("placements.txt", PLACEMENTS))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -161,7 +159,3 @@ def test_work_is_counted_as_atom_by_atom(model: str, seed: int) -> None:
             ]
             whole[number] += sum((sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))))
     assert work.whole_sample_flops().tolist() == pytest.approx(whole, rel=1e-15)
-
-
-if __name__ == "__main__":
-    write("placements.txt", PLACEMENTS)

@@ -1,7 +1,4 @@
-"""config.json and processors: the model graphs that they are read as, what is written of these, and what is refused.
-
-`python -m tests.unit.hugging_face.test_configs` writes the answers of tests/golden/hugging_face.txt anew.
-"""
+"""config.json and processors: the model graphs that they are read as, what is written of these, and what is refused."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -22,7 +19,7 @@ from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
-from tests.unit.golden_answers import Kinds, changed, differing, write
+from tests.unit.golden_answers import Kinds, changed, golden_test
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
 """A small Llama, and what llava-1.5-7b-hf, pixtral-12b, InternVL3-1B, Qwen2-VL, Qwen2.5-VL-3B, Qwen3-VL-4B, Qwen2-Audio-7B and
@@ -130,8 +127,7 @@ def graph_of(folder: Path, name: str, **changes: Any) -> ModelGraph:
     return read_model(write_folder(folder, changed(PUBLISHED[name], changes)))
 
 
-def test_every_config_is_read_and_written_as_it_is_written_down() -> None:
-    assert differing("hugging_face.txt", CONFIGS) == []
+test_every_config_is_read_and_written_as_it_is_written_down = golden_test("hugging_face.txt", CONFIGS)
 
 
 def test_newer_versions_nest_the_llm_of_qwen2_5_vl(tmp_path: Path) -> None:
@@ -201,7 +197,3 @@ def test_a_run_may_balance_experts_of_a_model_that_does_not(tmp_path: Path) -> N
     assert shape.experts is not None
     balanced = replace(shape, experts=replace(shape.experts, aux_loss_coeff=0.01))
     check_same_model(tmp_path, replace(graph, units=(replace(graph.backbone, transformer=balanced),)))
-
-
-if __name__ == "__main__":
-    write("hugging_face.txt", CONFIGS)

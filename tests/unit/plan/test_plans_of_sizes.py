@@ -1,7 +1,4 @@
-"""Plans from sizes: units on ranks of their own or on all ranks, virtual stages, and groups inside nodes.
-
-`python -m tests.unit.plan.test_plans_of_sizes` writes the answers of tests/golden/sizes.txt anew.
-"""
+"""Plans from sizes: units on ranks of their own or on all ranks, virtual stages, and groups inside nodes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +11,7 @@ from multimodal.plan.plans_of_sizes import UnitSizes, describe_placement, fold_s
 from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 
 SHAPE = Transformer(num_layers=4, hidden_size=48, num_attention_heads=12, ffn_hidden_size=96)
 VISION, AUDIO = (Unit(name, Role.ENCODER, SHAPE, ImageInput(2, 2)) for name in ("vision", "audio"))
@@ -94,8 +91,7 @@ SIZES_KINDS: Kinds = {
 }
 
 
-def test_every_size_is_answered_as_written() -> None:
-    assert differing("sizes.txt", SIZES_KINDS) == []
+test_every_size_is_answered_as_written = golden_test("sizes.txt", SIZES_KINDS)
 
 
 def test_context_parallel_ranks_stand_between_tensor_parallel_groups() -> None:
@@ -103,7 +99,3 @@ def test_context_parallel_ranks_stand_between_tensor_parallel_groups() -> None:
     llm = plan_disaggregated(TEXT_ONLY, sizes={"llm": UnitSizes(2, 1, 2)}, world_size=8).units["llm"]
     assert [llm.tensor_parallel_groups(replica.stages[0]) for replica in llm.replicas] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
     assert [llm.context_parallel_rank(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
-
-
-if __name__ == "__main__":
-    write("sizes.txt", SIZES_KINDS)

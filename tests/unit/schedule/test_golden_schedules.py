@@ -1,7 +1,7 @@
 """Names and text of schedules, and builders and the insertion of communication against the text in tests/golden/schedule.
 
 After a change that is meant, print the new text with `schedule_to_text` and review the difference. Orders that single policies,
-builders and passes give are in tests/golden/orders.txt; `python -m tests.unit.schedule.test_golden_schedules` writes them anew.
+builders and passes give are in tests/golden/orders.txt.
 """
 
 import pickle
@@ -21,7 +21,7 @@ from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.schedule.schedule_cases import builders_for, cases, golden_cases, one_unit, written_case
 from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_text, schedule_to_text
 
@@ -62,8 +62,7 @@ NOTHING |= {"lowered": False, "forward_only": False}
 ORDERS: Kinds = {"order": ({"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING}, order_of)}
 
 
-def test_every_order_is_as_written() -> None:
-    assert differing("orders.txt", ORDERS) == []
+test_every_order_is_as_written = golden_test("orders.txt", ORDERS)
 
 
 SHOWN = sorted(path.name.split(".")[:2] for path in GOLDEN.glob("*.txt") if path.name.count(".") == 2)
@@ -153,7 +152,3 @@ def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepSh
         message = rf"{builder} (needs .* found .* in the plan, or|runs encoders as one, .*;) choose "
         with pytest.raises(ScheduleError, match=message):
             BUILDERS[builder](case)
-
-
-if __name__ == "__main__":
-    write("orders.txt", ORDERS)

@@ -16,7 +16,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.schedule import SlotMode
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, built, costs_of, most_kept, seconds_of
 from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, written_case
 from tools.filling_report import measure_filling
@@ -48,9 +48,7 @@ STEP = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, "costs": {"llm": 1.0}, "m
 FILLED: Kinds = {"filled": (STEP, filled)}
 
 
-def test_encoders_and_weight_gradients_fill_bubbles_as_written():
-    """`python -m tests.unit.schedule.test_optimus` writes tests/golden/fillings.txt anew."""
-    assert differing("fillings.txt", FILLED) == []
+test_encoders_and_weight_gradients_fill_bubbles_as_written = golden_test("fillings.txt", FILLED)
 
 
 def test_the_share_of_encoder_work_in_bubbles():
@@ -139,7 +137,3 @@ def test_a_step_takes_the_llms_time_and_the_encoders_and_keeps_two_of_their_micr
     assert found == pytest.approx(simulate_schedule(dip, costs).iteration_seconds, abs=1e-6)
     assert max(most_kept(dip, "vision")) == rounds
     assert max(most_kept(schedule, "llm")) == num_stages
-
-
-if __name__ == "__main__":
-    write("fillings.txt", FILLED)

@@ -23,7 +23,7 @@ from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.schedule.built_schedules import GivenCosts, UniformCosts, broken_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.schedule_text import schedule_from_text
@@ -80,9 +80,7 @@ ONE = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING, "costs": {}, "e
 SIMULATIONS: Kinds = {"simulation": (ONE, simulated)}
 
 
-def test_every_simulation_is_as_written() -> None:
-    """`python -m tests.unit.schedule.test_simulate` writes tests/golden/simulations.txt anew."""
-    assert differing("simulations.txt", SIMULATIONS) == []
+test_every_simulation_is_as_written = golden_test("simulations.txt", SIMULATIONS)
 
 
 def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:
@@ -263,7 +261,3 @@ def test_lanes_that_wait_for_each_other_stop():
     assert times.positions.tolist() == [1, 0]
     gate = build_arrays([[1, 2, 3], [2, 0]], seconds=[1, 4, 0, 1], needs={2: [0]}, kinds={2: GATE})
     assert simulate_events(gate).positions.tolist() == [1, 0], "what it needs comes behind it"
-
-
-if __name__ == "__main__":
-    write("simulations.txt", SIMULATIONS)

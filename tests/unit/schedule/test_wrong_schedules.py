@@ -1,7 +1,4 @@
-"""What is said to schedules that cannot run: the first lines of the errors, in tests/golden/wrong_schedules.txt.
-
-`python -m tests.unit.schedule.test_wrong_schedules` writes the answers anew.
-"""
+"""What is said to schedules that cannot run: the first lines of the errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +10,7 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.errors import ScheduleError
 from multimodal.values.shape import StepShape
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, one_unit, small
 from tests.unit.schedule.schedule_text import schedule_from_text, schedule_to_text
 from tests.unit.schedule.test_inside_slots import APART, LOCAL, TOGETHER, apart, beside
@@ -80,9 +77,4 @@ SCHEDULES: Kinds = {
 }
 
 
-def test_every_schedule_is_answered_as_written() -> None:
-    assert differing("wrong_schedules.txt", SCHEDULES) == []
-
-
-if __name__ == "__main__":
-    write("wrong_schedules.txt", SCHEDULES)
+test_every_schedule_is_answered_as_written = golden_test("wrong_schedules.txt", SCHEDULES)

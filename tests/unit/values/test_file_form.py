@@ -1,7 +1,4 @@
-"""Files in plain form, and values read from them by their types: what is taken, and what is refused with its place.
-
-`python -m tests.unit.values.test_file_form` writes the answers of tests/golden/file_form.txt anew.
-"""
+"""Files in plain form, and values read from them by their types: what is taken, and what is refused with its place."""
 
 import errno
 import json
@@ -17,8 +14,7 @@ import pytest
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.file_form import LARGEST_FILE_BYTES, line_of, read_file, read_mapping, write_mapping
 from multimodal.values.typed_reader import Plain, check_fields
-from tests.unit.golden_answers import Kinds, differing
-from tests.unit.golden_answers import write as write_answers
+from tests.unit.golden_answers import Kinds, golden_test
 
 NESTED = 20_000
 
@@ -210,8 +206,7 @@ FORMS: Kinds = {
 }
 
 
-def test_every_file_and_value_is_answered_as_written() -> None:
-    assert differing("file_form.txt", FORMS) == []
+test_every_file_and_value_is_answered_as_written = golden_test("file_form.txt", FORMS)
 
 
 def test_far_keys_suggest_nothing():
@@ -248,7 +243,3 @@ def test_long_values_are_shown_shortened():
 def test_values_made_in_python_are_held_against_the_same_bounds(value, message):
     with pytest.raises(ConfigError, match=message):
         check_fields(value, at=Plain(None, "cart", ConfigError))
-
-
-if __name__ == "__main__":
-    write_answers("file_form.txt", FORMS)

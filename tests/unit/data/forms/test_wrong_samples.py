@@ -1,7 +1,4 @@
-"""Everything that can be wrong with a sample, a list or a file, whatever its form: tests/golden/samples.txt, and what is no text.
-
-`python -m tests.unit.data.forms.test_wrong_samples` writes the answers anew.
-"""
+"""Everything that can be wrong with a sample, a list or a file, in whatever form, and what is no text."""
 
 import gzip
 import json
@@ -18,7 +15,7 @@ from multimodal.values.model_graph import ModelGraph
 from tests.unit.data.chat.templates import CHATML
 from tests.unit.data.conftest import UNITS, DataFolder
 from tests.unit.data.forms.test_sample_files import energon, read, write_tar
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 
 ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
 GOOD = {"id": "s1", "segments": [ANSWER]}
@@ -53,8 +50,7 @@ SAMPLES: Kinds = {
 }
 
 
-def test_every_sample_is_answered_as_written() -> None:
-    assert differing("samples.txt", SAMPLES) == []
+test_every_sample_is_answered_as_written = golden_test("samples.txt", SAMPLES)
 
 
 NO_OBJECT = "not a complete JSON object"
@@ -106,7 +102,3 @@ def test_missing_and_empty_manifests(data: DataFolder) -> None:
     clip = {"type": "audio", "path": "a.wav", "seconds": 1.0}
     with pytest.raises(DataError, match=r"no usable sample \(2 samples with audio"):
         data.open([[clip, ANSWER]] * 2)
-
-
-if __name__ == "__main__":
-    write("samples.txt", SAMPLES)

@@ -27,7 +27,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Experts
 from multimodal.values.schedule import Schedule
 from multimodal.values.validate import validate_plan
-from tests.unit.golden_answers import Kinds, differing, write
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, THREE, TWO, frozen, random_lengths, request, with_memory
 from tests.unit.plan.test_plans_of_sizes import placement
 from tests.unit.schedule.built_schedules import GivenCosts
@@ -140,9 +140,7 @@ REQUESTS: Kinds = {
 }
 
 
-def test_every_request_is_answered_as_written():
-    """`python -m tests.unit.plan.planners.test_planners` writes the answers anew."""
-    assert differing("requests.txt", REQUESTS) == []
+test_every_request_is_answered_as_written = golden_test("requests.txt", REQUESTS)
 
 
 def test_alpa_finds_the_least_latency_of_all_meshes():
@@ -277,7 +275,3 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
     problem = build_problem(asked)
     alone = build_candidate(asked, problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
     assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds
-
-
-if __name__ == "__main__":
-    write("requests.txt", REQUESTS)

@@ -1,7 +1,4 @@
-"""`braid.json` and `tensors.json`: what was written comes back; anything else is an error that names file and way out.
-
-`python -m tests.unit.runtime.checkpoint.test_manifest` writes the answers of tests/golden/checkpoints.txt anew.
-"""
+"""`braid.json` and `tensors.json`: what was written comes back; anything else is an error that names file and way out."""
 
 import json
 import os
@@ -17,7 +14,7 @@ from megatron.runtime.checkpoint.manifest import Manifest, check_model, read_new
 from megatron.runtime.checkpoint.storage import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json, read_index
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
-from tests.unit.golden_answers import Kinds, changed, differing, write
+from tests.unit.golden_answers import Kinds, changed, golden_test
 
 MANIFEST = Manifest(
     step=7,
@@ -179,15 +176,10 @@ CHECKPOINTS: Kinds = {
 }
 
 
-def test_every_change_is_answered_as_written() -> None:
-    assert differing("checkpoints.txt", CHECKPOINTS) == []
+test_every_change_is_answered_as_written = golden_test("checkpoints.txt", CHECKPOINTS)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 200_000, b'{"x": ' + b"9" * 9_999 + b"}", b"{}x"])
 def test_contents_that_are_no_index(unwritten: Path, content: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"tensors\.json cannot be used \("):
         read(unwritten, content)
-
-
-if __name__ == "__main__":
-    write("checkpoints.txt", CHECKPOINTS)
