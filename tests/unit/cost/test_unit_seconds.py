@@ -26,6 +26,7 @@ from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork, step_work
 from tests.unit.cost.test_model_costs import COSTS, GRAPH
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.plan.planners.planning_cases import CLUSTER, THREE, TWO, frozen, random_lengths
 
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -220,48 +221,24 @@ def test_segments_have_the_weights_and_the_traffic_of_their_layer(kind: str) -> 
     assert tuple(map(sum, zip(*(each.traffic for each in work), strict=True))) == layer.traffic(2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "need", "options", "waits"),
-    [
-        (FORWARD, FULL, {"sequence_parallel": False}, "3s 6s"),
-        (FORWARD, FULL, {}, "0g 3s 4g 6s"),
-        (BACKWARD, FULL, {"sequence_parallel": False}, "5s 1s"),
-        (BACKWARD, FULL, {}, "6g 5a 5s 4g 1a 1s"),
-        (BACKWARD, PASSING, {}, "6g 5s 4g 1s"),
-        (BACKWARD, FULL, {"recompute": "full"}, "6g 6g 6s 6g 5a 5s 4g 1a 1s"),
-        (BACKWARD, FULL, {"recompute": "full", "sequence_parallel": False}, "6s 5s 1s"),
-        (BACKWARD, FULL, {"recompute": "selective", "sequence_parallel": False}, "5s 1s"),
-        (BACKWARD, BackwardNeed.NONE, {}, ""),
-        (ActionKind.INPUT_GRADIENT, FULL, {"sequence_parallel": False}, "5s 1s"),
-        (ActionKind.WEIGHT_GRADIENT, FULL, {}, ""),
-    ],
-)
-def test_waits_are_numbered_as_a_transformer_layer_comes_to_them(kind, need, options, waits) -> None:
+TRANSFORMER = {"layers": ["transformer"], "kind": "F", "need": "FULL", "options": {}, "covers": None}
+RANGE = {**TRANSFORMER, "layers": ["token_embedding", "transformer", "transformer"], "covers": [1, 5]}
+
+
+def waits_of(document):
+    """Say the segments and exchanges that a computation waits for: gathering, gathering again, summing; ! at its end."""
+    layers = [(layer, BackwardNeed[document["need"]]) for layer in document["layers"]]
+    options, covers = replace(LOCAL, **document["options"]), document["covers"] and SegmentRange(*document["covers"])
+    found = computation_waits(ActionKind(document["kind"]), layers, options=options, covers=covers)
     letters = {Exchange.GATHER: "g", Exchange.GATHER_AGAIN: "a", Exchange.SUM: "s"}
-    found = computation_waits(kind, (("transformer", need),), options=replace(LOCAL, **options))
-    assert " ".join(f"{wait.segment}{letters[wait.exchange]}" for wait in found) == waits
+    return (
+        " ".join(f"{wait.segment}{letters[wait.exchange]}{'!' * (covers is not None and wait.is_at_end)}" for wait in found)
+        or "none"
+    )
 
 
-@pytest.mark.parametrize(
-    ("kind", "covers", "options", "waits"),
-    [
-        (FORWARD, (1, 5), {}, "1g 4s!"),
-        (FORWARD, (2, 4), {}, ""),
-        (FORWARD, (8, 15), {}, "8g 11s 12g 14s"),
-        (BACKWARD, (5, 15), {}, "14g 13s 12g 9s 8g 6s 5g!"),
-        (BACKWARD, (8, 9), {}, "8g!"),
-        (BACKWARD, (5, 8), {}, "6s 5g!"),
-        (BACKWARD, (5, 8), {"sequence_parallel": False}, "6s"),
-        (BACKWARD, (8, 9), {"recompute": "full"}, "8g 8s 8g 8g!"),
-        (BACKWARD, (14, 15), {"recompute": "full"}, "14g 14s 14g 14g"),
-    ],
-)
-def test_a_range_waits_for_its_collectives_and_for_the_one_behind_it_while_others_may_run(kind, covers, options, waits) -> None:
-    """Rows of products are kept, not gathered again; at the stage's end nothing lies behind."""
-    letters = {Exchange.GATHER: "g", Exchange.SUM: "s"}
-    layers = (("token_embedding", FULL), ("transformer", FULL), ("transformer", FULL))
-    found = computation_waits(kind, layers, options=replace(LOCAL, **options), covers=SegmentRange(*covers))
-    assert " ".join(f"{wait.segment}{letters[wait.exchange]}{'!' * wait.is_at_end}" for wait in found) == waits
+WAITS: Kinds = {"transformer layer": (TRANSFORMER, waits_of), "range of segments": (RANGE, waits_of)}
+test_waits_are_numbered_as_computations_come_to_them = golden_test("waits.txt", WAITS)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
