@@ -57,12 +57,16 @@ def in_trace(document: Mapping[str, str]) -> None:
     read_trace(Path("trace.csv"), num_nodes=4)
 
 
-def in_mixture(document: Mapping[str, str]) -> None:
-    """Read words of --data-path, among them a metadataset, m.yaml."""
-    Path("set/.nv-meta").mkdir(parents=True, exist_ok=True)
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:"
-    Path("m.yaml").write_text(f"{head} {{train: {{{document['train']}}}, other: {{path: o.jsonl}}}}\n")
-    read_mixture(document["words"].split())
+def in_mixture(document: Mapping[str, str]) -> str:
+    """Read words of --data-path, among them metadatasets, m.yaml and n.yaml; returns data sets with weights or repetitions."""
+    head = f"__module__: megatron.energon\n__class__: {document['class']}\nsplits:"
+    for folder in (Path(), Path("there")):
+        (folder / "set" / ".nv-meta").mkdir(parents=True, exist_ok=True)
+        (folder / "m.yaml").write_text(f"{head} {{train: {{{document['train']}}}, other: {{path: o.jsonl}}}}\n")
+        (folder / "n.yaml").write_text(f"{head} {{train: {{path: set}}, other: {{{document['inner']}}}}}\n")
+    found = read_mixture(document["words"].split())
+    shares = (each.weight or f"{each.repetitions:g} times" for each in found)
+    return "; ".join(f"{each.path} {share} {[*each.ranges] or ''}".strip() for each, share in zip(found, shares, strict=True))
 
 
 def unit_plan(rank: int) -> Mapping[str, Any]:
@@ -94,7 +98,7 @@ FILES: Kinds = {
         partial(in_file, read=LayerProfile.from_file),
     ),
     "lengths": ({"rows": "x,56x56,1,1,1,0,red\n"}, in_table),
-    "mixture": ({"train": "path: set", "words": "m.yaml"}, in_mixture),
+    "mixture": ({"train": "path: set", "words": "m.yaml", "inner": "path: set", "class": "MetadatasetV2"}, in_mixture),
     "templates": (ONE_NODE.to_dict(), TemplateSet.from_dict),
     "schedule's name": ({"name": "dip:rounds=2"}, lambda document: BUILDERS[document["name"]]),
     "environment": ({"environ": {}}, lambda document: find_rank_place(document["environ"])),

@@ -1,5 +1,6 @@
 """Sources made of sources: parts of one, mixtures, and views with other pixels."""
 
+import math
 import os
 from dataclasses import replace
 from itertools import chain
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.data import global_batches
-from multimodal.data.blend import NamedData, read_mixture
+from multimodal.data.blend import NamedData
 from multimodal.data.global_batches import (
     BLOCK_SIZE,
     MOST_JOINED,
@@ -70,17 +71,11 @@ def test_a_subset_is_a_source(data):
     assert subset.text(0).token_ids.tolist() == source.text(2).token_ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["a"], [("a", None)]),
-        (["a", "b"], [("a", None), ("b", None)]),
-        (["0.7", "a", "3e-1", "b"], [("a", 0.7), ("b", 0.3)]),
-        (["2", "a"], [("a", 2.0)]),
-    ],
-)
-def test_weights_stand_before_every_path_or_before_none(words, expected):
-    assert read_mixture(words) == tuple(NamedData(*each) for each in expected)
+def test_ranges_are_taken_one_of_another():
+    """As Energon does: numbers of the data set's samples first, then shares of these."""
+    assert [*NamedData("a", ranges=((10, 20), (0.5, 1.0), (0.0, 0.5))).samples(100)] == [15, 16]
+    assert [*NamedData("a", ranges=((0.25, 0.5),)).samples(10)] == [2, 3, 4]
+    assert [*NamedData("a", ranges=((7, math.inf),)).samples(9)] == [7, 8]
 
 
 def test_only_the_pixels_differ(data, graph, tmp_path):

@@ -24,6 +24,7 @@ from multimodal.data.conversation import (
 )
 from multimodal.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, build_tokenizer
 from multimodal.values.errors import ConfigError
+from tests.unit.golden_answers import Kinds, golden_test
 
 
 @given(st.text())
@@ -183,78 +184,15 @@ def build(*segments: Segment, seq_length: int = 100) -> Conversation:
     return build_conversation(segments, tokenizer=TOKENIZER, seq_length=seq_length)
 
 
-IMAGE = ItemSegment(3)
+def described(document: dict[str, Any]) -> str:
+    """Say the tokens, which of them are trained, the items as (number, start, tokens), and whether the sample was cut."""
+    kinds = {list: lambda each: TextSegment(*each), int: ItemSegment, str: lambda _: GeneratedSegment()}
+    found = build(*(kinds[type(each)](each) for each in document["segments"]), seq_length=document["seq_length"])
+    return " ".join([*spell(found), str([*found.item_starts]), *["cut"] * found.is_cut])
 
 
-@pytest.mark.parametrize(
-    ("segments", "tokens", "trained"),
-    [
-        ([IMAGE, TextSegment("assistant", "a cat")], "^[###]Aa cat$", "-------xxxxxx"),
-        ([IMAGE, TextSegment("user", "q"), TextSegment("assistant", "yes")], "^[###]UqAyes$", "---------xxxx"),
-        ([TextSegment("user", "q"), IMAGE, TextSegment("assistant", "yes")], "^Uq[###]Ayes$", "---------xxxx"),
-        ([TextSegment("document", "ab"), IMAGE, TextSegment("document", "c")], "^Dab[###]c$", "--xx-----xx"),
-        ([TextSegment("document", "ab"), IMAGE], "^Dab[###]$", "--xx-----x"),
-        ([IMAGE, TextSegment("document", "ab"), IMAGE], "^[###]Dab[###]$", "-------xx-----x"),
-        ([TextSegment("document", "d"), TextSegment("user", "q"), TextSegment("assistant", "y")], "^Dd$UqAy$", "-------xx"),
-        ([TextSegment(role, "t") for role in ("user", "assistant", "user", "assistant")], "^UtAt$UtAt$", "----xx---xx"),
-        ([TextSegment("assistant", "a"), IMAGE, TextSegment("assistant", "b")], "^Aa[###]b$", "--x-----xx"),
-        ([TextSegment("assistant", "a"), IMAGE, TextSegment("user", "b")], "^Aa$[###]Ub", "--xx-------"),
-        ([TextSegment("user", "q"), TextSegment("user", "r")], "^Uqr", "----"),
-        ([TextSegment("assistant", "")], "^A$", "--x"),
-        ([IMAGE], "^[###]", "------"),
-    ],
-)
-def test_whole_samples(segments, tokens, trained):
-    conversation = build(*segments)
-    assert spell(conversation) == (tokens, trained)
-    assert not conversation.is_cut
-    starts = [index + 1 for index, token in enumerate(tokens) if token == "["]
-    assert conversation.item_starts == tuple((number, start, 3) for number, start in enumerate(starts))
-
-
-@pytest.mark.parametrize(
-    ("segments", "tokens", "trained", "items"),
-    [
-        ([TextSegment("user", "q"), GeneratedSegment()], "^UqA[]$", "----x-x", ((0, 4, 0),)),
-        ([GeneratedSegment(), TextSegment("assistant", "y")], "^A[]y$", "--x-xx", ((0, 2, 0),)),
-        ([TextSegment("assistant", "y"), GeneratedSegment(), TextSegment("user", "q")], "^Ay[]$Uq", "--xx-x--", ((0, 3, 0),)),
-        ([IMAGE, TextSegment("user", "q"), GeneratedSegment()], "^[###]UqA[]$", "---------x-x", ((0, 2, 3), (1, 9, 0))),
-        ([TextSegment("document", "d"), GeneratedSegment()], "^Dd$A[]$", "-----x-x", ((0, 5, 0),)),
-    ],
-)
-def test_an_image_to_make_is_announced_and_has_no_tokens(segments, tokens, trained, items):
-    """It belongs to an assistant turn; the generator is given the state of the token that announces it."""
-    conversation = build(*segments)
-    assert spell(conversation) == (tokens, trained)
-    assert conversation.item_starts == items
-
-
-def test_an_image_to_make_is_never_cut_in_two():
-    segments = (TextSegment("user", "q"), GeneratedSegment())
-    assert spell(build(*segments, seq_length=6)) == ("^UqA[]", "----x-")
-    cut = build(*segments, seq_length=5)
-    assert (spell(cut), cut.item_starts) == (("^UqA", "----"), ())
-
-
-@pytest.mark.parametrize(
-    ("seq_length", "tokens", "num_items"),
-    [
-        (15, "^Dab[###]c[###]", 2),
-        (14, "^Dab[###]c", 1),
-        (10, "^Dab[###]c", 1),
-        (9, "^Dab[###]", 1),
-        (8, "^Dab", 0),
-        (3, "^Da", 0),
-        (1, "^", 0),
-    ],
-)
-def test_long_samples_are_cut_at_the_end(seq_length, tokens, num_items):
-    """A text is cut anywhere; an image that does not fit goes as a whole and ends the sample."""
-    segments = (TextSegment("document", "ab"), IMAGE, TextSegment("document", "c"), IMAGE)
-    conversation = build(*segments, seq_length=seq_length)
-    assert spell(conversation)[0] == tokens
-    assert len(conversation.item_starts) == num_items
-    assert conversation.is_cut
+CONVERSATIONS: Kinds = {"sample": ({"segments": [], "seq_length": 100}, described)}
+test_samples_are_spelled_as_written = golden_test("conversations.txt", CONVERSATIONS)
 
 
 def test_labels_are_the_next_tokens():
