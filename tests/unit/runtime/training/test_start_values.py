@@ -1,6 +1,7 @@
 """Before a run's first step: what ranks must agree on, what it starts from, how its layers are cut, and with which kernels."""
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from megatron.runtime.launch.distributed_setup import StartValues, describe_diff
 from megatron.runtime.training import run
 from megatron.runtime.training.describe_run import _shown_stages
 from megatron.runtime.training.prediction import predict_layer_seconds
-from megatron.runtime.training.resumption import Start, choose_start
+from megatron.runtime.training.resumption import choose_start
 from megatron.runtime.training.start_values import BY_CONTENT, MAY_DIFFER, collect_start_values
 from multimodal.plan.plans_of_sizes import EVEN
-from multimodal.values.errors import CheckpointError, ConfigError
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.runtime.training.conftest import open_example
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "digits"
@@ -36,134 +38,58 @@ def values_of_config(config: RunConfig) -> StartValues:
     return collect_start_values(config, graph=graph, plan=build_plan(config, graph, 4), data=data, vocab_size=384)
 
 
-@pytest.fixture(scope="module")
+@cache
 def first() -> StartValues:
     return values_of()
 
 
-def test_the_same_flags_give_the_same_digest(first: StartValues) -> None:
-    again = values_of()
-    assert digest_of(again) == digest_of(first)
-    assert describe_difference(first, there=again, rank=3) == ""
+def compare_start(document: dict[str, str]) -> str:
+    """Return what rank 0 says to a rank 3 that was started with other flags."""
+    there = values_of(*document["flags"].split())
+    said = describe_difference(first(), there=there, rank=3)
+    assert (digest_of(there) == digest_of(first())) == (said == "")
+    return said or "alike"
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--lr", "0.5"), "rank 3 was started with --lr 0.5, rank 0 with --lr "),
-        (("--freeze", "vision"), "rank 3 was started with --freeze vision, rank 0 without --freeze; start"),
-        (("--no-load-rng", "--load", "x"), "rank 3 was started with --load x, rank 0 without --load; start"),
-        (("--no-load-optim", "--load", "x"), "rank 3 was started with --load x, rank 0 without --load; start"),
-        (("--attention-mask", "prefix"), "with --attention-mask prefix, rank 0 with --attention-mask causal; start"),
-        (("--vision-micro-batch-size", "2"), "rank 3 was started with --vision-micro-batch-size 2, rank 0 "),
-        (("--no-eval-blank-images",), "started without --eval-blank-images, rank 0 with --eval-blank-images; start"),
-    ],
-)
-def test_another_flag_is_named(first: StartValues, flags: tuple[str, ...], says: str) -> None:
-    other = values_of(*flags)
-    assert digest_of(other) != digest_of(first)
-    assert says in describe_difference(first, there=other, rank=3)
-
-
-def test_every_field_is_compared_unless_the_tables_say_otherwise(first: StartValues) -> None:
+def test_every_field_is_compared_unless_the_tables_say_otherwise() -> None:
     names = {flag.name for flag in all_flags()}
-    assert names - MAY_DIFFER - BY_CONTENT <= set(first["flags"])
+    assert names - MAY_DIFFER - BY_CONTENT <= set(first()["flags"])
     assert names >= MAY_DIFFER
     assert names >= BY_CONTENT
 
 
-def test_what_rank_0_alone_reports_may_differ(first: StartValues) -> None:
-    assert digest_of(values_of("--log-json", "other.jsonl", "--peak-tflops", "3")) == digest_of(first)
-
-
-def test_a_unit_that_one_rank_lacks_is_named(first: StartValues) -> None:
+def test_a_unit_that_one_rank_lacks_is_named() -> None:
     config = parse_arguments(["--config", str(EXAMPLE / "config.yaml")], environ={"WORLD_SIZE": "4"})
     sizes = dict(config.parallelism.units)
     sizes["llm"] = replace(sizes["llm"], tensor_parallel_size=2, pipeline_parallel_size=1)
     other = values_of_config(replace(config, parallelism=replace(config.parallelism, units=sizes)))
-    said = describe_difference(first, there=other, rank=1)
+    said = describe_difference(first(), there=other, rank=1)
     assert said.startswith("rank 1 was started with --llm-tensor-model-parallel-size 2, rank 0 with"), said
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """`full` holds a checkpoint, `own` holds one, too; `empty` none."""
+def start_in_folders(document: dict[str, Any]) -> str:
+    """Choose where a run starts; `full` and `own` hold a checkpoint each, `empty` none."""
     for path in ("full/step_00000005", "own/step_00000002", "empty"):
-        (tmp_path / path).mkdir(parents=True)
-    return tmp_path
+        Path(path).mkdir(parents=True, exist_ok=True)
+    places = {name: Path(value) if isinstance(value, str) else value for name, value in document.items()}
+    start = choose_start(CheckpointConfig(**places))
+    if start is None:
+        return "from nothing"
+    return f"{start.folder}, as {start.flag} says, {'to go on' if start.is_resumption else 'weights alone'}"
 
 
-def start_of(folder: Path, **flags: Any) -> Start | None:
-    places = {name: folder / value if isinstance(value, str) else value for name, value in flags.items()}
-    return choose_start(CheckpointConfig(**places))
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({}, None),
-        ({"save": "own"}, None),
-        ({"load": "full"}, ("full", "--load", True)),
-        ({"load": "full", "save": "empty"}, ("full", "--load", True)),
-        ({"load": "own", "save": "own"}, ("own", "--load", True)),
-        ({"load": "empty", "save": "empty"}, None),
-        ({"finetune": True, "load": "full"}, ("full", "--load", False)),
-        ({"finetune": True, "load": "full", "save": "empty"}, ("full", "--load", False)),
-        ({"finetune": True, "load": "full", "save": "own"}, ("own", "--save", True)),
-        ({"finetune": True, "load": "gone", "save": "own"}, ("own", "--save", True)),
-        ({"pretrained_checkpoint": "full"}, ("full", "--pretrained-checkpoint", False)),
-        ({"pretrained_checkpoint": "full", "save": "own"}, ("full", "--pretrained-checkpoint", False)),
-        ({"pretrained_checkpoint": "full", "load": "empty", "save": "empty"}, ("full", "--pretrained-checkpoint", False)),
-        ({"pretrained_checkpoint": "full", "load": "own", "save": "own"}, ("own", "--load", True)),
-    ],
-)
-def test_what_a_run_starts_from(folder: Path, flags: dict[str, Any], expected: tuple[str, str, bool] | None) -> None:
-    assert start_of(folder, **flags) == (None if expected is None else Start(folder / expected[0], *expected[1:]))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"load": "empty"}, "--load {}/empty: no complete checkpoint there; give a folder that --save wrote to, or leave"),
-        ({"load": "gone", "save": "own"}, "--load {}/gone: no complete checkpoint there"),
-        ({"finetune": True, "load": "empty"}, "--load {}/empty: no complete checkpoint there"),
-        ({"finetune": True, "load": "gone", "save": "empty"}, "--load {}/gone: no complete checkpoint there"),
-        ({"pretrained_checkpoint": "empty"}, "--pretrained-checkpoint {}/empty: no complete checkpoint there"),
-        (
-            {"pretrained_checkpoint": "gone", "load": "empty", "save": "empty"},
-            "--pretrained-checkpoint {}/gone: no complete checkpoint there",
-        ),
-    ],
-)
-def test_a_folder_that_should_hold_a_checkpoint(folder: Path, flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError) as problem:
-        start_of(folder, **flags)
-    assert str(problem.value).startswith(message.format(folder))
-
-
-LARGE_VOCABULARY = "--make-vocab-size-divisible-by 65536"
-"""Its head costs more than all transformer layers."""
-
-
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("--llm-pp 3", ", 2 + 2 + 2 layers"),
-        (f"--llm-pp 3 {LARGE_VOCABULARY}", ", 2 + 3 + 1 layers"),
-        (f"--llm-pp 3 {LARGE_VOCABULARY} --layer-partition even", ", 2 + 2 + 2 layers"),
-        (f"--llm-pp 2 --schedule interleaved-1f1b --llm-vpp 2 {LARGE_VOCABULARY}", ", 2 + 2 + 1 + 1 layers"),
-        (
-            f"--llm-pp 3 --schedule interleaved-1f1b --llm-num-layers-per-virtual-pipeline-stage 1 {LARGE_VOCABULARY}",
-            ", 1 + 1 + 1 + 1 + 1 + 1 layers",
-        ),
-        ("--llm-pp 1", ""),
-    ],
-)
-def test_stages_have_layers_by_their_seconds(line: str, shown: str) -> None:
-    config, inputs = open_example(line)
+def cut_into_stages(document: dict[str, str]) -> str:
+    config, inputs = open_example(document["flags"])
     units = build_plan(config, inputs.graph, 8, layer_seconds=predict_layer_seconds(config, inputs)).units
-    assert _shown_stages(inputs.graph.backbone, units["llm"]) == shown
-    assert _shown_stages(inputs.graph.unit("vision"), units["vision"]) == ""
+    return "; ".join(f"{name}{_shown_stages(inputs.graph.unit(name), unit)}" for name, unit in units.items())
+
+
+STARTS: Kinds = {
+    "flags of rank 3": ({"flags": ""}, compare_start),
+    "folders": ({}, start_in_folders),
+    "layers of stages": ({"flags": ""}, cut_into_stages),
+}
+test_every_start_is_as_written = golden_test("starts.txt", STARTS)
 
 
 def test_a_frozen_unit_takes_what_is_left_of_it() -> None:
