@@ -170,7 +170,7 @@ def _report(
     assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> None:
     work = BatchWork(graph, lengths, options)
-    report_balance(balance_in_order(work, plan=plan), assignment, work, balance_seconds=0)
+    report_balance(balance_in_order(work, plan=plan), assignment, work)
     step_flops(graph, lengths, vocab_size=51200)
 
 

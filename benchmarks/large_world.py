@@ -94,7 +94,7 @@ def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
     start = time.perf_counter()
     book = unit_groups.GroupBook(rank=rank, timeout=TIMEOUT)
     model = () if HAS_PAIRS else (graph,)
-    unit_groups.build_memberships(*model, plan, rank=rank, book=book)
+    unit_groups.build_memberships(*model, plan, book=book)
     connect(graph, plan, rank=rank)
     return time.perf_counter() - start
 

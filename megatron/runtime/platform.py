@@ -111,15 +111,9 @@ def _only_among_several(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 REPLACEMENTS: tuple[Replacement, ...] = (
-    Replacement(
-        "torch.cuda:current_device",
-        lambda original: lambda: CPU,
-        "parameters and buffers are made on torch.cuda.current_device()",
-    ),
+    Replacement("torch.cuda:current_device", lambda original: lambda: CPU, "parameters and buffers are made there"),
     Replacement("torch.cuda:synchronize", _do_nothing, "checkpointing synchronizes the device before it writes"),
-    Replacement(
-        "torch.cuda:current_stream", _do_nothing, "from 0.19 on, gradient reduction asks for it to wait for graph replays"
-    ),
+    Replacement("torch.cuda:current_stream", _do_nothing, "from 0.19 on, reducing gradients waits there for graph replays"),
     Replacement("megatron.core.optimizer.optimizer:torch", CpuTorch, 'the optimizer keeps its flags on device="cuda"'),
     Replacement(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",

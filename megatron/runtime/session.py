@@ -245,14 +245,8 @@ class Session:
         self.plan = plan
         self._schedules: dict[bool, ScheduleCache] = {}
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
-        self.memberships = build_memberships(
-            self.graph,
-            plan,
-            rank=rank,
-            book=self._groups,
-            num_state_copies=options.num_state_copies,
-            shares_weights=options.shards_weights,
-        )
+        copies, shares = options.num_state_copies, options.shards_weights
+        self.memberships = build_memberships(self.graph, plan, book=self._groups, num_state_copies=copies, shares_weights=shares)
         if (rows := options.build.buffer_rows) is not None:
             llm, size = self.graph.backbone, max(plan.units[self.graph.backbone.name].tensor_sizes)
             rows = rows if llm.name in self.memberships else size  # others only take part
@@ -295,13 +289,8 @@ class Session:
         if member.is_unlike:
             assert shares is not None
             return UnlikeGradients(own, membership=member, unit=unit, book=self._groups, shares=shares)
-        return UnitGradients(
-            own,
-            membership=member,
-            is_sharded=shares is None and not is_double,
-            reduces_by_layer=self.options.reduces_by_layer,
-            shares=shares,
-        )
+        is_sharded, by_layer = shares is None and not is_double, self.options.reduces_by_layer
+        return UnitGradients(own, membership=member, is_sharded=is_sharded, reduces_by_layer=by_layer, shares=shares)
 
 
 def _build_stages(

@@ -182,7 +182,8 @@ class Training:
         if step.cuts.gathers_parameters:
             assert any(unit._ungathered for unit in self.session.gradients.values()), "the optimizer leaves it to the schedule"
         backbone = step.graph.backbone.name
-        return LossMeans.of(result.loss_sums, step.loss_counts, backbone=backbone, sum_over_ranks=_sum_over_ranks).total
+        sums = _sum_over_ranks([result.loss_sums.get(key, 0.0) for key in step.loss_counts])
+        return LossMeans.of(dict(zip(step.loss_counts, sums, strict=True)), step.loss_counts, backbone=backbone).total
 
     def plan_step(self, number: int) -> Step:
         shapes = SHAPES

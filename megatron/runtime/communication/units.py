@@ -48,14 +48,14 @@ class GroupBook:
     """Process groups by their ranks, each created once, in one order on every rank (torch requires non-members to take part)."""
 
     def __init__(self, *, rank: int, timeout: timedelta) -> None:
-        self._rank, self._timeout = rank, timeout
+        self.rank, self._timeout = rank, timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def create(self, rank_sets: Iterable[tuple[int, ...]], *, urgent: Collection[tuple[int, ...]] = ()) -> None:
         """Create all groups and keep those that this rank belongs to; collective over all ranks; urgent: see `create_groups`."""
         listed = sorted(set(rank_sets))
         groups = create_groups(listed, timeout=self._timeout, urgent=urgent)
-        self._groups |= {ranks: group for ranks, group in zip(listed, groups, strict=True) if self._rank in ranks}
+        self._groups |= {ranks: group for ranks, group in zip(listed, groups, strict=True) if self.rank in ranks}
 
     def close(self) -> None:
         """Destroy all groups; collective, when no message is under way."""
@@ -68,13 +68,7 @@ class GroupBook:
 
 
 def build_memberships(
-    graph: ModelGraph,
-    plan: Plan,
-    *,
-    rank: int,
-    book: GroupBook,
-    num_state_copies: int | None = None,
-    shares_weights: bool = False,
+    graph: ModelGraph, plan: Plan, *, book: GroupBook, num_state_copies: int | None = None, shares_weights: bool = False
 ) -> dict[str, Membership]:
     """Create all process groups of `group_ranks` in `book`; returns this rank's place in each of its units; collective."""
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # in which sequence parallel layers gather their inputs
@@ -84,16 +78,16 @@ def build_memberships(
     sets = communicators.group_ranks(graph, plan, num_state_copies=num_state_copies, shares_weights=shares_weights)
     book.create(sets, urgent=tensor_groups)
     return {
-        name: _membership(graph.unit(name), unit, replica_index, stage_index, rank=rank, book=book)
+        name: _membership(graph.unit(name), unit, replica_index, stage_index, book=book)
         for name, unit in plan.units.items()
         for replica_index, replica in enumerate(unit.replicas)
         for stage_index, stage in enumerate(replica.stages)
-        if rank in stage.ranks
+        if book.rank in stage.ranks
     }
 
 
-def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: int, *, rank: int, book: GroupBook) -> Membership:
-    stage = unit.replicas[replica_index].stages[stage_index]
+def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: int, *, book: GroupBook) -> Membership:
+    stage, rank = unit.replicas[replica_index].stages[stage_index], book.rank
     position = stage.ranks.index(rank)
     context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
     tensor_groups = unit.tensor_parallel_groups(stage)

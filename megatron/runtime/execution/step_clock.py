@@ -78,17 +78,12 @@ class StepClock:
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     """Split a lane's events into compute (with work and waits inside it), communication (sending, collectives) and receiving."""
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
-    kinds = {
-        Resource.COMPUTE: "compute",
-        Resource.SEND: "communication",
-        Resource.COLLECTIVE: "communication",
-        Resource.RECEIVE: "waiting",
-    }
+    kinds = {Resource.COMPUTE: "compute", Resource.RECEIVE: "waiting"}
     end_seconds = -math.inf
     for event in sorted(events, key=lambda each: (each.start_seconds, -each.end_seconds)):
         if event.end_seconds > end_seconds:  # else it lies inside another one
             end_seconds = event.end_seconds
-            split[kinds[event.action.kind.resource]] += event.end_seconds - event.start_seconds
+            split[kinds.get(event.action.kind.resource, "communication")] += event.end_seconds - event.start_seconds
     return split
 
 
@@ -108,12 +103,8 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
     other hosts are aligned to rank 0's at a barrier, to about a network round trip. The first rank to start is at 0 seconds.
     """
     dist.barrier()
-    mine = _LaneEvents(
-        events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else (),
-        socket.gethostname(),
-        origin_seconds,
-        time.perf_counter(),
-    )
+    own = events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else ()
+    mine = _LaneEvents(own, socket.gethostname(), origin_seconds, time.perf_counter())
     gathered: list[_LaneEvents] | None = [mine] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if gathered is None:
@@ -123,12 +114,10 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
         lane.origin_seconds + (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds)
         for lane in gathered
     ]
-    earliest = min(starts)
-    return Timeline(
-        plan.lanes,
-        tuple(
-            event._replace(start_seconds=event.start_seconds + start - earliest, end_seconds=event.end_seconds + start - earliest)
-            for lane, start in zip(gathered, starts, strict=True)
-            for event in lane.events
-        ),
+    shifts = [start - min(starts) for start in starts]
+    aligned = (
+        event._replace(start_seconds=event.start_seconds + shift, end_seconds=event.end_seconds + shift)
+        for lane, shift in zip(gathered, shifts, strict=True)
+        for event in lane.events
     )
+    return Timeline(plan.lanes, tuple(aligned))

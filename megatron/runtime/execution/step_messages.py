@@ -1,7 +1,7 @@
 """A rank's resources for all its steps; of one step its inputs on the rank's device, and the messages of its computations."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -33,29 +33,28 @@ _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RankResources:
-    """Alike for all steps: stages ((unit, virtual stage) -> module), groups (unit -> tp, cp, tp_cp), gradients, broker, clock."""
+    """Resources of a rank that are alike for all steps."""
 
-    def __init__(
-        self,
-        *,
-        graph: ModelGraph,
-        plan: Plan,
-        rank: int,
-        stages: Mapping[tuple[str, int], UnitStage],
-        groups: Mapping[str, ProcessGroupCollection],
-        broker: Broker,
-        device: torch.device,
-        gradients: Mapping[str, UnitGradients],
-    ) -> None:
-        self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
-        self.broker, self.gradients, self.groups, self.lane = broker, gradients, groups, plan.lane_of_rank[rank]
-        self.sharded = {(name, index): stage for name, unit in gradients.items() for index, stage in unit.sharded.items()}
+    graph: ModelGraph
+    plan: Plan
+    rank: int
+    stages: Mapping[tuple[str, int], UnitStage]
+    """(unit, virtual stage) -> module."""
+    groups: Mapping[str, ProcessGroupCollection]
+    """Unit -> this rank's groups there (tp, cp and tp_cp)."""
+    broker: Broker
+    device: torch.device
+    gradients: Mapping[str, UnitGradients]
+
+    def __post_init__(self) -> None:
+        self.lane = self.plan.lane_of_rank[self.rank]
+        self.sharded = {(name, index): stage for name, unit in self.gradients.items() for index, stage in unit.sharded.items()}
         """The stages whose weights are sharded."""
         self.clock = StepClock(lane=self.lane)
-        self.parameter_storages = frozenset(
-            storage_identity(parameter) for stage in stages.values() for parameter in stage.parameters()
-        )
+        parameters = (parameter for stage in self.stages.values() for parameter in stage.parameters())
+        self.parameter_storages = frozenset(map(storage_identity, parameters))
 
     def any_stage(self, unit: str) -> UnitStage:
         """Return any stage of this rank in a unit (they share their configuration)."""

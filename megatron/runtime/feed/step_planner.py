@@ -168,13 +168,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             self._kept = step, assignment == before
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
-        balance_seconds = time.perf_counter() - start
-        report = report_balance(
-            *(before, assignment, work),
-            balance_seconds=balance_seconds,
-            node_bytes=node_bytes,
-            predicted_seconds=predicted_seconds,
-        )
+        facts = {"balance_ms": 1e3 * (time.perf_counter() - start), "predicted_seconds": predicted_seconds}
+        report = report_balance(before, assignment, work, node_bytes=node_bytes, **facts)
         if self._exchange and share:
             source = received = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
             report = replace(report, exchanged_node_bytes=received.bytes_between_nodes)

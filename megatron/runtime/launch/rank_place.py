@@ -53,14 +53,8 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
     port = _whole_number(environ, "MASTER_PORT", default=0 if size == 1 else 29500)
     if port > 65535:
         raise ConfigError(f"the environment variable MASTER_PORT is {port}, expected a port: 1 to 65535")
-    return RankPlace(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        address=environ.get("MASTER_ADDR") or "127.0.0.1",
-        port=port,
-        launcher_keeps_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    address, keeps = environ.get("MASTER_ADDR") or "127.0.0.1", environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return RankPlace(rank, size, local_rank, address, port, launcher_keeps_store=keeps)
 
 
 def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:

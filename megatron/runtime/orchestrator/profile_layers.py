@@ -136,14 +136,8 @@ def groups_of_one() -> ProcessGroupCollection:
 
 def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
     """Return all combinations of tokens and sequences with `SHORTEST` or more tokens per sequence, rounded to equal lengths."""
-    return tuple(
-        dict.fromkeys(
-            PackedSize(count * round(size / count), count)
-            for size in sizes
-            for count in sequences
-            if count == 1 or size >= SHORTEST * count
-        )
-    )
+    pairs = ((size, count) for size in sizes for count in sequences if count == 1 or size >= SHORTEST * count)
+    return tuple(dict.fromkeys(PackedSize(count * round(size / count), count) for size, count in pairs))
 
 
 def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
@@ -159,7 +153,7 @@ MOST_SECONDS = 0.25
 SAMPLES_AT_ONCE = 8
 """Number of average samples in a layer's largest profiled size."""
 NUM_SIZES, SEQUENCES = 4, (1, 8)
-NUM_REPETITIONS, SECONDS_PER_SIZE = 5, 0.03
+SECONDS_PER_SIZE = 0.03
 
 
 def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bool]:
@@ -202,16 +196,9 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
     if (profile := machine.find_value("layers", key, LayerProfile.from_dict)) is not None:
         return profile, f"{len(profile.curves)} layers as kept"
     started, layers = time.perf_counter(), []
+    fast = partial(ProfileOptions, sequences=SEQUENCES, seconds_per_size=SECONDS_PER_SIZE, checks_fit=False)
     for unit in graph.units:
-        options = ProfileOptions(
-            build=build,
-            sizes=sizes[unit.name],
-            sequences=SEQUENCES,
-            vocab_size=request.vocab_size,
-            num_repetitions=NUM_REPETITIONS,
-            seconds_per_size=SECONDS_PER_SIZE,
-            checks_fit=False,
-        )
+        options = fast(build=build, sizes=sizes[unit.name], vocab_size=request.vocab_size)
         for layer in layers_of(graph, unit, tensor_parallel_sizes=tensor[unit.name]):
             layers.append(profile_layer(graph, layer, options))
     profile = join_profile(graph, layers, options)

@@ -198,18 +198,11 @@ class Keeper:
         states = [report for node in holding for report in by_node[node] if report.done_steps is not None]
         last = max(states, key=lambda report: report.done_steps or 0, default=Report())
         self._generation += 1
-        self._ledger.publish(
-            Verdict(
-                self._generation,
-                tuple(nodes),
-                tuple(self._nodes[node].incarnation for node in nodes),
-                tuple(holding),
-                last.done_steps,
-                last.outcome,
-                max(states, key=lambda report: report.formed, default=Report()).pipelines,
-                seconds={**self._seconds, "decided": time.time()},
-            )
-        )
+        incarnations = tuple(self._nodes[node].incarnation for node in nodes)
+        pipelines = max(states, key=lambda report: report.formed, default=Report()).pipelines
+        state = incarnations, tuple(holding), last.done_steps, last.outcome, pipelines
+        seconds = {**self._seconds, "decided": time.time()}
+        self._ledger.publish(Verdict(self._generation, tuple(nodes), *state, seconds=seconds))
         self._members = tuple(nodes)
         self._seconds, self._num_signals, self._is_ending, self._is_cut = {}, 0, False, False
         for node in nodes:

@@ -19,11 +19,7 @@ from os import fsencode
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistStoreError,
-    Store,
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.launch.rank_place import HOW, check_token, read_token

@@ -1,7 +1,7 @@
 """One step as input of the executor, its results, and the mean losses of one or more steps."""
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -141,17 +141,9 @@ class LossMeans(NamedTuple):
     """The parts of `backbone` by data set, those without target tokens left out; empty: a single data set."""
 
     @classmethod
-    def of(
-        cls,
-        sums: Mapping[str | int, float],
-        counts: Mapping[str | int, float],
-        *,
-        backbone: str,
-        sum_over_ranks: Callable[[list[float]], list[float]],
-    ) -> "LossMeans":
-        """Divide all ranks' sums (`StepResult.loss_sums`) by `loss_counts`; collective. Without values, nothing is added."""
-        totals = zip(counts, sum_over_ranks([sums.get(key, 0.0) for key in counts]), strict=True)
-        means = {key: total / counts[key] for key, total in totals if counts[key]}
+    def of(cls, sums: Mapping[str | int, float], counts: Mapping[str | int, float], *, backbone: str) -> "LossMeans":
+        """Divide sums (`StepResult.loss_sums`) of all ranks by `loss_counts`; generators without values add nothing."""
+        means = {key: sums[key] / count for key, count in counts.items() if count}
         by_data_set = {key: mean for key, mean in means.items() if isinstance(key, int)}
         generated = (mean for key, mean in means.items() if key != backbone and key not in by_data_set)
         return cls(means[backbone], sum(generated, 0.0), by_data_set)

@@ -116,17 +116,11 @@ class ElasticRun:
         """Take part in a generation until it ends; returns True if training has ended."""
         try:
             outcome = self._run.trainer.outcome if self._run else None
-            has_state = self._is_whole or self._held is not None
+            done_steps = self._done_steps if self._is_whole or self._held is not None else None
+            told, pipelines = None if outcome is None else asdict(outcome), tuple(asdict(each) for each in self._pipelines)
+            timeout = self._prepared.config.parallelism.elastic_timeout
             verdict = self._member.arrive(
-                Report(
-                    done_steps=self._done_steps if has_state else None,
-                    outcome=asdict(outcome) if outcome is not None else None,
-                    formed=self._formed,
-                    pipelines=tuple(asdict(each) for each in self._pipelines),
-                    waits=self._waits,
-                    is_spare=self._is_spare,
-                    timeout_seconds=self._prepared.config.parallelism.elastic_timeout,
-                )
+                Report(done_steps, told, self._formed, pipelines, self._waits, self._is_spare, timeout_seconds=timeout)
             )
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
             # Others have begun to update the weights, and this rank has not.
@@ -223,13 +217,13 @@ class ElasticRun:
         mine = None
         if self._held is not None and self._progress is not None:
             measured = run.measured.to_dict() if run.measured else None
-            mine = asdict(self._progress), run.scheduler.state_dict(), run.described_data, measured
+            mine = asdict(self._progress), run.trainer.scheduler.state_dict(), run.described_data, measured
         told = gather_objects(mine)
         progress, scheduler, run.described_data, measured = next(each for each in told if each is not None)
         run.measured = MeasuredCosts.from_dict(measured) if measured else None
         if mine is None:
-            run.scheduler.num_steps = 0  # loading adds to it
-            run.scheduler.load_state_dict(scheduler)
+            run.trainer.scheduler.num_steps = 0  # loading adds to it
+            run.trainer.scheduler.load_state_dict(scheduler)
             run.trainer.outcome = Outcome(**verdict.outcome) if verdict.outcome else None
         evaluation = (None, None) if self._progress is None else self._progress.evaluation
         self._progress = Progress(**{**progress, "step": verdict.done_steps, "evaluation": evaluation})
@@ -249,7 +243,7 @@ class ElasticRun:
 
     def _start(self, run: Run, *, has_saved: bool = False) -> None:
         """Start like any run, from new weights or from a checkpoint; has_saved: from one of this run's own."""
-        run.scheduler.num_steps, run.measured = 0, None  # loading adds to the first
+        run.trainer.scheduler.num_steps, run.measured = 0, None  # loading adds to the first
         resume(run, has_saved=has_saved)
         run.trainer.outcome = None
         self._progress = Progress.at(run.done_steps)

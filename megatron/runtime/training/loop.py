@@ -243,14 +243,8 @@ def _answer_prompts(run: Run, reporter: Reporter, number: int, prompts: Path) ->
     if run.world.rank != 0:
         return
     try:
-        flags = run.config.evaluation
-        answers = answer_prompts(
-            folder,
-            prompts,
-            max_new_tokens=flags.sample_max_new_tokens,
-            guidance_scale=flags.sample_guidance_scale,
-            timeout=run.world.timeout / 2,
-        )
+        tokens, scale = run.config.evaluation.sample_max_new_tokens, run.config.evaluation.sample_guidance_scale
+        answers = answer_prompts(folder, prompts, max_new_tokens=tokens, guidance_scale=scale, timeout=run.world.timeout / 2)
         reporter.samples(number, answers)
     except DataError as problem:
         reporter.say(f"warning: --sample-prompts {prompts}: no answers ({problem}); training goes on without them")

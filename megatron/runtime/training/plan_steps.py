@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 
@@ -128,8 +129,7 @@ def steps_in_order(run: Run) -> range:
 
 def predictor_by(run: Run, measured: MeasuredCosts | None) -> StepPredictor:
     """Return a predictor by these layers; None: by those of --layer-costs, or of the described machine."""
-    options = run.session.options
+    options, schedules = run.session.options, run.session.schedules()
     copies = options.num_state_copies
-    return build_predictor(
-        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=copies, measured=measured
-    )
+    found = build_predictor(run.config, schedules, vocab_size=options.vocab_size, num_state_copies=copies)
+    return found if measured is None else replace(found, profile=measured.layers, margin=measured.margin)

@@ -68,18 +68,12 @@ class MeasuredCosts(NamedTuple):
 
 
 def build_predictor(
-    config: RunConfig,
-    schedules: ScheduleCache,
-    *,
-    vocab_size: int,
-    num_state_copies: int | None = None,
-    measured: MeasuredCosts | None = None,
+    config: RunConfig, schedules: ScheduleCache, *, vocab_size: int, num_state_copies: int | None = None
 ) -> StepPredictor:
-    """Return a predictor of steps as `schedules` runs them, by --cluster and --layer-costs or `measured`; raises ConfigError."""
+    """Return a predictor of steps as `schedules` runs them, by --cluster and --layer-costs; raises ConfigError."""
     options = run_options(config, num_state_copies=num_state_copies)
-    assumed = _profile_of(config), 0.0 if config.training.emulate is not None else _UNMEASURED_MARGIN
-    profile, margin = (measured.layers, measured.margin) if measured else assumed
-    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, profile, margin)
+    margin = 0.0 if config.training.emulate is not None else _UNMEASURED_MARGIN
+    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config), margin)
 
 
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:

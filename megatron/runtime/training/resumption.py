@@ -35,7 +35,6 @@ class Start(NamedTuple):
     """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from weights only, at step 0."""
-    is_of_megatron: bool = False
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -58,7 +57,7 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        has_own = start is not None and start.is_resumption and not start.is_of_megatron
+        has_own = start is not None and start.is_resumption and start.flag != "--load-megatron"
         if checkpoint.load_adapter is not None and not has_own:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
@@ -114,7 +113,7 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
         return Start(given, given_flag, is_resumption=False)
     if checkpoint.load_megatron:
-        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune, is_of_megatron=True)
+        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune)
     if own and own != checkpoint.save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
@@ -138,7 +137,7 @@ def _load(run: Run, start: Start) -> None:
             check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
     load_optimizer = start.is_resumption and checkpoint.load_optim
-    if start.is_of_megatron:
+    if start.flag == "--load-megatron":
         loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:
@@ -153,10 +152,10 @@ def _load(run: Run, start: Start) -> None:
         logger.info("unit '%s' is trained now but was not then: its optimizer starts anew", unit)
     _begin_phase(run, loaded)
     if not checkpoint.load_optim or not loaded.schedulers_state:
-        run.scheduler.step(increment=loaded.step - run.phase.learning_rate_first_step)
+        run.trainer.scheduler.step(increment=loaded.step - run.phase.learning_rate_first_step)
     elif loaded.step > run.phase.learning_rate_first_step or not loaded.step:
         try:
-            run.scheduler.load_state_dict(dict(loaded.schedulers_state))
+            run.trainer.scheduler.load_state_dict(dict(loaded.schedulers_state))
         except Exception as problem:  # the content may be anything
             raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
     run.done_steps = loaded.step
@@ -191,11 +190,8 @@ def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
     if run.phase.first_step == loaded.step and run.config.checkpoint.new_phase:
         logger.info("a new phase begins after step %d, %d samples", loaded.step, run.phase.first_sample)
     if first_step := run.phase.learning_rate_first_step:
-        run.scheduler = run.trainer.scheduler = build_scheduler(
-            schedule_of_phase(run.config, first_step=first_step),
-            run.session,
-            train_iters=run.config.training.train_iters - first_step,
-        )
+        settings, left = schedule_of_phase(run.config, first_step=first_step), run.config.training.train_iters - first_step
+        run.trainer.scheduler = build_scheduler(settings, run.session, train_iters=left)
         logger.info("the learning rate's schedule began after step %d", first_step)
 
 
@@ -221,7 +217,7 @@ def save_due(run: Run, number: int) -> int:
 
     With --async-save a checkpoint has only been copied then; `run.background_save` reports when it is written.
     """
-    checkpoint, scheduler = run.config.checkpoint, run.scheduler.state_dict()
+    checkpoint, scheduler = run.config.checkpoint, run.trainer.scheduler.state_dict()
     if checkpoint.save is not None:
         save_checkpoint(
             checkpoint.save,

@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 
 import torch
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import BackgroundSave
@@ -62,7 +61,6 @@ class Run:
     data: DataSets
     session: Session
     """The owner of all state that depends on the plan."""
-    scheduler: OptimizerParamScheduler
     trainer: Trainer
     done_steps: int = 0
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
@@ -222,7 +220,6 @@ def build_run(
         world,
         prepared.data,
         session,
-        scheduler,
         trainer,
         exchanges=exchanges,
         emulation=prepared.emulation,

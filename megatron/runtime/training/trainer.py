@@ -203,7 +203,9 @@ class Trainer:
         )
 
     def _means(self, sums: Mapping[str | int, float], counts: Mapping[str | int, float]) -> LossMeans:
-        return LossMeans.of(sums, counts, backbone=self.session.graph.backbone.name, sum_over_ranks=self._sum)
+        """Return the means over all ranks; sums: this rank's; collective."""
+        totals = zip(counts, self._sum([sums.get(key, 0.0) for key in counts]), strict=True)
+        return LossMeans.of(dict(totals), counts, backbone=self.session.graph.backbone.name)
 
     def _sum(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
