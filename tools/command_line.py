@@ -98,10 +98,7 @@ def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLe
 
 
 def program(name: str) -> Callable[[Callable[[Sequence[str]], None]], Callable[..., int]]:
-    """Turn a function of a command line into one that returns an exit code: 2, with one line on stderr, for wrong input.
-
-    It takes the command line of this process if it is given none.
-    """
+    """Make an exit code of a command line's function: 2, with a line on stderr, for wrong input; by default of this process."""
 
     def decorate(run: Callable[[Sequence[str]], None]) -> Callable[..., int]:
         @wraps(run)

@@ -38,10 +38,7 @@ class Filling(NamedTuple):
 
 
 def measure_filling(builder: Builder, shape: StepShape, costs: StepCosts, *, passes: Sequence[Pass] = ()) -> Filling | None:
-    """Simulate a step with encoders that take no time, with encoders around the LLM's work, and as `builder` orders it.
-
-    None if encoders compute nothing. Raises ScheduleError as the builder does.
-    """
+    """Simulate a step without encoders, with them around the LLM's work, and in order; None if they compute nothing."""
     ordered = builder(shape)
     coarse = order_coarsely(ordered)
     encoders = frozenset(unit.name for unit in shape.graph.encoders)

@@ -138,12 +138,9 @@ def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
 
 
 def draw_curves(rows: "Sequence[ProfiledLayer]", path: Path) -> None:
-    """Write a PNG with one panel per layer that attends.
+    """Write a PNG with one panel per layer that attends: curves, dots that they were fitted to, and rings held out.
 
-    Lines are curves, dots the points they were fitted to, rings the points held out. Solid lines are for the fewest sequences
-    that the tokens were packed in, dashed lines for more.
-
-    Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
+    Solid lines are for the fewest sequences that the tokens were packed in, dashed ones for more. Needs matplotlib.
     """
     from matplotlib.figure import Figure
 

@@ -45,10 +45,7 @@ class MaskTensors:
         return self.map_tensors(lambda tensor: tensor[indices])
 
     def sees(self, keys: "MaskTensors") -> Tensor:
-        """Evaluate the rule of `bitfield.py` between every token here and every one of `keys`.
-
-        Returns [num_tokens, num_keys], bool.
-        """
+        """Evaluate the rule of `bitfield.py` of every token here and every one of `keys`: [num_tokens, num_keys], bool."""
         return elementwise_sees(self.map_tensors(lambda tensor: tensor[:, None]), keys)
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":

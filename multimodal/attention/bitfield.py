@@ -88,11 +88,7 @@ class BitfieldMask:
         return np.where(self.bits < 0, np.int64(TEXT_BIT), self.bits & MODALITY_BITS)
 
     def visible(self, queries: NDArray[np.integer], keys: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Evaluate the mask for some tokens.
-
-        queries: [num_queries], keys: [num_keys]; positions in the sequence, in any order.
-        Returns [num_queries, num_keys], True where the query attends to the key.
-        """
+        """Return [num_queries, num_keys], True where a query attends to a key; both are positions in any order."""
         bits = self.bits[queries, None]
         seen = (self.sample_ids[queries, None] == self.sample_ids[keys]) & ((bits & self.key_bits[keys]) != 0)
         same_item = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
@@ -113,14 +109,11 @@ def build_bitfield_mask(
     mode: MaskMode | str = MaskMode.EMBEDDED,
     window: int | None = None,
 ) -> BitfieldMask:
-    """Build the mask of samples that are packed one after another.
+    """Build the mask of samples that are packed one after another. O(number of tokens).
 
-    samples: per sample its segments in the order of the sequence; segments and samples may be empty.
-    modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
-    mode: see MaskMode; window: see BitfieldMask.
-
-    Raises ModelError when there are too many modalities, DataError where items overlap.
-    O(number of tokens).
+    samples: per sample its segments in the order of the sequence; segments and samples may be empty. modalities: names of the
+    encoders, at most MAX_ENCODERS, in the same order on all ranks: the m-th (from 1) gets bit m. mode: see MaskMode; window: see
+    BitfieldMask. Raises ModelError for too many modalities, DataError where items overlap.
     """
     mode = MaskMode(mode)
     if len(modalities) > MAX_ENCODERS:

@@ -54,13 +54,10 @@ class BlockWorkloads:
 
 
 def list_blocks(mask: BitfieldMask, *, block_size: int = 128) -> BlockLists:
-    """List the partial and full blocks of a mask, without any array of tokens x tokens.
+    """List, for each block of queries, the partial and full blocks of keys; block_size: of both, at least 1.
 
-    block_size: queries, and keys, per block; at least 1.
-
-    Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel, with the same result, if
-    the kernels are built. O(tokens + listed blocks) for masks of a few samples and items per block; a causal sample of n blocks
-    lists n (n + 1) / 2, so if only workloads are needed, `count_block_workloads` is cheaper.
+    Runs as a C++ kernel, with the same result, if the kernels are built. O(tokens + listed blocks) for masks of a few samples and
+    items per block; a causal sample of n blocks lists n (n + 1) / 2: `count_block_workloads` is cheaper where that is enough.
     """
     runs = _find_runs(mask, block_size)
     if kernels is None:

@@ -59,9 +59,8 @@ def attend_across_ranks(
     """Attend with this rank's queries to the keys of all ranks; all ranks of the group must call it.
 
     query: [num_local, heads, channels]; key, value: [num_local, groups, channels], of this rank's tokens in the order of the
-    sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: repeat the attention in the backward
-    instead of keeping its values. Returns [num_local, heads, channels]. Raises ConfigError if the heads cannot be gathered in
-    such groups.
+    sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: attend again in the backward, and keep
+    nothing. Returns [num_local, heads, channels]. Raises ConfigError if the heads cannot be gathered in such groups.
     """
     num_groups, at_once = key.shape[1], context.groups_at_once
     if not at_once:
@@ -153,10 +152,7 @@ def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, 
 def _gather_groups(
     key: Tensor, value: Tensor, context: ContextGroup, *, rooms: Sequence[Callable[[], Tensor]] = ()
 ) -> Iterator[Tensor]:
-    """Yield every step's keys, and values beside them, of the whole sequence; the next step's gather is already started.
-
-    rooms: functions that return the memory for each step; by default new memory.
-    """
+    """Yield every step's keys beside its values, of all ranks, one gather ahead; rooms: return the memory for each step."""
     size = context.groups_at_once
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     coming = [_start_gather(*steps[0], context)]

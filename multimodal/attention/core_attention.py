@@ -248,10 +248,7 @@ BY_SEQUENCE = (SEQUENCES, FLASH)
 
 
 def choose_attention(name: str, *, rule: MaskRule, shape: AttentionShape, is_shared: bool) -> AttentionChoice:
-    """Choose by the name of a backend; is_shared: a sequence's tokens are spread over ranks (context parallelism).
-
-    Raises ConfigError if the backend cannot evaluate the mask, or does not run on the device.
-    """
+    """Choose by a backend's name, for sequences that ranks share or not; raises ConfigError as `choose_backend`."""
     backend = choose_backend(name, rule=rule, is_shared=is_shared, shape=shape)
     alone = choose_backend(name, rule=rule, shape=shape)
     return AttentionChoice(rule, shape, backend, alone if alone in BY_SEQUENCE else backend)

@@ -29,10 +29,7 @@ class Slot(NamedTuple):
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value with every tensor (or `Slot`) in it changed.
-
-    Recurses into tuples, mappings and objects with a method `map_tensors`; everything else stays as it is.
-    """
+    """Return a value with every tensor (or `Slot`) changed in tuples, mappings and objects that have a method `map_tensors`."""
     if isinstance(value, Tensor | Slot):
         return change(value)
     if hasattr(value, "map_tensors"):

@@ -186,9 +186,7 @@ def _segments(lengths: Sequence[int], items: Sequence[ItemSpan]) -> list[list[Ma
 
 
 def order_by_window(positions: Tensor, lengths: Sequence[int], *, size: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Cut images into windows of size x size patches, or clips into chunks; those at the ends may be smaller.
-
-    Returns the tokens in the order of windows, [num_tokens], and the tokens of each window.
+    """Return the tokens, [num_tokens], window by window (size x size patches, or chunks of clips), and the tokens of each.
 
     positions: [num_tokens, 2], rows and columns, or [num_tokens, 1], on the CPU; lengths: tokens of each item, one after another.
     """

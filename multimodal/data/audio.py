@@ -47,10 +47,9 @@ def read_audio_length(path: str, *, content: BinaryIO | None = None, where: str)
 
 
 def read_audio(path: str, *, content: BinaryIO | None = None, num_samples: int, where: str) -> npt.NDArray[np.float32]:
-    """Return [num_samples] from -1 to 1, the mean of all channels.
+    """Return [num_samples] from -1 to 1, the mean of all channels; content: as for `read_audio_length`.
 
-    content: as for `read_audio_length`; num_samples: at 16 kHz, the number that the lengths were computed from. Raises DataError
-    if the file is missing, damaged or of another length.
+    num_samples: at 16 kHz, as indexed. Raises DataError if the file is missing, damaged or of another length.
     """
     sound = _open(path, content, where=where)
     try:
@@ -116,10 +115,7 @@ def _open_wav(path: str, content: BinaryIO | None) -> _Sound:
 
 
 def _check_wav_header(file: BinaryIO) -> _Sound:
-    """Return what the header says, without samples.
-
-    Raises ValueError for samples of more bits than they have bytes for, and for more samples than follow; scipy reads both.
-    """
+    """Return what the header says, without samples; raises ValueError for bits without bytes, or missing samples."""
     rate, frame_bytes, num_samples = 0, 1, 0
     file.seek(0)
     form: Literal["big", "little"] = "big" if file.read(4) == b"RIFX" else "little"
@@ -192,10 +188,7 @@ _Frames = npt.NDArray[np.float32]
 
 
 def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
-    """Return (frames, 1) for a clip of this many samples at 16 kHz.
-
-    Raises DataError for a clip without any token, or with more tokens than the encoder takes.
-    """
+    """Return (frames, 1) for a clip of so many samples at 16 kHz; raises DataError without a token, or with too many."""
     grid = (-(-num_samples // HOP) if audio.waveform is None else num_samples), 1
     if audio.num_output_tokens(grid) < 1:
         raise DataError(
@@ -257,10 +250,7 @@ def audio_positions(grid: Grid, *, audio: AudioInput) -> npt.NDArray[np.int64]:
 
 
 def sound_grid(num_samples: int, *, image: ImageInput) -> tuple[int, int]:
-    """Return the (rows, columns) of patches of a spectrogram of this many samples, with silence behind up to a whole patch.
-
-    Raises DataError for a clip of more than `max_pixels`.
-    """
+    """Return the (rows, columns) of patches of a spectrogram, up to a whole patch; raises DataError beyond `max_pixels`."""
     assert image.num_mel_bins is not None
     side = image.patch_size * image.merge_size
     least, num_frames = -(-image.min_pixels // image.num_mel_bins), -(-num_samples // HOP)

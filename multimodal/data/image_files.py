@@ -116,10 +116,9 @@ def read_image(
 ) -> ItemPixels:
     """Decode an image file into patches; of an animation or a file with several pages, the first image.
 
-    `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors, `content`
-    is an image that is no file of this machine (`path` is then only its name), `tile` is the index of the wanted tile. Raises
-    DataError if the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of unknown
-    range.
+    `size` is the (width, height) that was indexed, `where` names the sample in errors, `content` is an image that is no file of
+    this machine (`path` is then only its name). Raises DataError if the file is missing, damaged, none of FORMATS, of another
+    size (before it is decoded), or has pixels of unknown range.
     """
     try:
         with Image.open(path if content is None else content, formats=FORMATS) as image:
@@ -207,8 +206,7 @@ def parse_frame_address(path: str) -> FramePlace | None:
 def read_video_length(path: str, *, content: BinaryIO | None = None, where: str) -> VideoLength:
     """Return the size and length of a video from its header; of one that tells no number of frames, by their rate.
 
-    content: a video that is no file of this machine; `path` is then only its name. where: names the sample in errors. Raises
-    ConfigError without PyAV (extra `video`), and DataError for what is no video.
+    content, where: as for `read_image_size`. Raises ConfigError without PyAV (extra `video`), and DataError for no video.
     """
     with _opened(path, content, where=where) as (_, stream):
         return _length(stream)

@@ -66,10 +66,7 @@ def smart_resize(
 
 
 def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int, int]:
-    """Return the (rows, columns) of patches of an image of this size; both are multiples of merge_size.
-
-    Raises DataError when the size breaks `smart_resize`'s rule.
-    """
+    """Return the (rows, columns) of an image's patches, multiples of merge_size; raises DataError as `smart_resize`."""
     if image_input.image_size is not None:
         return image_input.grid_size, image_input.grid_size
     if image_input.longest_side is not None:
@@ -118,10 +115,9 @@ def video_grid(
 
 @lru_cache(maxsize=2**16)
 def tile_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int, int]:
-    """Return the (columns, rows) of tiles that an image is cut into, those with the aspect ratio closest to its own (InternVL).
+    """Return the (columns, rows) of tiles whose aspect ratio is closest to an image's own (InternVL). O(max_tiles^2).
 
     Of equally close ones, the one with the fewest tiles, unless the image has more than half of the pixels of a later one.
-    O(max_tiles^2).
     """
     most, size = image_input.max_tiles, image_input.image_size
     if most == 1 or size is None:
@@ -155,10 +151,9 @@ def step_to_patches(frames: Sequence[Image.Image], *, image_input: ImageInput, g
 
 
 def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0, grid: Grid | None = None) -> ItemPixels:
-    """Resize and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
+    """Resize and cut one decoded image, as RGB or grey (in_channels 3 or 1); raises DataError as `smart_resize`.
 
     tile: index among the items that the image becomes (`num_tiles`). grid: to which it is brought; None: as `image_grid` says.
-    Raises DataError if its size breaks `smart_resize`'s rule.
     """
     tiles = tile_grid(width=image.width, height=image.height, image_input=image_input)
     grid = grid or image_grid(width=image.width, height=image.height, image_input=image_input)

@@ -72,10 +72,7 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
 
 
 def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> None:
-    """Write lengths as a .csv or .csv.gz file, whatever they were read from; items as `UNIT:TOKENS:OUTPUT_TOKENS;...`.
-
-    Raises DataError if the file cannot be written.
-    """
+    """Write lengths as .csv or .csv.gz, items as `UNIT:TOKENS:OUTPUT_TOKENS;...`; raises DataError if that is impossible."""
     path = Path(path)
     try:
         with gzip.open(path, "wt", **_CSV_TEXT) if path.suffix == ".gz" else path.open("w", **_CSV_TEXT) as file:
@@ -91,11 +88,8 @@ def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> No
 def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples: int) -> tuple[SampleLengths, ...]:
     """Return samples that are all alike, as in papers, with one item for each encoder and generator in `tokens`.
 
-    tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, including those from encoders
-    (`merge_factor` times fewer than inside the encoder, or as many as queries); the rest is text, and all text counts in the
-    loss.
-
-    Raises DataError for a unit that the model lacks, or if the backbone's tokens cannot hold the encoders'.
+    tokens: unit -> tokens inside it; the backbone's are those of its sequence, of which encoders fill theirs and the rest is
+    text, which counts in the loss. Raises DataError for a unit that the model lacks, or a backbone with too few tokens.
     """
     backbone = graph.backbone.name
     if unknown := [name for name in tokens if name not in graph.unit_names]:

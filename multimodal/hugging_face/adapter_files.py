@@ -115,8 +115,8 @@ class PeftAdapter:
 def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path | None) -> PeftAdapter:
     """Return a folder's adapters for a model; base: the folder of the model's weights, if they come from one.
 
-    For a model that is composed of several folders: the adapters of its LLM, in the folder where --save-adapter writes them.
-    Raises ConfigError for other folders, for unsupported options, and for adapters of layers that the model does not have.
+    Of a composed model: the adapters of its LLM, in the folder where --save-adapter writes them. Raises ConfigError for other
+    folders, for unsupported options, and for adapters of layers that the model does not have.
     """
     folder, graph, architecture = _adapted_part(Path(folder), graph, base)
     config = _read_config(folder)

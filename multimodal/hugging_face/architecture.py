@@ -98,10 +98,7 @@ class EncoderForm:
     """Entries of config.json that are written if nothing else says so."""
 
     def read(self, given: Config, *, where: str = "") -> dict[str, Any]:
-        """Return the plain form of the unit without its projector; raises ModelError for unsupported values.
-
-        where: the place of the configuration in a config.json, for messages.
-        """
+        """Return the plain form of the unit without its projector; raises ModelError, with its place `where` in config.json."""
         config = with_defaults(given, self.defaults)
         config.setdefault("in_channels", config.get("in_chans", 3))  # earlier versions of Qwen2-VL
         require(config, self.allowed, where=where)

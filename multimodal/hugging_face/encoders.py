@@ -30,10 +30,7 @@ def is_unused_in_tower(key: str, unit: Unit) -> bool:
 
 
 def _vision(name: str, model_type: str, key: str | None = None) -> Encoder:
-    """Return a class whose folders have a tower, all layers of which are used, with its last_hidden_state as output.
-
-    key: that of config.json which describes it; None: all of config.json does.
-    """
+    """Return a class with a tower, whose last layer is its output; key: of its description in config.json."""
     names = TOWERS[model_type].names
 
     def to_unit(config: Config) -> dict[str, Any]:

@@ -67,10 +67,7 @@ def _find(files: Sequence[Mapping[str, Any]], name: str, key: str) -> Mapping[st
 
 
 def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, Any]:
-    """Return the plain form of a model graph with the processing of images and sound that processors describe.
-
-    Raises ModelError for unsupported processing, such as padding of images.
-    """
+    """Return a plain graph with the processing of images and sound that processors describe; raises ModelError for others."""
 
     def treated(unit: dict[str, Any]) -> dict[str, Any]:
         if unit.get("image") and processors.image is not None:
@@ -159,10 +156,7 @@ def _with_sound(unit: dict[str, Any], features: Mapping[str, Any]) -> dict[str, 
 
 
 def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[str, Any]:
-    """Return a preprocessor_config.json with the processing of images in a graph's encoder; empty for sound.
-
-    kind: the class of transformers; None: that of CLIP if images are cropped, else that of SigLIP.
-    """
+    """Return the preprocessor_config.json of a graph's images; empty for sound. kind: its class, if none of the usual ones."""
     image = next((unit.image for unit in graph.encoders if unit.image is not None), None)
     if image is None:
         return {}

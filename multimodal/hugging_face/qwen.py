@@ -53,10 +53,9 @@ def _read_placed_text(
     sections: Sequence[int] = (16, 24, 24),
     is_tied: bool | None = None,
 ) -> dict[str, Any]:
-    """Return an LLM whose tokens have a time, rows and columns.
+    """Return an LLM whose tokens have a time, rows and columns, from a configuration beside the encoder's, or around it.
 
-    Its configuration is beside the encoder's or, in earlier versions, around it. defaults: values of missing keys; family: the
-    model_type of the text model; sections, is_tied: used if the configuration says nothing of them.
+    defaults: values of missing keys; family: its model_type; sections, is_tied: if the configuration says nothing of them.
     """
     given = config.get("text_config") or config
     text = {**with_defaults(given, defaults), "model_type": family}

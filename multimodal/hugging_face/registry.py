@@ -137,10 +137,7 @@ def _of_made(unit: Unit) -> dict[str, Any]:
 
 
 def architecture_of(graph: ModelGraph) -> Architecture:
-    """Return the family that describes a model graph, wherever its weights come from.
-
-    Raises ModelError, with the necessary changes, if none does.
-    """
+    """Return the family that describes a model graph, or raise ModelError with the changes that are necessary."""
     graph = replace(graph, units=tuple(replace(unit, weights=None) for unit in graph.units))
     differences = []
     for architecture in ARCHITECTURES.values():

@@ -45,10 +45,7 @@ class Adapter(NamedTuple):
 
     @torch.no_grad()
     def merged_with(self, values: Tensor, elements: range) -> Tensor:
-        """Return these flat elements of the adapted matrix with the adapter's product added, in at least float32.
-
-        Where it is zero, they stay bit for bit.
-        """
+        """Return flat elements of the adapted matrix with the product, in at least float32; where that is 0, unchanged."""
         wide = torch.promote_types(values.dtype, torch.float32)
         added = self.up.to(wide).matmul(self.down.to(wide)).mul_(self.scale).view(-1)[elements.start : elements.stop]
         return torch.where(added == 0, values.to(wide), added + values)

@@ -242,10 +242,9 @@ class _Collective(torch.autograd.Function):
 
 
 def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
-    """Return `num_parts` consecutive slices of `num_rows` rows, of sizes that differ by at most one, the larger ones last.
+    """Return `num_parts` slices of `num_rows` rows, of sizes that differ by at most one; fewer if there are fewer rows.
 
-    Fewer if there are fewer rows, at least one (of no rows, if there are none). Ranks with equally many rows cut alike. With the
-    larger parts last, the first part, which is waited for, is no longer than the others.
+    Ranks with equally many rows cut alike. The larger parts are last: the first one, which is waited for, is not longer.
     """
     count = max(1, min(num_parts, num_rows))
     bounds = [num_rows * index // count for index in range(count + 1)]
@@ -255,9 +254,8 @@ def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
 def open_user_buffers(num_rows: int, hidden_size: int, *, tensor_parallel_size: int, dtype: torch.dtype) -> None:
     """Make the buffers in which Transformer Engine's kernels gather and scatter the LLM's rows beside their own products.
 
-    They take tensors of exactly their size, so a microbatch that nearly fills them is padded to their rows, with a sequence of
-    its own, and others make their collectives without them. Collective over all ranks, of which each block of
-    `tensor_parallel_size` shares some.
+    They take tensors of exactly their size: a microbatch that nearly fills them is padded to that with a sequence of its own,
+    others do without. Collective over all ranks, of which each block of `tensor_parallel_size` shares some.
     """
     from transformer_engine.pytorch.module.base import destroy_ub, initialize_ub  # type: ignore[import-not-found,unused-ignore]
 

@@ -79,8 +79,7 @@ def add_product(product: Tensor, added: Added) -> Tensor:
 def multiply_then_sum(rows: Tensor, matrix: Tensor, link: RankLink, *, added: Added) -> Arriving:
     """Multiply part by part, and sum each part over the ranks while later parts are multiplied.
 
-    rows: [num_rows, batch, size]. The result is [num_rows, batch, output_size] on all ranks, or under sequence parallelism this
-    rank's share of them, [num_rows / num_ranks, batch, output_size].
+    rows: [num_rows, batch, size]. Returns [num_rows, batch, output_size], or under sequence parallelism this rank's share.
     """
     if link.num_parts == 1:
         return link.start_summing(add_product(_multiply(rows, matrix), added))
@@ -163,21 +162,19 @@ def deferrable_linear(
     gathered: RankLink | None = None,
     summed: RankLink | None = None,
 ) -> Tensor:
-    """Multiply; the weight gradient is left to the active queue.
+    """Multiply; the weight gradient is left to the active queue. Without links, it is a product of this rank alone.
 
-    gathered: the ranks among which the weight's outputs are split: under sequence parallelism the input is gathered, and in the
-    backward its gradient is summed. summed: those among which its inputs are split: the product is summed, and its gradient
-    gathered. Without either, it is a product of this rank alone.
+    gathered: ranks that split the weight's outputs: under sequence parallelism the input is gathered, and in the backward its
+    gradient is summed. summed: ranks that split its inputs: the product is summed, and its gradient gathered.
     """
     queue = queue_of(weight, adapter)
     return _Linear.apply(inputs, weight, bias, queue, gathered, summed, *(adapter or NO_ADAPTER))
 
 
 class _Linear(torch.autograd.Function):
-    """Linear whose backward gives the input gradient, and computes or queues the weight gradient.
+    """Linear whose backward gives the input gradient, and computes or queues the weight gradient; with an adapter.
 
-    Only this rank's rows of a gathered input are kept until the backward, which gathers them again for the weight gradient. down,
-    up, scale: the adapter's.
+    Only this rank's rows of a gathered input are kept until the backward, which gathers them again for the weight gradient.
     """
 
     @staticmethod
@@ -248,10 +245,9 @@ class WeightGradients(NamedTuple):
 def weight_gradients(
     ctx: Any, rows: Tensor, output_gradient: Tensor, inner: Tensor | None = None, inner_gradient: Tensor | None = None
 ) -> WeightGradients:
-    """Compute or queue the weight gradients of one product.
+    """Compute or queue the weight gradients of one product; ctx: of its function.
 
-    ctx: of the product's function, with weight, bias, adapter and queue; rows: all rows of the input; inner: the value between
-    the adapter's two matrices, and its gradient.
+    rows: all rows of the input; inner: the value between the adapter's two matrices, and its gradient.
     """
     pending: dict[str, LinearWeightGradient] = {}
     if ctx.needs_input_grad[1]:

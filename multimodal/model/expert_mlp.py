@@ -89,10 +89,7 @@ def sequence_balance_loss(routing: Routing, sequences: RowSequences, *, experts:
 
 
 def attach_loss(values: Tensor, loss: Tensor, *, weight: float, note: Callable[[Tensor], None]) -> Tensor:
-    """Return `values`; their backward gives `loss` a gradient of `weight`, and records its value.
-
-    A forward may run twice under recomputation; a backward does not.
-    """
+    """Return `values`; their backward (a forward may run twice) gives `loss` a gradient of `weight`, and notes its value."""
     return _AttachLoss.apply(values, loss, weight, note)  # type: ignore[no-untyped-call]
 
 
@@ -131,9 +128,8 @@ def compute_by_experts(
 ) -> Tensor:
     """Return for every row the weighted sum of its experts' outputs.
 
-    rows: [num_rows, hidden_size]; chosen, weights: [num_rows, topk]; num_experts: of all ranks of `group`, each of which holds
-    equally many and computes the rows of all ranks; compute: a function of rows sorted by this rank's experts, and their numbers
-    of rows.
+    rows: [num_rows, hidden_size]; chosen, weights: [num_rows, topk]; num_experts: of all ranks of `group`, which hold equally
+    many; compute: a function of the rows sorted by this rank's experts, and of their numbers.
     """
     topk = chosen.shape[1]
     order = _Order.sorting(chosen.flatten())
@@ -218,10 +214,9 @@ class Expert(Module):
 
 
 class ExpertMLP(Module):
-    """Replaces the MLP of a transformer layer.
+    """Replaces the MLP of a transformer layer; expert parallel ranks hold equally many experts, in order.
 
-    Expert parallel ranks hold equally many experts, in order. A parameter's name has the expert's number among all experts, so
-    the plan determines which ranks hold it, as with layers.
+    Names of parameters have the number among all experts, so the plan determines which ranks hold them, as with layers.
     """
 
     waits: TensorParallelWaits | None = None

@@ -28,10 +28,7 @@ def has_grouped_kernel(rows: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def grouped_linear(rows: Tensor, counts: RowCounts, weights: Sequence[Tensor]) -> Tensor:
-    """Multiply on this rank alone; weight gradients are left to the active queue.
-
-    rows: [num_rows, input_size], sorted by expert; weights: [output_size, input_size], of each expert.
-    """
+    """rows: [num_rows, input_size], by expert; weights: [output_size, input_size], whose gradients the active queue gets."""
     return _GroupedLinear.apply(rows, counts, queue_of(weights[0], None), *weights)  # type: ignore[no-untyped-call]
 
 

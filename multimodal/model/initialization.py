@@ -18,8 +18,7 @@ from multimodal.model.unit_stage import UnitStage
 def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
     """Fill a stage's parameters: normal(0, std) matrices, ones for norms, zeros for biases (Megatron's scheme).
 
-    An adapter adds nothing at first: its second matrix is zero. Matrices that end a residual branch get std / sqrt(2 x
-    num_layers).
+    Matrices that end a residual branch get std / sqrt(2 num_layers); an adapter's second matrix is zero.
     """
     size, rank = stage.groups.tp.size(), stage.groups.tp.rank()
     for name, parameter in stage.named_parameters():

@@ -21,10 +21,9 @@ from multimodal.values.units.unit import Flow
 
 
 def normalised_patches(patches: Tensor, image: ImageInput | None) -> Tensor:
-    """Return (x / 255 - mean) / std of every channel if patches are bytes; others are already normalised.
+    """Return (x / 255 - mean) / std of every channel, in float32, if patches are bytes; others are already normalised.
 
-    patches: [num_tokens, in_channels * num_frames * patch_size^2]. Computed in float32; the constants are part of the kernels'
-    arguments, so nothing is copied.
+    patches: [num_tokens, in_channels * num_frames * patch_size^2]. Constants are arguments of kernels: nothing is copied.
     """
     if patches.dtype != torch.uint8:
         return patches
@@ -49,10 +48,9 @@ class ItemsMade(NamedTuple):
 
 @torch.no_grad()
 def encode_images(pixels: Tensor, whole: ItemsMade, image: ImageInput, *, dtype: torch.dtype) -> Tensor:
-    """Return the latents of this rank's patches, [num_own_patches, num_patch_values].
+    """Return the latents of this rank's patches, [num_own_patches, num_patch_values], image by image.
 
-    pixels: [num_patches, num_pixel_values], bytes or normalised; dtype: in which the autoencoder computes. Images are encoded one
-    by one, since sizes differ.
+    pixels: [num_patches, num_pixel_values], bytes or normalised; dtype: in which the autoencoder computes.
     """
     lengths, patches = [math.prod(grid) for grid in whole.grids], normalised_patches(pixels, image).to(dtype)
     found = [torch.empty(0, image.num_patch_values, dtype=dtype, device=pixels.device)]

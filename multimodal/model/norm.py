@@ -6,9 +6,7 @@ from torch import Tensor
 
 
 class Norm(torch.nn.Module):
-    """Normalises the last dimension, in at least float32; the config's `normalization` selects the norm.
-
-    With `layernorm_zero_centered_gamma` the weight is what is added to one.
+    """Normalises the last dimension, in at least float32, by the config's norm; to a zero-centered weight one is added.
 
     Under sequence parallelism each tensor parallel rank has its share of the tokens, so the parameters are marked
     `sequence_parallel` and their gradients are summed over the tensor parallel group.

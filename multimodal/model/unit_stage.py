@@ -190,13 +190,11 @@ class UnitStage(MegatronModule):
         return self.context.input_context.num_padded_rows(num_tokens)
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
-        """Run the stage.
+        """Run the stage on hidden states, [rows, 1, channels] with `width_behind` channels, or None on the first stage.
 
-        hidden: [rows, 1, channels] from the stage before, rows = `num_rows(batch.num_tokens)`, channels as given by the graph's
-        `width_behind`: hidden_size, plus states that are carried along; None on the first stage. item_embeddings:
-        [num_item_tokens, channels], the encoders' outputs in the order of `batch.item_rows`; for a generator's first stage:
-        [num_images, the LLM's hidden size], to which `batch.condition_rows` refers. Returns such hidden states;
-        [num_merged_tokens, channels] after an encoder's projector; a HeadOutput after the head.
+        item_embeddings: [num_item_tokens, channels], the encoders' outputs in the order of `batch.item_rows`; for a generator's
+        first stage [num_images, the LLM's hidden size], to which `batch.condition_rows` refers. Returns such hidden states, rows
+        = `num_rows(batch.num_tokens)`; [num_merged_tokens, channels] after an encoder's projector; a HeadOutput after the head.
         """
         state = () if hidden is None else self.carried.split(hidden, behind=self.layer_range.start - 1)
         given = self.prepare(batch, item_embeddings)
@@ -310,10 +308,7 @@ class UnitStage(MegatronModule):
         return ((LayerPart(whole),),)
 
     def frequencies(self, batch: PackedInput, local_base: float | None = None) -> Tensor | None:
-        """Return the rotary angles of this rank's rows; None if the first layer adds positions.
-
-        local_base: the base of layers with angles of their own, which are not scaled.
-        """
+        """Return the rotary angles of this rank's rows, if any; local_base: of layers with angles of their own."""
         if not self.unit.transformer.has_rotary_positions:
             return None
         shape, dtype = self.unit.transformer, self.options.precision.rotary_dtype

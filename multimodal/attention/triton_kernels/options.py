@@ -47,8 +47,7 @@ def choose_options(
 ) -> KernelOptions:
     """Choose tiles by head size, close to those of FlexAttention on Hopper GPUs; on sm_90 they spill few registers or none.
 
-    shared_memory_bytes: of a program on the GPU.
-    block_size: a power of two of at least 16. Raises ConfigError for a head size beyond 256.
+    shared_memory_bytes: of a program; block_size: a power of two of at least 16. Raises ConfigError for heads beyond 256.
     """
     if channels > MAX_CHANNELS:
         raise ConfigError(
@@ -72,12 +71,10 @@ def choose_options(
 
 
 def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -> int:
-    """Return the longest sub-block with which all programs still end at about the same time.
+    """Return the longest sub-block with which all programs still end at about the same time; num_blocks: listed of the mask.
 
     If there is enough work beside it, even the longest row is short enough, and nothing is cut; so the partial results of cut
     rows have at most `ITEMS_PER_PROGRAM` blocks of tokens per program, however long the sequence.
-
-    num_blocks: listed blocks of the mask.
     """
     num_items = ITEMS_PER_PROGRAM * PROGRAMS_PER_MULTIPROCESSOR * max(1, num_multiprocessors)
     return max(SHORTEST_LIMIT, -(-num_blocks * num_heads // num_items))

@@ -95,8 +95,7 @@ class ChatFormat:
     def __init__(self, template: ChatTemplate, *, tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
         """folder: the model's, whose config.json gives the placeholders of images and sound, if there is one.
 
-        Raises ConfigError for a template that cannot be rendered, in which the assistant's text cannot be located, or whose
-        generation prompt is not what precedes that text.
+        Raises ConfigError if an example cannot be rendered, or its answer be located behind the generation prompt.
         """
         self._template, self._tokenizer = template, tokenizer
         # Compared as tokens: a space before an answer may be part of its first token.
@@ -120,10 +119,7 @@ class ChatFormat:
         return {kind: placeholder.token_id for kind, placeholder in self._placeholders.items()}
 
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
-        """Tokenise segments, at most `seq_length` tokens of them, cut as by `build_conversation`.
-
-        Raises DataError, which names `where`, for content that a template cannot render.
-        """
+        """Tokenise segments as `build_conversation` does; raises DataError, which names `where`, for what no template renders."""
         if any(isinstance(segment, GeneratedSegment) for segment in segments):
             raise DataError(f"{where}: a chat template has no images that the assistant answers with; use --chat-template none")
         roles = {segment.role for segment in segments if isinstance(segment, TextSegment)}

@@ -72,10 +72,7 @@ class ChatTemplate:
         return text, found, self._render(messages[:1], with_prompt=True)[0]
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the (start, end) of the assistant's texts in it.
-
-        Raises ConfigError if the template fails, DataError if spans cannot be located.
-        """
+        """Return a conversation's text and the spans of what the assistant says; raises ConfigError, or DataError."""
         text, spans = self._render(messages)
         return text, spans if self.marks_spans else self._spans_between_prefixes(text, messages)
 

@@ -49,10 +49,10 @@ _Listed = Mapping[str, deque[tuple[int, str]]]
 
 
 def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
-    """Return the sample of an object with `messages` or `conversations`.
+    """Return the sample of an object with `messages` or `conversations`; raises DataError, which names `where`, for others.
 
-    Raises DataError, which names `where`, for roles that are unknown or out of order, an empty conversation, unknown kinds of
-    parts, keys and marks, and a number of images, clips or videos, that differs from the number of places for them.
+    Those are roles that are unknown or out of order, empty conversations, unknown parts, keys and marks, and more or fewer files
+    than places for them.
     """
     if isinstance(entry.get("id"), (str, int)):
         where = f"{where} (sample {shown(entry['id'])})"
@@ -208,11 +208,10 @@ _OF_MMC4 = ("url", "similarity_matrix", "could_have_url_duplicate")
 
 
 def parse_document_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample | None:
-    """Return the sample of a row of either data set, or None for one of neither.
+    """Return the sample of a row of either data set, or None for one of neither; raises DataError for faulty ones.
 
     OBELICS: `texts` and `images` of one length, one of which is null at each place. MMC4: `text_list`, and `image_info` with the
-    `image_name` of each image and the `matched_text_index` of the text that it stands before. Raises DataError for rows that are
-    not so.
+    `image_name` of each image and the `matched_text_index` of the text that it stands before.
     """
     if isinstance(entry.get("text_list"), list):
         check_keys(entry, ("text_list", "image_info", LOSS_WEIGHT, *_OF_MMC4), where=where)

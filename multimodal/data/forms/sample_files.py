@@ -264,10 +264,9 @@ class SampleFiles:
                 )
 
     def open_item(self, path: str, *, block: int = 0) -> BinaryIO | None:
-        """Open an item that is no file of this machine but a part of the data or remote; None: it is one.
+        """Open an item that is part of the data or remote; None for a file of this machine. Raises DataError, FileNotFoundError.
 
-        path: of an item, full; block: bytes that are read at once of what is remote, where that is not all; 0: all. Raises
-        DataError or FileNotFoundError.
+        path: of an item, full; block: bytes that are read at once of what is remote, where that is not all; 0: all.
         """
         if path.startswith(EMBEDDED):
             return self._files.embedded(path, block=block)
@@ -334,10 +333,7 @@ def _of_texts(entry: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None) -> SampleFiles:
-    """Open the data at a path in the form that it has; raises DataError if it is missing or in another form.
-
-    remote: how remote files are read, the data and those that it names.
-    """
+    """Open the data at a path in the form that it has; raises DataError if it is missing or in none. remote: how to read it."""
     path = data_path(path, remote)
     if isinstance(path, RemotePath) and "?" in path.address and path.address.startswith("http"):
         shown = path.address.partition("?")[0]

@@ -114,10 +114,7 @@ def _parquet_pieces(path: DataPath) -> list[_Piece]:
 
 
 def digest_files(folder: DataPath, paths: Sequence[DataPath]) -> str:
-    """Digest every file's name in a folder, length, beginning and end, where formats store what identifies their content.
-
-    Of remote files names, lengths and versions.
-    """
+    """Digest each file's name, length, beginning and end, which identify its content; of remote ones name, length and version."""
     digest = hashlib.blake2b(digest_size=16)
     for path, status in zip(paths, at_once(lambda path: path.stat(), paths, among=folder), strict=True):
         size = status.st_size

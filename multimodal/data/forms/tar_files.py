@@ -48,10 +48,7 @@ class TarFiles:
         fields: Mapping[str, str] | None = None,
         left_out: Collection[str] = (),
     ) -> None:
-        """folder: names of archives in digests are relative to it.
-
-        fields: of a sample, by Energon's field_map; left_out: samples, as ARCHIVE/KEY, that it excludes.
-        """
+        """folder: of archives' names; fields: of Energon's field_map; left_out: samples, as ARCHIVE/KEY, that it excludes."""
         self._folder, self._archives, self._fields, self._left_out = folder, archives, fields, frozenset(left_out)
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -46,14 +46,12 @@ class VocabularyShare(NamedTuple):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, *, group: ProcessGroup, num_tokens_known: int | None = None
 ) -> Tensor:
-    """Return the loss of each token, in float32 (float64 for float64 logits).
+    """Return the loss of each token, [num_tokens], in float32 (float64 for float64 logits), the same on every rank of the group.
 
     megatron-core has the same function, but it reads its process group from global state, casts to float32 (which exact checks in
     float64 must not do), and holds all logits three times. On CUDA, the backward overwrites the logits.
-
     logits: [num_tokens, vocab_size / tp], this rank's contiguous share; targets: [num_tokens], int64; num_tokens_known: of the
     vocabulary without its padding, None for all.
-    Returns [num_tokens], the same on every rank of the group.
     """
     if logits.shape[0] == 0:
         return logits.sum(-1)
@@ -160,10 +158,9 @@ class TokenEmbedding(torch.nn.Module):
         self.link = RankLink(context.groups.tp, is_sequence_parallel=False)
 
     def forward(self, _: None, given: StagePass) -> Tensor:
-        """Look up the embeddings of all tokens and insert the items'.
+        """Return the embeddings of all tokens, and of items: [num_tokens, 1, channels], the same on every tensor parallel rank.
 
-        The inputs of the LLM's first layers from items (deepstack) are in the channels behind the hidden states. Returns
-        [num_tokens, 1, channels], the same on every tensor parallel rank.
+        The inputs of the LLM's first layers from items (deepstack) are in the channels behind the hidden states.
         """
         batch = given.batch
         assert batch.token_ids is not None
@@ -227,10 +224,7 @@ class LanguageHead(torch.nn.Module):
         )
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Compute the targets' losses, and the normalised hidden states that generators receive.
-
-        hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism).
-        """
+        """hidden: [rows, 1, hidden_size] (padded and / tp if sharded); returns losses, and generators' conditions."""
         batch = given.batch
         assert batch.target_rows is not None and batch.targets is not None
         hidden, targets = self.norm(hidden), batch.targets

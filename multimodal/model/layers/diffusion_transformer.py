@@ -162,10 +162,10 @@ class DiffusionEmbedding(GeneratorProjector):
 
 
 class Modulation(Module):
-    """Maps an item's time to shift, scale and gate of both branches; the same on every tensor parallel rank.
+    """Maps an item's time to shift, scale and gate of both branches, the same on all tensor parallel ranks (DiT, section 3.2).
 
-    DiT, section 3.2. Every layer embeds the time by a map of its own, where DiT's layers share it: no stage then shares weights
-    with another. In a `form` the embedding is carried along, or as diffusers' (DiT) anew.
+    Every layer embeds the time by a map of its own, where DiT's layers share it, so that no stage shares weights with another; in
+    a `form` the embedding is carried along, or as diffusers' (DiT) anew.
     """
 
     def __init__(self, context: LayerContext, index: int) -> None:

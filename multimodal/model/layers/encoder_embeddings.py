@@ -86,10 +86,7 @@ class LearnedPatchEmbedding(PatchEmbedding):
 
 
 class StretchedPatchEmbedding(PatchEmbedding):
-    """Adds learned positions, interpolated from a square of them to the patches of an image with aligned corners.
-
-    places: [num_tokens, 4], row, column, and the image's numbers of both.
-    """
+    """Adds positions interpolated with aligned corners; places: [num_tokens, 4], row, column, and the image's numbers of both."""
 
     def _add_tables(self, image: ImageInput, context: LayerContext) -> None:
         assert image.position_grid is not None

@@ -134,10 +134,7 @@ def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype
 
 
 class GeneratorProjectorKind(LayerKind):
-    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`.
-
-    `DiffusionEmbedding` also reads `batch.patches`, `batch.path` and `batch.items_made`.
-    """
+    """Reads `batch.condition_rows` and `item_sources`; `DiffusionEmbedding` also `patches`, `path` and `items_made`."""
 
     takes_hidden = False
 
@@ -177,10 +174,7 @@ class GeneratorHead(torch.nn.Module):
         return deferrable_linear(hidden, self.weight, self.bias)
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Predict the patches of the target image, or noise - patches if there is noise, and compute the loss.
-
-        hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size].
-        """
+        """Sum the errors of patches, or of noise - patches; hidden: [num_tokens (padded and / tp), 1, hidden_size]."""
         patches, rows, path = given.batch.patches, given.batch.target_rows, given.batch.path
         assert patches is not None
         predicted = self.predict(hidden, given)

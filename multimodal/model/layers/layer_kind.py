@@ -36,10 +36,7 @@ class InputContext(NamedTuple):
     context_parallel_size: int = 1
 
     def num_padded_rows(self, num_tokens: int) -> int:
-        """Return the padded number of rows of the tensor parallel group; a rank without tokens has one row if others have some.
-
-        num_tokens: of the tensor parallel group.
-        """
+        """Return the padded rows of the tensor parallel group's tokens: at least one, even on a rank without tokens."""
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
         multiple = self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1)  # so that ranks have equal shares
         rows = -(-max(1, num_tokens) // multiple) * multiple

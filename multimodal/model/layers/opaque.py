@@ -67,10 +67,7 @@ def build_module(unit: Unit, described: Opaque) -> Module:
 
 @torch.enable_grad()  # stages for forwards only are built without
 def find_unused(unit: Unit, described: Opaque, item: ItemInput) -> frozenset[str]:
-    """Return the parameters that get no gradient, such as those of poolers; does not compute any values.
-
-    Raises ModelError if the module does not treat items as an encoder must.
-    """
+    """Return the parameters without gradients, such as poolers'; raises ModelError if the module is no encoder of such items."""
     where = f"unit '{unit.name}', module"
     before, after = find_callback(described.before_encoder), find_callback(described.after_encoder)
     shape, num_tokens = _shape_of_one(item)

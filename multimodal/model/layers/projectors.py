@@ -1,7 +1,4 @@
-"""The last layers of encoders: from hidden states to the rows that the LLM takes, by an MLP or by learned queries.
-
-Queries attend to each item's tokens (resamplers, Q-Former).
-"""
+"""The last layers of encoders, to the rows that the LLM takes: an MLP, or learned queries (resamplers, Q-Former)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -47,10 +44,7 @@ class MergedTokens(torch.nn.Module):
         self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
 
     def gather(self, hidden: Tensor, batch: PackedInput) -> Tensor:
-        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, channels].
-
-        Returns [num_kept_tokens, 1, channels], the same on every tensor parallel rank.
-        """
+        """hidden: [num_tokens (padded and / tp), 1, channels]; returns [num_kept_tokens, 1, channels] on every rank."""
         places, kept_rows = batch.positions, batch.kept_rows
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
@@ -168,8 +162,7 @@ class ProjectorKind(LayerKind):
 class QueryProjector(MergedTokens):
     """Learned queries, the same for every item, layers in which they attend to the item, and an output product.
 
-    Norms come before their operation, as in a transformer layer. All rows are on every tensor parallel rank; ranks share heads
-    and the MLP's inner width.
+    Norms come first. All rows are on every tensor parallel rank; ranks share heads and the MLP's inner width.
     """
 
     def __init__(self, context: LayerContext) -> None:

@@ -40,10 +40,7 @@ _Branch = tuple[Tensor, Tensor | None]
 
 
 def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode, window: int | None = None) -> MaskRule:
-    """Return the mask rule of a unit: the LLM's follows `mode`, in other units a token attends to its whole sequence (item).
-
-    window: of the LLM's layer.
-    """
+    """Return the mask rule of a unit: the LLM's follows `mode` and the layer's window, others' tokens see their whole item."""
     if not unit.is_causal:
         return MaskRule(is_causal=False)
     encoders = tuple(each.name for each in graph.units if each.role is Role.ENCODER)
@@ -223,10 +220,7 @@ def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:
 
 
 class ChangedAdd(torch.nn.Module):
-    """Adds a branch that is scaled by channel (layer scale: CaiT, InternViT) or normalised (Gemma 2).
-
-    It has the form of megatron-core's function without dropout.
-    """
+    """Adds a branch that is scaled by channel (CaiT, InternViT) or normalised (Gemma 2), as megatron-core's function adds."""
 
     def __init__(self, config: TransformerConfig, *, is_scaled: bool) -> None:
         super().__init__()
