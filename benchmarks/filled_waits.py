@@ -41,7 +41,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.model import collectives
 from multimodal.model.collectives import Arriving, RankLink
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_comparison
@@ -151,7 +151,7 @@ def measure(held_seconds: float, num_iterations: int, *, rank: int) -> tuple[dic
     """Return the median seconds of a step, unfilled and filled, the share that runs inside waits, and the last timelines."""
     if held_seconds:
         hold_back(held_seconds)
-    options = SessionOptions(build_graph(), BuildOptions(Precision(torch.float32)), VOCAB_SIZE, timeout=TIMEOUT)
+    options = SessionOptions(build_graph(), BuildOptions(torch.float32), VOCAB_SIZE, timeout=TIMEOUT)
     session = Session(options, plan=build_plan())
     steps = {name: plan(builder, held_seconds, rank=rank) for name, builder in (("unfilled", "1f1b"), ("filled", "optimus"))}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -30,7 +30,7 @@ from megatron.runtime.emulation.emulated_run import TIMEOUT, run_on_ranks
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.state.held_tensors import make_room, model_tensors
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
@@ -47,7 +47,7 @@ def build_session() -> Session:
     optimizer = build_optimizer_config(
         lr=1e-3, min_lr=0.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=dtype
     )
-    options = SessionOptions(graph, BuildOptions(Precision(dtype)), VOCAB_SIZE, timeout=TIMEOUT, optimizer=optimizer)
+    options = SessionOptions(graph, BuildOptions(dtype), VOCAB_SIZE, timeout=TIMEOUT, optimizer=optimizer)
     session = Session(options, plan=Plan({"llm": UnitPlan(replicas)}))
     names = [tensor.key.removeprefix("model.") for tensor in model_tensors(session.state)]
     make_room(session.state, saved={f"{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq", "step") for name in names})

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
     from megatron.runtime import platform
     from megatron.runtime.orchestrator.profile_layers import ProfileOptions, join_profile, layers_of, profile_layer
     from multimodal.model.layers.generator_ends import count_operations
-    from multimodal.model.transformer_config import BuildOptions, Precision
+    from multimodal.model.transformer_config import BuildOptions
 
     if given.count_operations:
         counted = [unit.module is not None and unit in graph.generators for unit in graph.units]
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
     platform.install()
     dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
     options = ProfileOptions(
-        build=BuildOptions(Precision(getattr(torch, dtype)), transformer_impl=given.transformer_impl),
+        build=BuildOptions(getattr(torch, dtype), transformer_impl=given.transformer_impl),
         sizes=given.sizes,
         sequences=given.sequences,
         vocab_size=padded_vocab_size(given, graph),

@@ -36,7 +36,7 @@ from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.session import Session, SessionOptions
 from multimodal.hugging_face.registry import read_graph
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 
 VOCAB_SIZE, HIDDEN_SIZE = 32_000, 1024
@@ -45,7 +45,7 @@ VOCAB_SIZE, HIDDEN_SIZE = 32_000, 1024
 def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, float]]:
     """Return, for writing and reading, median processor seconds of both and of their ratio."""
     graph = read_graph(folder / "given")
-    options = SessionOptions(graph, BuildOptions(Precision(torch.float32)), VOCAB_SIZE, timeout=TIMEOUT)
+    options = SessionOptions(graph, BuildOptions(torch.float32), VOCAB_SIZE, timeout=TIMEOUT)
     plan = plan_colocated(graph, sizes={name: UnitSizes() for name in graph.unit_names}, world_size=1)
     session = Session(options, plan=plan)
     tensors = dict(LlamaForCausalLM.from_pretrained(folder / "given", trust_remote_code=False).state_dict())

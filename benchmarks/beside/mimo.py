@@ -34,7 +34,7 @@ from megatron.runtime import platform
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from megatron.runtime.orchestrator.machine import describe_device
 from megatron.runtime.orchestrator.profile_layers import profile_model
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -85,7 +85,7 @@ def build_case(data: str) -> ComparedCase:
 
 def plan_auto(case: ComparedCase, num_ranks: int) -> PlannedRun:
     """Return what the search of `--plan auto` chooses, after timing the model's layers."""
-    build, source = BuildOptions(Precision(torch.float64)), case.batch_of_step(0)
+    build, source = BuildOptions(torch.float64), case.batch_of_step(0)
     request = PlanningRequest(
         case.graph,
         describe_device(dtype="float64", ranks_per_node=num_ranks),

@@ -168,7 +168,7 @@ def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | 
     if attention is None:
         return None
     shape, num_shares = stage.unit.transformer, stage.groups.tp.size()
-    device, dtype = torch.cuda.current_device(), stage.options.precision.params_dtype
+    device, dtype = torch.cuda.current_device(), stage.options.params_dtype
     heads = (shape.num_attention_heads, shape.query_groups, shape.query_groups)
     lengths = (size.num_tokens // size.num_sequences,) * size.num_sequences
     inputs = [
@@ -264,7 +264,7 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     """Return the number of weights that a stage trains, as the size of a fit, and the seconds of updating them as trainers do."""
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         return PackedSize(0), 0.0
-    dtype = stage.options.precision.params_dtype
+    dtype = stage.options.params_dtype
     membership = Membership(stage.unit.name, 0, 0, 0, groups, None)
     gradients = UnitGradients({0: stage}, membership=membership, is_sharded=dtype != torch.float64)
     config = build_optimizer_config(

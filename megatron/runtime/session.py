@@ -250,7 +250,7 @@ class Session:
         if (rows := options.build.buffer_rows) is not None:
             llm, size = self.graph.backbone, max(plan.units[self.graph.backbone.name].tensor_sizes)
             rows = rows if llm.name in self.memberships else size  # others only take part
-            dtype = options.build.precision.params_dtype
+            dtype = options.build.params_dtype
             open_user_buffers(rows, llm.transformer.hidden_size, tensor_parallel_size=size, dtype=dtype)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
@@ -269,14 +269,14 @@ class Session:
             rank=rank,
             stages=self.stages,
             groups={name: member.groups for name, member in self.memberships.items()},
-            broker=Broker(rank=rank, channel=self._channel, device=device, dtype=options.build.precision.params_dtype),
+            broker=Broker(rank=rank, channel=self._channel, device=device, dtype=options.build.params_dtype),
             device=device,
             gradients=self.gradients,
         )
 
     def _build_gradients(self, member: Membership) -> UnitGradients:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
-        unit, is_double = self.plan.units[member.unit], self.options.build.precision.params_dtype == torch.float64
+        unit, is_double = self.plan.units[member.unit], self.options.build.params_dtype == torch.float64
         copies, shares = self.options.num_state_copies, None
         if self.options.shards_weights and member.groups.dp_cp.size() > 1:
             reduces_once = self.options.reduces_once

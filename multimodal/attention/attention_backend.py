@@ -36,11 +36,7 @@ class MaskTensors:
     window: int | None = None
     """See BitfieldMask."""
 
-    def rows(self, start: int, stop: int) -> "MaskTensors":
-        """Return the tokens start .. stop - 1."""
-        return self.map_tensors(lambda tensor: tensor[start:stop])
-
-    def select(self, indices: Tensor) -> "MaskTensors":
+    def select(self, indices: Tensor | slice) -> "MaskTensors":
         """Return some tokens, in the given order and shape; indices: int64 or int32."""
         return self.map_tensors(lambda tensor: tensor[indices])
 

@@ -2,9 +2,8 @@
 
 A token's bits say which tokens it attends to: bit 0 text, bit m the m-th encoder's tokens, bit 62 "other items, too", bit 63
 (the sign) causal. Text tokens have the causal bit and the bits of everything they may attend to; an item's tokens have the one
-bit of
-their own modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query q
-sees key k if
+bit of their own modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query
+q sees key k if
 
     sample[q] == sample[k]  and  bits[q] & kind[k]  and
     (q - window < k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
@@ -44,9 +43,7 @@ class MaskMode(StrEnum):
     """Items are treated as text: everything attends causally."""
     PREFIX = "prefix"
     """All tokens up to a sample's last item attend to each other in both directions, as in PaliGemma; text behind it causally.
-
-    Nothing in the prefix may be a target: data sets ensure that it has only markers beside the items.
-    """
+    Data sets ensure that no target, but only markers are beside these items."""
     EMBEDDED = "embedded"
     """Items keep their positions in the document, and attend in both directions within themselves."""
     MODALITY = "modality"

@@ -137,8 +137,7 @@ def _rows(mask: AttentionMask, device: torch.device) -> Iterator[_Row]:
         columns = _columns(mask, index, device)
         seen = None
         if not is_full.all():
-            seen_keys = keys.rows(columns.start, columns.stop) if isinstance(columns, slice) else keys.select(columns)
-            seen = queries.rows(rows.start, rows.stop).sees(seen_keys)
+            seen = queries.select(rows).sees(keys.select(columns))
         yield _Row(rows, columns, seen)
 
 

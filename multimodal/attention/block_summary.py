@@ -59,10 +59,9 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128) -> BlockLists:
     Runs as a C++ kernel, with the same result, if the kernels are built. O(tokens + listed blocks) for masks of a few samples and
     items per block; a causal sample of n blocks lists n (n + 1) / 2: `count_block_workloads` is cheaper where that is enough.
     """
-    runs = _find_runs(mask, block_size)
     if kernels is None:
         return _evaluate(mask, block_size)[0]
-    return BlockLists(*kernels.list_mask_blocks(*runs, block_size, block_size)[:3])
+    return BlockLists(*kernels.list_mask_blocks(*_find_runs(mask), block_size, block_size)[:3])
 
 
 def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128) -> BlockWorkloads:
@@ -70,11 +69,10 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128) -> Block
 
     Arguments and errors as in `list_blocks`. Runs as a C++ kernel, with the same result, if the kernels are built.
     """
-    runs = _find_runs(mask, block_size)
     if kernels is None:
         lists, visible_pairs = _evaluate(mask, block_size)
         return BlockWorkloads(np.diff(lists.row_starts), visible_pairs)
-    starts, visible_pairs = kernels.count_mask_blocks(*runs, block_size, block_size)
+    starts, visible_pairs = kernels.count_mask_blocks(*_find_runs(mask), block_size, block_size)
     return BlockWorkloads(np.diff(starts), visible_pairs)
 
 
@@ -103,14 +101,9 @@ def _evaluate(mask: BitfieldMask, block_size: int) -> tuple[BlockLists, NDArray[
     return lists, np.array(visible_pairs, dtype=np.int64)
 
 
-def _find_runs(mask: BitfieldMask, block_size: int) -> _Runs:
+def _find_runs(mask: BitfieldMask) -> _Runs:
     """Return a mask as the kernels take it: as runs of equal tokens, and the keys that a causal token attends to, at most."""
-    if kernels is None:
-        arrays = (mask.bits, mask.sample_ids, mask.item_ids)
-        changes = np.logical_or.reduce([np.diff(array) != 0 for array in arrays])
-        starts = np.concatenate(([0] if mask.num_tokens else [], np.flatnonzero(changes) + 1, [mask.num_tokens])).astype(np.int64)
-    else:
-        starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
+    starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
     firsts, size = starts[:-1], max(1, mask.num_tokens)
     bits, sample_ids = mask.bits[firsts], mask.sample_ids[firsts]
     return starts, bits, sample_ids, mask.item_ids[firsts], min(mask.window or size, size)

@@ -39,11 +39,6 @@ class ContextGroup:
     groups_at_once: int = 0
     """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. 0: as in the costs."""
 
-    @property
-    def rank(self) -> int:
-        """This rank's index in the group."""
-        return dist.get_rank(self.group)
-
 
 def attend_across_ranks(
     query: Tensor,
@@ -184,7 +179,7 @@ class _Reduction:
         self._padded: Tensor | None = both.new_zeros(shares.num_ranks * shares.num_rows, *both.shape[1:])
         self._padded.index_copy_(0, context.gathered_rows, both)
         self._local = both.new_empty(shares.num_rows, *both.shape[1:])
-        self._num_local = int(shares.num_tokens_of_rank[context.rank])
+        self._num_local = int(shares.num_tokens_of_rank[dist.get_rank(context.group)])
         self._work: Any = reduce_scatter_single(self._local, self._padded, group=context.group, async_op=True)
 
     def finish(self) -> tuple[Tensor, Tensor]:

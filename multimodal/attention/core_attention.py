@@ -211,9 +211,7 @@ def _of_package(function: Callable[..., Any]) -> VariableLengths:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
     ) -> Tensor:
-        return function(
-            query, key, value, starts, starts, longest, longest, softmax_scale=scale, causal=is_causal
-        )  # fmt: skip
+        return function(query, key, value, starts, starts, longest, longest, softmax_scale=scale, causal=is_causal)
 
     return attend
 

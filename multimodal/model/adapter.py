@@ -30,11 +30,6 @@ class Adapter(NamedTuple):
     """[output_size, rank]."""
     scale: float
 
-    @staticmethod
-    def of(down: Tensor | None, up: Tensor | None, scale: float) -> "Adapter | None":
-        """Return the adapter from an autograd function's arguments; see `NO_ADAPTER`."""
-        return Adapter(down, up, scale) if down is not None and up is not None else None
-
     def inner(self, rows: Tensor) -> Tensor:
         """Return the rows times A, scaled."""
         return rows.matmul(self.down.t()).mul_(self.scale)
@@ -111,11 +106,6 @@ def adapter_of(linear: Module) -> Adapter | None:
     if not hasattr(linear, DOWN):
         return None
     return Adapter(linear.lora_a, linear.lora_b, linear.lora_scale)  # type: ignore[arg-type]
-
-
-def initial_adapter_std(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of A, given its whole shape, as in PEFT (which draws uniformly), and 0 for B and new rows."""
-    return (3 * shape[1]) ** -0.5 if name.endswith(DOWN) else 0.0
 
 
 def is_adapter(name: str) -> bool:

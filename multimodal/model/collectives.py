@@ -200,29 +200,27 @@ class RankLink(NamedTuple):
 
 def gather_for_products(share: Tensor, link: RankLink) -> Tensor:
     """Return the rows of all ranks, for column parallel products; the ranks' gradients of them are summed."""
-    return _run(share, link, RankLink.start_gathering, RankLink.start_summing_copy)
+    return _Collective.apply(share, link, RankLink.start_gathering, RankLink.start_summing_copy)
 
 
 def gather_rows(share: Tensor, link: RankLink) -> Tensor:
     """Return the rows of all ranks, for the same computation on all; in the backward each rank takes its block."""
-    return _run(share, link, RankLink.start_gathering, RankLink.take_block)
+    return _Collective.apply(share, link, RankLink.start_gathering, RankLink.take_block)
 
 
 def share_rows(rows: Tensor, link: RankLink) -> Tensor:
     """Return this rank's block of rows that all ranks have; in the backward gradients are gathered."""
-    return _run(rows, link, RankLink.take_block, RankLink.start_gathering)
+    return _Collective.apply(rows, link, RankLink.take_block, RankLink.start_gathering)
 
 
 def sum_rows(rows: Tensor, link: RankLink) -> Tensor:
     """Return the sum over the ranks, or under sequence parallelism this rank's block of it. `rows` must not be used again."""
-    return rows if link.group.size() == 1 else _run(rows, link, RankLink.start_summing, RankLink.start_gathering)
+    if link.group.size() == 1:
+        return rows
+    return _Collective.apply(rows, link, RankLink.start_summing, RankLink.start_gathering)
 
 
 _Start = Callable[[RankLink, Tensor], Arriving]
-
-
-def _run(rows: Tensor, link: RankLink, there: _Start, back: _Start) -> Tensor:
-    return _Collective.apply(rows, link, there, back)
 
 
 class _Collective(torch.autograd.Function):

@@ -190,7 +190,7 @@ class _Linear(torch.autograd.Function):
         up: Tensor | None,
         scale: float,
     ) -> Tensor:
-        adapter = Adapter.of(down, up, scale)
+        adapter = Adapter(down, up, scale) if down is not None and up is not None else None
         # Parameters are not saved as tensors: a saved tensor may come back as another object, without the hooks of its gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.gathered, ctx.summed, ctx.adapter = weight, bias, queue, gathered, summed, adapter
         output, rows = (None, inputs) if summed is not None else gather_then_multiply(inputs, weight.t(), gathered)
@@ -285,9 +285,8 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
     inner = deferrable_linear(rows, adapter.down, None) * adapter.scale
     group, is_cut = linear.tp_group, linear.sequence_parallel
     if linear.tp_size > 1 and splits_inputs(linear):
-        inner = (reduce_scatter_to_sequence_parallel_region if is_cut else reduce_from_tensor_model_parallel_region)(
-            inner, group=group
-        )
+        exchange = reduce_scatter_to_sequence_parallel_region if is_cut else reduce_from_tensor_model_parallel_region
+        inner = exchange(inner, group=group)
     elif linear.tp_size > 1:
         inner = (gather_from_sequence_parallel_region if is_cut else copy_to_tensor_model_parallel_region)(inner, group=group)
     return product + deferrable_linear(inner, adapter.up, None), rest[0] if rest else None

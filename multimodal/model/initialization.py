@@ -6,9 +6,8 @@ So two runs with the same seed start alike whatever their TP, PP and DP, which m
 import hashlib
 
 import torch
-from torch import Tensor
 
-from multimodal.model.adapter import initial_adapter_std, is_adapter
+from multimodal.model.adapter import DOWN, is_adapter
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import full_shape, mark_sharding, take_shard
 from multimodal.model.unit_stage import UnitStage
@@ -34,12 +33,10 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
         whole = full_shape(parameter.shape, sharding, tensor_parallel_size=size)
         values = kind.initial_matrix(name.split(".", 2)[2], whole)
         if values is None:
-            std = initial_adapter_std(name, whole) if is_adapter(name) else kind.initial_std(stage.unit, name)
-            values = _draw(whole, std=std, name=f"{stage.unit.name}.{name}", seed=seed, device=parameter.device)
+            std = kind.initial_std(stage.unit, name)
+            if is_adapter(name):  # as in PEFT, which draws uniformly
+                std = (3 * whole[1]) ** -0.5 if name.endswith(DOWN) else 0.0
+            digest = hashlib.sha256(f"{seed}:{stage.unit.name}.{name}".encode()).digest()
+            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "little"))
+            values = torch.randn(whole, generator=generator, device=parameter.device, dtype=torch.float32) * std
         parameter.copy_(take_shard(values, sharding, rank=rank, tensor_parallel_size=size))
-
-
-def _draw(shape: tuple[int, ...], *, std: float, name: str, seed: int, device: torch.device) -> Tensor:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32) * std

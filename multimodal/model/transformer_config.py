@@ -36,22 +36,10 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Precision:
-    """The number formats of a run."""
-
-    params_dtype: torch.dtype = torch.float32
-
-    @property
-    def rotary_dtype(self) -> torch.dtype:
-        """Rotary angles are computed in float32, or in float64 for exact checks."""
-        return torch.float64 if self.params_dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
 class BuildOptions:
     """Options of all modules beyond their architecture and process groups."""
 
-    precision: Precision = Precision()
+    params_dtype: torch.dtype = torch.float32
     sequence_parallel: bool = False
     transformer_impl: str = "local"
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
@@ -80,6 +68,11 @@ class BuildOptions:
     """Rows of the user buffers in which the LLM's layers of Transformer Engine make theirs; None: there are none."""
 
     @property
+    def rotary_dtype(self) -> torch.dtype:
+        """Rotary angles are computed in float32, or in float64 for exact checks."""
+        return torch.float64 if self.params_dtype == torch.float64 else torch.float32
+
+    @property
     def row_multiple(self) -> int:
         """The number of rows of a product is a multiple of this."""
         return fp8_multiple(self.used_fp8_recipe)
@@ -96,7 +89,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
     Pipeline size is reported as 1: a unit's layers are numbered here, by the plan, not by megatron-core.
     """
     shape = unit.transformer
-    dtype = options.precision.params_dtype
+    dtype = options.params_dtype
     # megatron-core's one kernel for bias and `F.gelu` computes the approximation by tanh, to float32's precision
     is_approximated = shape.activation == "geglu_tanh" or (shape.activation == "gelu_tanh" and shape.add_bias_linear)
     fuses_gelu = options.fuses_kernels and is_approximated and dtype != torch.float64 and shape.experts is None

@@ -143,7 +143,7 @@ class UnitStage(MegatronModule):
                 module.waits = self.waits  # type: ignore[assignment]
         self.delays_weight_gradients = defer_in_modules(self.layers)
         """True if every forward with a backward needs an active queue, split or not."""
-        accumulate = find_accumulation(options.precision.params_dtype) if options.accumulates_in_products else None
+        accumulate = find_accumulation(options.params_dtype) if options.accumulates_in_products else None
         if accumulate is not None:
             tied = self.shared_parameter  # it gets gradients from two layers, one of which would be lost
             accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
@@ -240,7 +240,7 @@ class UnitStage(MegatronModule):
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
         if (made := batch.items_made) is not None and made.are_pixels:
             assert batch.patches is not None and self.unit.image is not None
-            dtype = self.options.precision.rotary_dtype
+            dtype = self.options.rotary_dtype
             batch = replace(batch, patches=encode_images(batch.patches, made, self.unit.image, dtype=dtype))
         frequencies = self.frequencies(batch)
         lengths = batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
@@ -311,7 +311,7 @@ class UnitStage(MegatronModule):
         """Return the rotary angles of this rank's rows, if any; local_base: of layers with angles of their own."""
         if not self.unit.transformer.has_rotary_positions:
             return None
-        shape, dtype = self.unit.transformer, self.options.precision.rotary_dtype
+        shape, dtype = self.unit.transformer, self.options.rotary_dtype
         if local_base is not None:
             shape = replace(shape, rotary_base=local_base, rotary_scaling=(), rotary_factors=())
         frequencies = rotary_frequencies(

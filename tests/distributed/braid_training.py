@@ -16,7 +16,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.run_options import RunOptions
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
@@ -134,7 +134,7 @@ class BraidTraining:
             clip_grad=CLIP_GRAD,
             dtype=torch.float64,
         )
-        build = BuildOptions(Precision(torch.float64))
+        build = BuildOptions(torch.float64)
         self._costs = RunOptions(zero_stage=0, sequence_parallel=False, transformer_impl="local")
         options = SessionOptions(
             case.graph,

@@ -30,7 +30,7 @@ from multimodal.model.latents import draw_path
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput, stack_items
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -153,7 +153,7 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
 
 def build_options(case: GradientCase) -> BuildOptions:
     return BuildOptions(
-        Precision(case.dtype),
+        case.dtype,
         sequence_parallel=case.sequence_parallel,
         recompute=case.recompute,
         attention_backend=case.attention_backend,

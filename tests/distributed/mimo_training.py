@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from megatron.runtime import patches
 from megatron.runtime.feed.packing import pack_encoder_microbatch
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
@@ -283,7 +283,7 @@ class _Encoder(Module):
             unit_name=name,
             layers=range(len(unit.layers)),
             groups=groups,
-            options=BuildOptions(Precision(torch.float64)),
+            options=BuildOptions(torch.float64),
         )
 
     def load(self, weights: Any) -> None:

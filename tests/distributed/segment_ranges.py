@@ -19,7 +19,7 @@ from multimodal.model.initialization import initialize_parameters
 from multimodal.model.latents import NoisePath
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
 
@@ -77,7 +77,7 @@ def build_stage(case: RangeCase) -> UnitStage:
         layers=range(case.first, case.last),
         groups=_groups(dist.group.WORLD),
         options=BuildOptions(
-            Precision(torch.float64),
+            torch.float64,
             recompute=case.recompute,
             sequence_parallel=case.sequence_parallel,
             transformer_impl=case.transformer_impl,

@@ -28,7 +28,7 @@ from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers import registry as kinds
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
@@ -168,7 +168,7 @@ def test_it_is_planned_and_simulated(kind: str) -> None:
 
 
 def test_it_trains_as_plain_torch_does(kind: str, alone: None, tmp_path: Path) -> None:
-    options = BuildOptions(Precision(torch.float64))
+    options = BuildOptions(torch.float64)
     graph, layers = read(tmp_path, kind, kind), range(4)
     stage = UnitStage(graph=graph, unit_name="llm", layers=layers, groups=groups(1), options=options, vocab_size=VOCABULARY)
     initialize_parameters(stage, seed=3)

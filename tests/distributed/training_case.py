@@ -18,7 +18,7 @@ from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
@@ -157,7 +157,7 @@ class Training:
         )
         options = SessionOptions(
             case.graph,
-            BuildOptions(Precision(case.dtype), sequence_parallel=case.sequence_parallel),
+            BuildOptions(case.dtype, sequence_parallel=case.sequence_parallel),
             case.vocab_size,
             seed=case.seed,
             timeout=TIMEOUT,

@@ -266,4 +266,4 @@ def load_checkpoint(
 
 
 def _dtype(session: Session) -> str:
-    return str(session.options.build.precision.params_dtype).removeprefix("torch.")
+    return str(session.options.build.params_dtype).removeprefix("torch.")

@@ -190,7 +190,7 @@ def _find_states(path: Path, session: Session, shapes: Mapping[str, ShardedTenso
         by_ranks = any("optimizer.distributed." in name for name in names)
         form = "'s optimizer state is of one grid of ranks; save it there with --dist-ckpt-optim-fully-reshardable"
         raise CheckpointError(f"{path}{form if by_ranks else ' has no optimizer state'}; or {weights_alone}")
-    name, own = embeddings_of(shapes, folder=path), session.options.build.precision.params_dtype
+    name, own = embeddings_of(shapes, folder=path), session.options.build.params_dtype
     dtype = shapes[name].dtype
     if dtype != own:
         theirs, ours = (str(each).removeprefix("torch.") for each in (dtype, own))

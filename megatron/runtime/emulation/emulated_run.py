@@ -24,7 +24,7 @@ from megatron.runtime.emulation.emulated_stage import Cost, EmulatedStage, with_
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import settle_fillers
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.values.action import Action
@@ -127,7 +127,7 @@ def _cost_of(run: EmulatedRun) -> Cost:
 
 def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:
     """Return a session whose stages wait instead of computing; nothing is updated."""
-    build = BuildOptions(Precision(torch.float32))
+    build = BuildOptions(torch.float32)
     options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, cost=cost))
     return Session(options, plan=plan)
 

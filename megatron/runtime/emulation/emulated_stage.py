@@ -153,7 +153,7 @@ class EmulatedStage(UnitStage):
         _wait_until(now + fraction * interval)
 
     def _build_layer(self, index: int) -> Module:
-        return _Number(self.options.precision.params_dtype)
+        return _Number(self.options.params_dtype)
 
 
 class _Number(Module):

@@ -24,7 +24,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.hugging_face.registry import CONFIG_NAME
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.values.errors import ConfigError
@@ -107,7 +107,7 @@ def empty_session(model: StoredModel, *, optimizer: OptimizerConfig | None = Non
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
         try:
-            build = BuildOptions(Precision(model.dtype), attention_mask=model.mask)
+            build = BuildOptions(model.dtype, attention_mask=model.mask)
             options = SessionOptions(model.graph, build, model.vocab_size, optimizer=optimizer, build_stage=_build_empty)
             yield Session(options, plan=plan)
         finally:

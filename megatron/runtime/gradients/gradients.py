@@ -183,7 +183,7 @@ def wrap_in_gradient_buffers(
     if is_by_gloo_on_device(groups.dp_cp):
         param_and_grad_buffer._coalescing_manager = call_one_by_one
     config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
+        grad_reduce_in_fp32=stage.options.params_dtype == torch.bfloat16,
         overlap_grad_reduce=False,
         use_distributed_optimizer=is_sharded,
     )

@@ -101,7 +101,7 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
 def projectors_export(session: Session, projectors: Sequence[HeldTensor], *, what: str) -> Export:
     """Return the folder of a composed model's projectors, under their names here; collective."""
     names = name_as_here(projectors, prefix="model.", what=what)
-    layout = in_one_file(SINGLE_NAME, names, session.options.build.precision.params_dtype)
+    layout = in_one_file(SINGLE_NAME, names, session.options.build.params_dtype)
     return Export(names, layout, {"model.json": session.graph.to_dict()})
 
 
@@ -116,7 +116,7 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         architecture, config = read_config(like)
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     if like is None:
-        dtype = session.options.build.precision.params_dtype
+        dtype = session.options.build.params_dtype
         names = as_spelled(names, architecture.written_spelling)
         shapes = {spelled(key, architecture.written_spelling): shape for key, shape in architecture.shapes(graph).items()}
         layout = cut_into_files(names, dtype, given=shapes)
@@ -202,7 +202,7 @@ def _describe_adapter(
     architecture = read_config(base)[0] if base is not None else architecture_of(graph)
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     names = as_spelled(names, architecture.module_spelling, prefix=PREFIX)
-    layout = in_one_file(ADAPTER_WEIGHTS, names, session.options.build.precision.params_dtype)
+    layout = in_one_file(ADAPTER_WEIGHTS, names, session.options.build.params_dtype)
     return Export(names, layout, {ADAPTER_CONFIG: adapter_config(names, graph=graph, base=base)})
 
 

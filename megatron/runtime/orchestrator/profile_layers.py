@@ -114,7 +114,7 @@ def join_profile(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: Pr
     update = fit_quadratic(sizes, updates, is_linear=True)
     step = StepProfile(seconds, computation_seconds, update.constant, update.linear)
     name = torch.cuda.get_device_name() if platform.device().type == "cuda" else "CPU"
-    dtype = str(options.build.precision.params_dtype).removeprefix("torch.")
+    dtype = str(options.build.params_dtype).removeprefix("torch.")
     return LayerProfile(name, dtype, {layer.key: layer.curves for layer in layers}, step)
 
 

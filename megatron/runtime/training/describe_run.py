@@ -129,7 +129,7 @@ def _describe_paths(session: Session) -> str:
         parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe}{_describe_wide_products(session)})")
     if options.fuses_kernels:
         parts.append("fused activations and rotation")
-    in_local_layers = options.accumulates_in_products and find_accumulation(options.precision.params_dtype)
+    in_local_layers = options.accumulates_in_products and find_accumulation(options.params_dtype)
     if accumulates_in_engine(options) if is_engine else in_local_layers:
         parts.append("weight gradients added in products")
     if options.buffer_rows is not None:

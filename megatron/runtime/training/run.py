@@ -41,7 +41,7 @@ from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.kernels import describe_kernels, kernels
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
@@ -296,7 +296,7 @@ def _build_options(config: RunConfig) -> BuildOptions:
     is_bfloat16 = config.training.dtype == "bfloat16"
     is_engine, splits = settings.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return BuildOptions(
-        Precision(getattr(torch, config.training.dtype)),
+        getattr(torch, config.training.dtype),
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=settings.transformer_impl,
         recompute=config.training.recompute_granularity,

@@ -1,6 +1,6 @@
 """Sizes with which the attention kernels run; they change speed, never results beyond rounding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,8 +54,7 @@ def choose_options(
             f"--attention-backend triton: heads of {channels} channels are too large, its kernels hold at most {MAX_CHANNELS}; "
             "choose --attention-backend blocks"
         )
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    if not is_half:
+    if dtype not in (torch.float16, torch.bfloat16):
         side = 32 if channels <= 128 else 16
         tiles = (TileSizes(side, side, 4, 1),) * 3
     elif shared_memory_bytes < LARGE_TILES_BYTES:
@@ -66,8 +65,8 @@ def choose_options(
         tiles = TileSizes(128, 64, 8, 3), TileSizes(128, 64, 8, 2), TileSizes(128, 32, 8, 3)
     else:
         tiles = TileSizes(64, 32, 8, 3), TileSizes(64, 32, 8, 2), TileSizes(64, 32, 8, 2)
-    forward, query_gradient, key_value_gradient = (_fit(tile, block_size) for tile in tiles)
-    return KernelOptions(forward, query_gradient, key_value_gradient)
+    fitting = [replace(tile, rows=min(tile.rows, block_size), columns=min(tile.columns, block_size)) for tile in tiles]
+    return KernelOptions(fitting[0], fitting[1], fitting[2])
 
 
 def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -> int:
@@ -78,7 +77,3 @@ def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -
     """
     num_items = ITEMS_PER_PROGRAM * PROGRAMS_PER_MULTIPROCESSOR * max(1, num_multiprocessors)
     return max(SHORTEST_LIMIT, -(-num_blocks * num_heads // num_items))
-
-
-def _fit(tile: TileSizes, block_size: int) -> TileSizes:
-    return TileSizes(min(tile.rows, block_size), min(tile.columns, block_size), tile.num_warps, tile.num_stages)

@@ -129,13 +129,9 @@ class _TritonAttention(torch.autograd.Function):
         return query_gradient, key_gradient, value_gradient, None, None, None
 
 
-_Shared = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""query, key, value, gradient of the output, sums of exponentials, deltas."""
-
-
 def _gradients(
     kernel: Any,
-    shared: _Shared,
+    shared: tuple[Tensor, ...],
     inputs: tuple[Tensor, ...],
     work: _Work,
     mask: AttentionMask,
@@ -143,7 +139,7 @@ def _gradients(
     options: KernelOptions,
     tiles: TileSizes,
 ) -> list[Tensor]:
-    """Return the gradients of these inputs, computed by this kernel."""
+    """Return the gradients of these inputs; shared: query, key, value, output's gradient, sums of exponentials, deltas."""
     query, key, value = shared[:3]
     heads = inputs[0].shape[1]
     rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(query.shape[2])
@@ -156,20 +152,13 @@ def _gradients(
         mask.num_queries, mask.num_keys, len(work.items) * (mask.block_size // tiles.rows) * heads, heads, rows,
         HEADS_PER_GROUP=query.shape[1] // key.shape[1], **_constants(query, mask), **sizes,
     )  # fmt: skip
-    for partial, gradient in zip(partials, gradients, strict=True):
-        _join_gradients(partial, gradient, work, mask)
-    return gradients
-
-
-def _join_gradients(partial: Tensor, gradient: Tensor, work: _Work, mask: AttentionMask) -> None:
-    if not len(work.split_rows):
-        return
-    num_tokens, heads, channels = gradient.shape
     tile = min(64, mask.block_size)
-    join_gradients_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
-        partial, work.split_rows, gradient, num_tokens, heads, partial.shape[1],
-        CHANNELS=channels, PADDED_CHANNELS=partial.shape[2], BLOCK=mask.block_size, TILE_ROWS=tile,
-    )  # fmt: skip
+    for partial, gradient in zip(partials, gradients, strict=True) if len(work.split_rows) else ():
+        join_gradients_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
+            partial, work.split_rows, gradient, len(gradient), heads, rows,
+            CHANNELS=query.shape[2], PADDED_CHANNELS=padded, BLOCK=mask.block_size, TILE_ROWS=tile,
+        )  # fmt: skip
+    return gradients
 
 
 def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:

@@ -98,7 +98,7 @@ def _embed_labels(module: Any, times: Tensor, conditions: Tensor) -> Tensor:
 
 
 def _placed(module: Module, context: LayerContext) -> Any:
-    return Module.to(module, device=torch.cuda.current_device(), dtype=context.options.precision.params_dtype)
+    return Module.to(module, device=torch.cuda.current_device(), dtype=context.options.params_dtype)
 
 
 class DiffusionEmbedding(GeneratorProjector):
@@ -115,7 +115,7 @@ class DiffusionEmbedding(GeneratorProjector):
                 f"unit '{unit.name}': a DiTTransformer2DModel has one condition an item and no tokens of encoders; remove the "
                 "edges from encoders, or take an SD3Transformer2DModel"
             )
-        self.image, self.flow, self.wide = unit.image, unit.flow, context.options.precision.rotary_dtype
+        self.image, self.flow, self.wide = unit.image, unit.flow, context.options.rotary_dtype
         self.embedding = _placed(_Embedding(unit), context)
         if unit.freeze_module or unit.lora is not None:
             self.unused = frozenset(name for name, _ in self.named_parameters() if name.startswith("embedding."))
@@ -172,7 +172,7 @@ class Modulation(Module):
         super().__init__()
         assert context.unit.flow is not None
         size, self.num_carried = context.config.hidden_size, context.unit.flow.num_carried
-        self.hidden_size, self.wide = size, context.options.precision.rotary_dtype
+        self.hidden_size, self.wide = size, context.options.rotary_dtype
         if not self.num_carried:
             self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
         num_outputs = context.unit.flow.num_streams * NUM_MODULATIONS * size

@@ -133,7 +133,7 @@ class JoinedTokens(torch.nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.hidden_size, self.dtype = context.unit.transformer.hidden_size, context.options.precision.params_dtype
+        self.hidden_size, self.dtype = context.unit.transformer.hidden_size, context.options.params_dtype
         self.widths = _widths(context) if context.unit.join == "features" else ()
         """Channels of each encoder, which are concatenated; empty: encoders have equal widths, and separate tokens."""
 

@@ -47,7 +47,7 @@ class NoisyPatches(torch.nn.Module):
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.image, self.flow, self.wide = context.unit.image, context.unit.flow, context.options.precision.rotary_dtype
+        self.image, self.flow, self.wide = context.unit.image, context.unit.flow, context.options.rotary_dtype
         self.weight = context.empty(context.config.hidden_size, context.patch_channels)
 
     def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
@@ -77,7 +77,7 @@ class GeneratorProjector(ConditionProjector):
     def __init__(self, context: LayerContext, *, width: int | None = None) -> None:
         super().__init__(context, width=width)
         unit, graph = context.unit, context.graph
-        self.rotary_base, self.feature_dtype = unit.transformer.rotary_base, context.options.precision.rotary_dtype
+        self.rotary_base, self.feature_dtype = unit.transformer.rotary_base, context.options.rotary_dtype
         has_own = unit.flow is not None and (unit.module is not None or unit.flow.form is not None)
         self.noisy = None if unit.flow is None or has_own else NoisyPatches(context)
         self.sources = tuple("" if name == graph.backbone.name else name for name in graph.upstream(unit.name))
@@ -223,7 +223,7 @@ class Denoiser(torch.nn.Module):
         super().__init__()
         assert context.unit.image is not None and context.unit.flow is not None
         self.module, self.image, self.flow = module, context.unit.image, context.unit.flow
-        self.wide = context.options.precision.rotary_dtype
+        self.wide = context.options.rotary_dtype
 
     def train(self, mode: bool = True) -> "Denoiser":
         """Keep the module in inference mode."""
@@ -288,7 +288,7 @@ class DenoiserKind(LayerKind):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = _build(context.unit)
-        dtype = context.options.precision.params_dtype
+        dtype = context.options.params_dtype
         module = Module.to(module, device=torch.cuda.current_device(), dtype=dtype)  # diffusers' own warns without a reason
         return Denoiser(module, context)
 

@@ -89,7 +89,7 @@ class LayerContext:
 
     def random(self, *shape: int) -> Tensor:
         """Return random values on the device, of the type that the unit computes in."""
-        return torch.randn(*shape, device=torch.cuda.current_device(), dtype=self.options.precision.params_dtype)
+        return torch.randn(*shape, device=torch.cuda.current_device(), dtype=self.options.params_dtype)
 
 
 @dataclass(frozen=True)

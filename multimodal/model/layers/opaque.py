@@ -202,7 +202,7 @@ class OpaqueKind(LayerKind):
             torch.manual_seed(seed)
             module = build_module(context.unit, described)
         unused = find_unused(context.unit, described, item)
-        device, dtype = torch.cuda.current_device(), context.options.precision.params_dtype
+        device, dtype = torch.cuda.current_device(), context.options.params_dtype
         return OpaqueEncoder(module.to(device=device, dtype=dtype), described=described, item=item, unused=unused)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:

@@ -163,7 +163,7 @@ def attention_choice(context: InputContext, *, window: int | None = None) -> Att
         num_heads=transformer.num_attention_heads // size,
         num_groups=max(1, transformer.query_groups // size),
         channels=transformer.head_channels,
-        dtype=options.precision.params_dtype,
+        dtype=options.params_dtype,
         num_multiprocessors=options.num_multiprocessors,
     )
     rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask, window=window)

@@ -19,7 +19,7 @@ from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.token_shares import BlockShares, RankShare
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
@@ -123,7 +123,7 @@ def check_layer(
     within: float = 0.1,
 ) -> tuple[Layer, UnitStage]:
     """Build a layer: it has as many parameters as its costs say, and keeps as many bytes for its backward within a share."""
-    options = BuildOptions(Precision(dtype), recompute=recompute)
+    options = BuildOptions(dtype, recompute=recompute)
     stage = build_layer(graph, unit, kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
     layer = describe_layer(graph, graph.unit(unit), kind, vocab_size=VOCABULARY)
     assert layer.is_built_in(layer.unit)
@@ -190,7 +190,7 @@ def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_para
 @pytest.mark.parametrize("shape", SHAPES)
 def test_context_parallel_ranks_share_what_is_predicted(shape: str, dtype: Any, recompute: Any) -> None:
     graph, num_tokens = graph_of(shape), 512
-    options = BuildOptions(Precision(dtype), recompute=recompute)
+    options = BuildOptions(dtype, recompute=recompute)
     stage = build_layer(graph, "llm", "transformer", groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
     share = RankShare(BlockShares(np.array([0, 1, 1, 0], dtype=np.int32), 2, num_tokens, num_tokens // 4), 0)
     hidden = torch.randn(num_tokens // 2, 1, 64, dtype=dtype).requires_grad_()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.parameter_sharding import ParameterSharding
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
 
@@ -48,7 +48,7 @@ def build_stage(
 ) -> UnitStage:
     """Build layers of a unit in float64, all of them unless some are named, on this rank alone unless groups are given."""
     layers = range(len(graph.unit(unit).layers)) if layers is None else layers
-    built = BuildOptions(Precision(torch.float64), **options)
+    built = BuildOptions(torch.float64, **options)
     stage = UnitStage(graph=graph, unit_name=unit, layers=layers, groups=groups or alone(), options=built, vocab_size=32)
     initialize_parameters(stage, seed=seed)
     return stage.train()

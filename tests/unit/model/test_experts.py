@@ -12,14 +12,12 @@ from torch import Tensor
 
 from multimodal.model.expert_mlp import Expert, ExpertMLP, Router, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.grouped_linear import grouped_linear
-from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
+from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.values.model_graph import Experts, Role, Transformer, Unit
 
 SHAPE = Transformer(2, 8, 2, 12, experts=Experts(4, router_topk=2))
-CONFIG = build_transformer_config(
-    Unit("llm", Role.BACKBONE, SHAPE), tensor_parallel_size=1, options=BuildOptions(Precision(torch.float64))
-)
+CONFIG = build_transformer_config(Unit("llm", Role.BACKBONE, SHAPE), tensor_parallel_size=1, options=BuildOptions(torch.float64))
 
 
 def build(experts: Experts, group: dist.ProcessGroup) -> ExpertMLP:

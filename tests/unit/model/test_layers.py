@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from multimodal.model.layers import backbone_ends
 from multimodal.model.layers.backbone_ends import vocab_parallel_cross_entropy
 from multimodal.model.norm import Norm
-from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config, gelu_tanh
+from multimodal.model.transformer_config import BuildOptions, build_transformer_config, gelu_tanh
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import LiveBytes
 
@@ -59,7 +59,7 @@ def test_activations_are_fused_where_the_kernel_computes_the_same(changes, dtype
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
     graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **sizes, **changes}}})
     for fuses in (False, True):
-        options = BuildOptions(Precision(dtype), fuses_kernels=fuses)
+        options = BuildOptions(dtype, fuses_kernels=fuses)
         config = build_transformer_config(graph.backbone, tensor_parallel_size=1, options=options)
         assert config.gated_linear_unit == (changes["activation"] in ("swiglu", "geglu_tanh", "quick_geglu"))
         assert config.bias_activation_fusion == (fuses and is_fused)

@@ -14,7 +14,7 @@ from megatron.runtime.orchestrator.profile_layers import fake_ranks, groups_of_o
 from megatron.runtime.profiler import build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
 from tools.profile_layers import main
@@ -79,7 +79,7 @@ def test_packed_sequences_and_updates_are_timed_for_real(monkeypatch) -> None:
     sizes = (PackedSize(16), PackedSize(16, 4))
     with fake_ranks(1):
         groups = groups_of_one()
-        build = partial(build_layer, graph, "llm", "transformer", groups=groups, options=BuildOptions(Precision()), vocab_size=32)
+        build = partial(build_layer, graph, "llm", "transformer", groups=groups, options=BuildOptions(), vocab_size=32)
         times = time_layer(build(), sizes=sizes, num_repetitions=2)
         stage = build()
         before = [parameter.detach().clone() for parameter in stage.parameters()]
@@ -97,7 +97,7 @@ def test_layers_without_weights_are_updated_in_no_time() -> None:
     graph = ModelGraph.from_dict({"units": units, "edges": [["vision", "joint"], ["joint", "llm"]]})
     with fake_ranks(1):
         groups = groups_of_one()
-        stage = build_layer(graph, "joint", "joined_tokens", groups=groups, options=BuildOptions(Precision()), vocab_size=32)
+        stage = build_layer(graph, "joint", "joined_tokens", groups=groups, options=BuildOptions(), vocab_size=32)
         assert not list(stage.parameters())
         assert time_update(stage, groups=groups, num_repetitions=1) == (PackedSize(0), 0.0)
 
