@@ -5,26 +5,10 @@ reference may take a hundred times as long, so an entry point says which of them
 simulates (`map_stages`), and what one balancer alone needs (`assign_entrain`), has no reference and raises an error.
 """
 
-_NAMES = (
-    "assign_entrain",
-    "count_mask_blocks",
-    "cut_evenly",
-    "distribute_longest_first",
-    "fill_idle_lanes",
-    "find_mask_runs",
-    "group_rows",
-    "link_actions",
-    "list_mask_blocks",
-    "list_schedule",
-    "map_stages",
-    "order_blocks",
-    "partition_longest_first",
-    "plan_work_list",
-    "post_balance",
-    "rearrange_nodes",
-    "reorder_microbatches",
-    "simulate_events",
-)
+import re
+from pathlib import Path
+
+_NAMES = re.findall(r"^def (\w+)", Path(__file__).with_name("_kernels.pyi").read_text(), re.MULTILINE)
 """Every function of `_kernels.pyi`; a module that lacks one was built from older sources."""
 
 __all__ = ["describe_kernels", "kernels"]

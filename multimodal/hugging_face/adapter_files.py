@@ -118,7 +118,11 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
     Of a composed model: the adapters of its LLM, in the folder where --save-adapter writes them. Raises ConfigError for other
     folders, for unsupported options, and for adapters of layers that the model does not have.
     """
-    folder, graph, architecture = _adapted_part(Path(folder), graph, base)
+    folder, weights = Path(folder), graph.backbone.weights
+    if weights is not None:  # of a composed model
+        folder = folder / graph.backbone.name if (folder / graph.backbone.name).is_dir() else folder
+        graph, base = ModelGraph((graph.backbone,)), weights
+    architecture = read_config(base)[0] if base is not None and Path(base).is_dir() else architecture_of(graph)
     config = _read_config(folder)
     tensors = _read_header(folder / ADAPTER_WEIGHTS)
     known = dict(_own_modules(graph, architecture))
@@ -150,15 +154,6 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
     dropout, tokens = float(config.get("lora_dropout") or 0), _trained_tokens(folder, config)
     plain = folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture
     return PeftAdapter(*plain, tokens, dropout)
-
-
-def _adapted_part(folder: Path, graph: ModelGraph, base: str | Path | None) -> tuple[Path, ModelGraph, Architecture]:
-    """Return the folder, graph and family of the adapted model."""
-    weights = graph.backbone.weights
-    if weights is not None:
-        inner = folder / graph.backbone.name
-        return inner if inner.is_dir() else folder, ModelGraph((graph.backbone,)), read_config(weights)[0]
-    return folder, graph, read_config(base)[0] if base is not None and Path(base).is_dir() else architecture_of(graph)
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:
@@ -263,12 +258,8 @@ def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[
     of_none = [each for each in targets if any(_matches(each, module) for module in known)]
     of_none = [each for each in of_none if not any(_matches(each, module) for module in modules)]
     unnamed = [module for module in modules if not any(_matches(each, module) for each in targets)]
-    if of_none or unnamed:
-        problem = (
-            f"names {of_none[0].removeprefix('^')!r}, of which there is none"
-            if of_none
-            else f"does not name {unnamed[0]}, which has one"
-        )
+    problems = [f"names {each.removeprefix('^')!r}, of which there is none" for each in of_none]
+    for problem in (*problems, *(f"does not name {module}, which has one" for module in unnamed)):
         raise ConfigError(
             f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}; name the modules with adapters"
         )

@@ -11,7 +11,6 @@ from multimodal.hugging_face.weight_names import Spelling, UnitNames
 from multimodal.values.errors import ModelError, require_package
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
-from multimodal.values.units.items import Latents
 
 Config = Mapping[str, Any]
 """A config.json, or one of the configurations inside it."""
@@ -167,31 +166,27 @@ _CONFIG = "config.json"
 def check_autoencoders(graph: ModelGraph) -> None:
     """Raise ModelError if generators of latents have no autoencoder that makes such latents, or diffusers is missing."""
     for unit in graph.generators:
-        if unit.image is not None and unit.image.latents is not None:
-            _check(unit, unit.image.latents)
-
-
-def _check(unit: Unit, latents: Latents) -> None:
-    where = f"unit '{unit.name}', latents"
-    require_package("diffusers", extra="diffusion", needed_by=where, error=ModelError)
-    folder = Path(latents.directory)
-    if not (folder / _CONFIG).is_file() or not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{where}, directory: {folder} has no {_CONFIG} and *.safetensors; give the folder `vae` of a model of diffusers"
-        )
-    config = read_mapping(folder / _CONFIG, error=ModelError)
-    if config.get("_class_name") != "AutoencoderKL" or config.get("latents_mean") is not None:
-        kind = "AutoencoderKL without latents_mean"
-        raise ModelError(f"{where}, directory: {folder} holds a {config.get('_class_name')}, expected an {kind}; give another")
-    found = {
-        "channels": config.get("latent_channels"),
-        "factor": 2 ** (len(config.get("block_out_channels", ())) - 1),
-        "in_channels": config.get("in_channels"),
-    }
-    assert unit.image is not None
-    for key, said in (("channels", latents.channels), ("factor", latents.factor), ("in_channels", unit.image.in_channels)):
-        if found[key] != said:
-            raise ModelError(f"{where}: {key} is {said}, but the autoencoder in {folder} has {found[key]}; set it to that")
+        if unit.image is None or unit.image.latents is None:
+            continue
+        where, latents = f"unit '{unit.name}', latents", unit.image.latents
+        require_package("diffusers", extra="diffusion", needed_by=where, error=ModelError)
+        folder = Path(latents.directory)
+        if not (folder / _CONFIG).is_file() or not any(folder.glob("*.safetensors")):
+            raise ModelError(
+                f"{where}, directory: {folder} has no {_CONFIG} and *.safetensors; give the folder `vae` of a model of diffusers"
+            )
+        config = read_mapping(folder / _CONFIG, error=ModelError)
+        name, factor = config.get("_class_name"), 2 ** (len(config.get("block_out_channels", ())) - 1)
+        if name != "AutoencoderKL" or config.get("latents_mean") is not None:
+            kind = "AutoencoderKL without latents_mean"
+            raise ModelError(f"{where}, directory: {folder} holds a {name}, expected an {kind}; give another")
+        for key, said, found in (
+            ("channels", latents.channels, config.get("latent_channels")),
+            ("factor", latents.factor, factor),
+            ("in_channels", unit.image.in_channels, config.get("in_channels")),
+        ):
+            if found != said:
+                raise ModelError(f"{where}: {key} is {said}, but the autoencoder in {folder} has {found}; set it to that")
 
 
 def autoencoder_digest(image: ImageInput) -> str:

@@ -66,9 +66,7 @@ def compose(
     generators: Mapping[str, str | Path] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
-    """Write a model file of an LLM behind encoders, before generators, and return its graph.
-
-    Weights stay in their folders; runs read them there.
+    """Write a model file of an LLM behind encoders, before generators, whose weights stay where they are; return its graph.
 
     llm: the folder of a supported text model; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or Whisper, whose
     layers become Braid's, or of another encoder of images of one size or of sound, which is used as a module; projector: one of
@@ -79,11 +77,9 @@ def compose(
     function, as `package.module:function`; generators: a unit's name -> the folder `transformer` of a Stable Diffusion 3
     or a DiT, which draws latents of the `vae` beside it. Raises ModelError if the parts do not fit.
     """
-    given = callbacks or {}
-    drawing = generators or {}
-    _check_types(
-        llm=llm, encoders=encoders, generators=drawing, freeze=freeze, as_modules=as_modules, callbacks=given, output=output
-    )
+    given, drawing = callbacks or {}, generators or {}
+    paths = {"llm": llm, "encoders": encoders, "generators": drawing, "output": output}
+    _check_types({**paths, "freeze": freeze, "as_modules": as_modules, "callbacks": given})
     if not isinstance(projector, str) or projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
     if taken := {_LLM, *encoders} & {*drawing} | {_LLM} & {*encoders}:
@@ -93,35 +89,18 @@ def compose(
         raise ModelError(
             f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
         )
-    backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
     _check_known("as_modules", as_modules, encoders)
-    _check_known("callbacks", given, encoders)
+    _check_callbacks(given, encoders)
     width = {"projector_hidden_size": language.backbone.transformer.hidden_size} if projector == "mlp" else {}
-    sizes, layers = (
-        _by_unit(argument, value, encoders, default=default)
-        for argument, value, default in (("merge_size", merge_size, 1), ("feature_layer", feature_layer, -1))
-    )
-    units = {
-        name: _encoder(
-            name,
-            Path(folder),
-            PROJECTORS[projector],
-            width,
-            as_module=name in {*as_modules, *given},
-            merge_size=sizes[name],
-            layer=layers[name],
-        )
-        for name, folder in encoders.items()
-    }
-    for name, functions in given.items():
-        for place, function in functions.items():
-            if place not in CALLBACKS:
-                raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
-            parts = function.replace(":", ".").split(".") if isinstance(function, str) and function.count(":") == 1 else [""]
-            if not all(map(str.isidentifier, parts)):
-                raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
-        units[name]["module"] |= dict(functions)
-    units[_LLM] = backbone
+    sizes = _by_unit("merge_size", merge_size, encoders, default=1)
+    layers = _by_unit("feature_layer", feature_layer, encoders, default=-1)
+    units: dict[str, dict[str, Any]] = {}
+    for name, folder in encoders.items():
+        choice: dict[str, Any] = {"as_module": name in {*as_modules, *given}, "merge_size": sizes[name], "layer": layers[name]}
+        units[name] = _encoder(name, Path(folder), PROJECTORS[projector], width, **choice)
+        if name in given:
+            units[name]["module"] |= given[name]
+    units[_LLM] = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
     units |= {name: _generator(name, Path(folder)) for name, folder in drawing.items()}
     _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in freeze], units)
     for entry in freeze:
@@ -136,11 +115,10 @@ def compose(
     return ModelGraph.from_file(output)
 
 
-def _check_types(**arguments: Any) -> None:
+def _check_types(arguments: Mapping[str, Any]) -> None:
     """Raise ModelError if an argument of `compose` is no path, mapping or list, as the name has it."""
-    inner = {f"encoders['{name}']": value for name, value in _entries(arguments["encoders"])}
-    inner |= {f"generators['{name}']": value for name, value in _entries(arguments["generators"])}
-    inner |= {f"callbacks['{name}']": value for name, value in _entries(arguments["callbacks"])}
+    mappings = "encoders", "generators", "callbacks"
+    inner = {f"{kind}['{name}']": value for kind in mappings for name, value in _entries(arguments[kind])}
     for name, value in {**arguments, **inner}.items():
         kinds, expected = _EXPECTED[name.partition("[")[0] + "[]" * ("[" in name)]
         is_text = isinstance(value, str) and str not in kinds
@@ -152,6 +130,16 @@ def _check_types(**arguments: Any) -> None:
 def _check_known(argument: str, names: Iterable[str], known: Collection[str]) -> None:
     if unknown := [name for name in names if name not in known]:
         raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(known)}; correct it")
+
+
+def _check_callbacks(callbacks: Mapping[str, Mapping[str, str]], encoders: Collection[str]) -> None:
+    _check_known("callbacks", callbacks, encoders)
+    for name, place, function in ((name, *each) for name, functions in callbacks.items() for each in functions.items()):
+        if place not in CALLBACKS:
+            raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
+        parts = function.replace(":", ".").split(".") if isinstance(function, str) and function.count(":") == 1 else [""]
+        if not all(map(str.isidentifier, parts)):
+            raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:

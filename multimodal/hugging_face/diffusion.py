@@ -72,11 +72,7 @@ _DIT = UnitNames(
 )
 
 
-_SD3_FLOW = {"has_joint_attention": True, "condition_tokens": 8}
-_DIT_FLOW = {"prediction": "epsilon", "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
-
-
-def _unit(config: Config, form: str, epsilon: float) -> dict[str, Any]:
+def _unit(config: Config, epsilon: float, **flow: Any) -> dict[str, Any]:
     width = config["num_attention_heads"] * config["attention_head_dim"]
     if config.get("caption_projection_dim", width) != width:
         raise ModelError(f"caption_projection_dim is {config['caption_projection_dim']}, expected the {width} of all heads")
@@ -92,7 +88,7 @@ def _unit(config: Config, form: str, epsilon: float) -> dict[str, Any]:
         "has_rotary_positions": False,
         "layernorm_epsilon": epsilon,
         "qk_layernorm": config.get("qk_norm") is not None,
-        "flow": {"form": form, **(_SD3_FLOW if form == "sd3" else _DIT_FLOW)},
+        "flow": flow,
         "weights": ".",
         "image": {"patch_size": config["patch_size"], "in_channels": config["in_channels"], "merge_size": 1},
     }
@@ -100,13 +96,14 @@ def _unit(config: Config, form: str, epsilon: float) -> dict[str, Any]:
 
 def _sd3(config: Config) -> dict[str, Any]:
     require(config, _ALLOWED)
-    return _unit(config, "sd3", 1e-6)
+    return _unit(config, 1e-6, form="sd3", has_joint_attention=True, condition_tokens=8)
 
 
 def _dit(config: Config) -> dict[str, Any]:
     allowed = {"norm_elementwise_affine": (False,), "attention_bias": (True,), "activation_fn": ("gelu-approximate",)}
     require(config, {**allowed, "dropout": (0, 0.0), "upcast_attention": (False,)})
-    return _unit(config, "dit", config.get("norm_eps", 1e-5))
+    flow = {"form": "dit", "prediction": "epsilon", "beta_start": 0.0001, "beta_end": 0.02, "beta_schedule": "linear"}
+    return _unit(config, config.get("norm_eps", 1e-5), **flow)
 
 
 DENOISERS: dict[str, Encoder] = {

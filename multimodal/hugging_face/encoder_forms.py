@@ -15,12 +15,7 @@ _LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2
 _LAYERS = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
 OF_CLIP: Mapping[str, Any] = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 OF_IMAGENET: Mapping[str, Any] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-VIT: Mapping[str, Any] = {
-    "normalization": "LayerNorm",
-    "activation": "gelu",
-    "add_bias_linear": True,
-    "has_rotary_positions": False,
-}
+VIT = {"normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True, "has_rotary_positions": False}
 _INIT = Key("initializer_range", "init_method_std")
 _PATCHES = Key("patch_size", "patch_size"), Key("num_channels", "in_channels")
 

@@ -198,9 +198,8 @@ def write_video_processor(graph: ModelGraph) -> dict[str, Any]:
 def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:
     """Return a preprocessor_config.json for a graph with sound."""
     audio = next(unit.audio for unit in graph.encoders if unit.audio is not None)
-    written = {key: values[0] for key, values in _FEATURES.items() if key != "do_normalize"} | {
-        "feature_size": audio.num_mel_bins
-    }
+    written = {key: values[0] for key, values in _FEATURES.items() if key != "do_normalize"}
     seconds = audio.max_tokens // 50
-    written |= {"chunk_length": seconds, "n_samples": 16000 * seconds, "nb_max_frames": 100 * seconds}
+    written |= {"feature_size": audio.num_mel_bins, "chunk_length": seconds}
+    written |= {"n_samples": 16000 * seconds, "nb_max_frames": 100 * seconds}
     return {**written, "feature_extractor_type": "WhisperFeatureExtractor", "padding_side": "right", "padding_value": 0.0}

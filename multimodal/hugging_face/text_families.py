@@ -106,11 +106,6 @@ class TextFamily(NamedTuple):
     local_base_key: str | None = None
     """The key of the rotary base of layers with windows, for families that have two."""
 
-    @property
-    def fits_inside(self) -> bool:
-        """True if the LLM inside other models may be of the family: its weights are named as most are."""
-        return self.names == decoder_names()
-
 
 def _without_global_layers(config: Config) -> Iterable[int]:
     return ()

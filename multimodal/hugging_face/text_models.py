@@ -6,7 +6,7 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
-from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily
+from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily, decoder_names
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -31,10 +31,7 @@ _KEYS = (
     Key("vocab_size", "vocab_size"),
 )
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, 0.0, None),
-    "resid_pdrop": (0, 0.0, None),
-    "embd_pdrop": (0, 0.0, None),
-    "router_jitter_noise": (0, 0.0, None),
+    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"), (0, 0.0, None)),
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
@@ -44,7 +41,8 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     """Return the plain form of an LLM; raises ModelError, with its place `where` in a config.json, for unsupported values."""
-    known = {name: family for name, family in TEXT_FAMILIES.items() if family.fits_inside or not where}
+    # Inside other models the names of weights are those that most families have.
+    known = {name: family for name, family in TEXT_FAMILIES.items() if not where or family.names == decoder_names()}
     family = known.get(config.get("model_type", ""))
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
@@ -130,10 +128,9 @@ def _write_experts(experts: ExpertKeys, unit: Unit) -> dict[str, Any]:
         return {}
     fields = {**asdict(described), "ffn_hidden_size": unit.transformer.expert_hidden_size}
     config = {key.theirs: fields[key.ours] for key in experts.keys}
-    balances = (
-        {"output_router_logits": True, "router_aux_loss_coef": described.aux_loss_coeff} if described.aux_loss_coeff else {}
-    )
-    return {**config, **balances, **({} if experts.always_among_chosen else {"norm_topk_prob": not described.router_pre_softmax})}
+    if described.aux_loss_coeff:
+        config |= {"output_router_logits": True, "router_aux_loss_coef": described.aux_loss_coeff}
+    return config | ({} if experts.always_among_chosen else {"norm_topk_prob": not described.router_pre_softmax})
 
 
 def _read_biases(family: TextFamily, config: Config, *, where: str) -> dict[str, bool]:

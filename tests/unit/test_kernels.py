@@ -35,7 +35,7 @@ def test_kernels_of_older_sources_are_not_used(reloaded):
         setattr(older, name, None)
     found = reloaded(older)
     assert found.kernels is None
-    assert "built from older sources (assign_entrain is missing); run 'pip install -e .'" in found.describe_kernels()
+    assert f"built from older sources ({module._NAMES[0]} is missing); run 'pip install -e .'" in found.describe_kernels()
 
 
 def test_missing_kernels_are_told(reloaded):
