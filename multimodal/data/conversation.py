@@ -109,11 +109,6 @@ class _TokenRun:
         """True if it is left out unless it fits as a whole."""
         return self.is_generated or self.num_output_tokens > 0
 
-    @property
-    def trained(self) -> list[bool]:
-        """[num_tokens]: True for tokens to be predicted; in a generated item only the token that announces it."""
-        return [True, False] if self.is_generated else [self.is_trained] * len(self.token_ids)
-
 
 def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
     """Tokenise segments, at most `seq_length` tokens of them.
@@ -132,7 +127,8 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
             item_starts += tile_starts(len(item_starts), start, run.num_output_tokens, run.num_tiles)
         if not (run.is_item and is_cut):
             token_ids += run.token_ids[:room]
-            trained += run.trained[:room]
+            # Of a generated item only the token that announces it is to be predicted.
+            trained += ([True, False] if run.is_generated else [run.is_trained] * len(run.token_ids))[:room]
         if is_cut:
             break
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)

@@ -68,7 +68,7 @@ class ManifestPaths:
             return str(self._folder / posixpath.normpath(path))
         full = os.path.join(self._folder, path)
         if not os.path.isfile(full):
-            raise DataError(f"{where}: {full} does not exist; restore the file or remove that line")
+            raise DataError(f"{where}: {full} {_missing(full)}")
         real = full if self._allows_outside else self._real_path(full)
         if not self._allows_outside and not any(os.path.commonpath((real, root)) == root for root in self._roots):
             raise DataError(
@@ -143,7 +143,7 @@ def read_image(
 
 def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> DataError:
     if is_file and not os.path.isfile(path):
-        return DataError(f"{where}: {path} does not exist; restore the file or remove that line")
+        return DataError(f"{where}: {path} {_missing(path)}")
     if isinstance(problem, Image.DecompressionBombError):
         return DataError(
             f"{where}: {path} has more than {PILLOW_MAX_PIXELS:,} pixels, which Pillow refuses to open; scale it down"
@@ -152,6 +152,12 @@ def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> 
     if isinstance(problem, UnidentifiedImageError):
         reason = f"it is none of {', '.join(FORMATS)}"
     return DataError(f"{where}: {path} cannot be decoded as an image ({reason}); replace the file or remove that line")
+
+
+def _missing(path: str) -> str:
+    """Say why a path is none of a file, and what to do."""
+    found = "is not a regular file; put a file there" if os.path.exists(path) else "does not exist; restore the file"
+    return f"{found} or remove that line"
 
 
 def _shown(side: int) -> str:

@@ -39,10 +39,8 @@ class SampleText:
     is_target: npt.NDArray[np.bool_]
     """[num_tokens]; True where `labels[i]` counts in the loss."""
     item_starts: tuple[tuple[int, int, int], ...]
-    """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first.
-
-    An image that a generator makes has no output tokens; its start is the token whose hidden state the generator receives.
-    """
+    """(item_index, start, num_output_tokens) of every item, `start` counted from the sample's first token; an image that a
+    generator makes has no output tokens, and begins at the token whose hidden state that receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +48,8 @@ class ItemPixels:
     """One image or step of a video, cut into patches, or one clip of sound: the input of an encoder, or a generator's target."""
 
     patches: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
-    """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or already normalised values.
-
-    In merge-window order: the merge_size x merge_size patches of one output token are adjacent (Qwen2-VL's order). For a clip:
-    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in order of time.
-    """
+    """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or already normalised values, where the patches
+    of one output token are adjacent (Qwen2-VL's order). For a clip: [num_tokens, FRAMES_PER_TOKEN * num_mel_bins]."""
     grid: Grid
     """Rows and columns of patches, or frames of a clip."""
 
@@ -112,6 +107,7 @@ def open_program(path: Path, request: SampleRequest) -> tuple[SampleSource, Samp
     return train, valid
 
 
-def program_digest(path: Path) -> str:
-    """Return a digest of a program's text, which names its samples in checkpoints; raises OSError."""
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def file_digest(path: Path) -> str:
+    """Return a digest of a file, which names what follows from it in checkpoints and indices; raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -103,7 +103,8 @@ class HuggingFaceTokenizer:
 
         adds_tokens: False if a chat template writes the special tokens: none is added, and missing ones are MISSING.
         """
-        self._file, self._tokenizer = _load(Path(path))
+        self._file = tokenizer_file(path)
+        self._tokenizer = _load(self._file)
         self._tokenizer.no_truncation()  # the file may enable both; the data set decides on lengths
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -175,17 +176,21 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = No
     return HuggingFaceTokenizer(tokenizer_model)
 
 
-def _load(path: Path) -> "tuple[Path, tokenizers.Tokenizer]":
+def tokenizer_file(path: str | Path) -> Path:
+    """Return the tokenizer.json that a path is of, or of the folder that contains it."""
+    return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+
+
+def _load(file: Path) -> "tokenizers.Tokenizer":
     require_package("tokenizers", extra="tokenizers", needed_by="HuggingFaceTokenizer", error=ConfigError)
     import tokenizers
 
-    file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(
             f"{file}: no such file; give --tokenizer-model the path of a local tokenizer.json (nothing is downloaded)"
         )
     try:
-        return file, tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_file(str(file))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as problem:  # the package raises bare Exception, and its panics are not even that

@@ -25,7 +25,7 @@ from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemRe
 from multimodal.data.index.sample_indexer import BAD, IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.remote import data_path
-from multimodal.data.sample_source import SampleRequest, SampleSource, open_program, program_digest
+from multimodal.data.sample_source import SampleRequest, SampleSource, file_digest, open_program
 from multimodal.data.source_views import AveragedSamples, Mixture, PassedItems, SourceSubset
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.architecture import autoencoder_digest
@@ -261,7 +261,7 @@ def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | Non
     for kind in architecture.items:
         key, found = architecture.placeholders[kind], getattr(tokenizer.special, kind)
         if chat is not None:
-            found = chat.placeholder_ids.get(kind)
+            found = chat.placeholders[kind].token_id if kind in chat.placeholders else None
         if isinstance(config.get(key), int) and found != config[key]:
             fix = "give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
             if chat is None:
@@ -320,7 +320,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     """Return the description that checkpoints store, of files by content, as they may move; O(bytes of the manifest). OSError."""
     program = config.data.sample_program
     remote, mixture = config.data.remote, config.data.mixture
-    digests = [program_digest(program)] if program else []
+    digests = [file_digest(program)] if program else []
     for named in () if program else mixture:
         ranges = "".join(f" {first:g} to {last:g}" for first, last in named.ranges)
         digests.append(open_sample_files(named.path, remote).digest + ranges)

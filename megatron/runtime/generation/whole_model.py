@@ -27,7 +27,7 @@ from multimodal.hugging_face.registry import CONFIG_NAME
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
 
 _WORD_EMBEDDINGS = "model.{}.layers.0.word_embeddings.weight"
@@ -64,6 +64,8 @@ def find_checkpoint(folder: Path) -> StoredModel:
 
 def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: int = 0) -> StoredModel:
     """Describe a folder of Hugging Face, its vocabulary, or a larger `vocab_size`, padded to a multiple; raises ModelError."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder; give a folder of Hugging Face that is on this machine")
     graph = read_model(folder)
     if vocab_size > (graph.backbone.vocab_size or 0):
         larger = replace(graph.backbone, vocab_size=vocab_size)

@@ -18,7 +18,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.sample_source import program_digest
+from multimodal.data.sample_source import file_digest
 from multimodal.kernels import kernels
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -114,7 +114,7 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
         for name, named in config.evaluation.valid_sets.items()
     }
     if config.data.sample_program is not None:
-        return {"the digest of the program of --data-path": program_digest(config.data.sample_program), **valid}
+        return {"the digest of the program of --data-path": file_digest(config.data.sample_program), **valid}
     values = {"--data-path": "a manifest", **valid}
     for name, source in (("training", data.train.source), ("validation", data.valid.source)):
         values[f"the number of {name} samples"] = str(len(source))

@@ -110,13 +110,9 @@ class ChatFormat:
                 f"ends in {prompt[-40:]!r}, so that a trained model would be asked otherwise than it was taught; make both alike "
                 "(add_generation_prompt, or where {% generation %} begins), give another --chat-template FILE, or none"
             )
-        self._placeholders = find_placeholders(folder, tokenizer)
+        self.placeholders = find_placeholders(folder, tokenizer)
+        """Those of a prompt, by kind of item."""
         self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
-
-    @property
-    def placeholder_ids(self) -> dict[str, int]:
-        """The tokens that stand for items, by kind."""
-        return {kind: placeholder.token_id for kind, placeholder in self._placeholders.items()}
 
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
         """Tokenise segments as `build_conversation` does; raises DataError, which names `where`, for what no template renders."""
@@ -173,12 +169,12 @@ class ChatFormat:
         return text + end, [*spans, (len(text), len(text) + len(end))]
 
     def _spelling(self, kind: str) -> str:
-        if kind not in self._placeholders:
+        if kind not in self.placeholders:
             raise DataError(
                 f"an item ({kind}) for which neither config.json ({kind}_token_id) nor the tokenizer knows a placeholder; "
                 "take the folder of a model that takes such items, or --chat-template none"
             )
-        return self._placeholders[kind].spelling
+        return self.placeholders[kind].spelling
 
     @cached_property
     def _special(self) -> list[tuple[str, int]]:
@@ -200,9 +196,9 @@ class ChatFormat:
     def _with_times(self, text: str, spans: list[Span], items: Sequence[ItemSegment]) -> tuple[str, list[Span]]:
         """Repeat the placeholder of a video whose steps stand alone behind the time of each, as Qwen3-VL's processor does."""
         videos = [item for item in items if item.kind == "video"]
-        if not any(item.times for item in videos) or "video" not in self._placeholders:
+        if not any(item.times for item in videos) or "video" not in self.placeholders:
             return text, spans
-        placeholder = self._placeholders["video"]
+        placeholder = self.placeholders["video"]
         token = next(spelling for spelling, number in self._special if number == placeholder.token_id)
         found = [*re.finditer(re.escape(token), text)][: len(videos)]  # of others `_expand` tells
         steps = ["".join(f"{time}{placeholder.spelling}" for time in item.times) or token for item in videos]
@@ -236,7 +232,7 @@ class ChatFormat:
     def _expand(
         self, token_ids: list[int], trained: npt.NDArray[np.bool_], items: list[ItemSegment], *, seq_length: int, where: str
     ) -> Conversation:
-        kinds = {placeholder.token_id: kind for kind, placeholder in self._placeholders.items()}
+        kinds = {placeholder.token_id: kind for kind, placeholder in self.placeholders.items()}
         places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]
         if [kind for _, kind in places] != [item.kind for item in items]:
             raise DataError(
@@ -248,7 +244,7 @@ class ChatFormat:
         starts: list[tuple[int, int, int]] = []
         done, is_cut = 0, False
         for (place, kind), item in zip(places, items, strict=True):
-            placeholder = self._placeholders[kind]
+            placeholder = self.placeholders[kind]
             ids += token_ids[done:place]
             flags += trained[done:place].tolist()
             own = placeholder.tokens(item.num_output_tokens, row_length=item.row_length)

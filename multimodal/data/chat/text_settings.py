@@ -9,7 +9,8 @@ from pathlib import Path
 
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
-from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from multimodal.data.sample_source import file_digest
+from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer, tokenizer_file
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TextSettings:
         model, template = self.tokenizer_model, self._template
         rendered = repr((template.text, sorted(template.tokens.items()))) if template else None
         return {
-            "tokenizer_digest": file_digest(Path(model), inside="tokenizer.json") if model else None,
+            "tokenizer_digest": file_digest(tokenizer_file(model)) if model else None,
             "chat_template_digest": hashlib.blake2b(rendered.encode(), digest_size=16).hexdigest() if rendered else None,
         }
 
@@ -48,12 +49,6 @@ class TextSettings:
     def _template(self) -> ChatTemplate | None:
         model = self.tokenizer_model
         return find_chat_template(model, chosen=self.chat_template) if model is not None else None
-
-
-def file_digest(path: Path, *, inside: str) -> str:
-    """Return the digest of a file, or of the file `inside` a folder."""
-    with open(path / inside if path.is_dir() else path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 @lru_cache(maxsize=1)

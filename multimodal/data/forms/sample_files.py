@@ -1,6 +1,5 @@
 """Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, a Hugging Face data set, tars."""
 
-import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +29,7 @@ from multimodal.data.forms.segments import (
 from multimodal.data.forms.table_files import TableFiles, digest_files, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
 from multimodal.data.remote import DataPath, RemoteOptions, RemotePath, Result, Value, at_once, data_path, is_address
+from multimodal.data.sample_source import file_digest
 from multimodal.values.errors import DataError
 
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ")
@@ -81,8 +81,7 @@ class JsonFile:
 @lru_cache(maxsize=4)
 def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
     """Digest a file once, as long as it does not change."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    return file_digest(path)
 
 
 def _line_values(path: DataPath) -> Iterator[tuple[int, Any]]:

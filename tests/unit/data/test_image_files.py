@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import struct
 import zlib
@@ -15,6 +16,7 @@ from PIL import Image, ImageFile
 from multimodal.data.image_files import (
     FORMATS,
     FramePlace,
+    ManifestPaths,
     check_image_size,
     frame_address,
     parse_frame_address,
@@ -71,6 +73,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=r"line 3: .*gone\.png does not exist; restore the file or remove that line"):
             read()
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(DataError, match=r"line 3: .*pipe\.png is not a regular file; put a file there or remove that line"):
+        ManifestPaths(tmp_path, allows_outside=False).resolve("pipe.png", where="line 3")
 
 
 WHITE = Image.new("RGB", (8, 8), (255, 255, 255))
