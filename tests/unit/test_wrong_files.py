@@ -41,9 +41,14 @@ MODEL = {"units": {"vision": {"role": "encoder", **SHAPE}, "llm": BACKBONE}}
 STAGE = {"forward": 1.0}
 
 
-def in_file(document: Any, read: Callable[[Path], object]) -> None:
+def in_file(document: Any, read: Callable[[Path], object]) -> object:
     Path("file.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
-    read(Path("file.yaml"))
+    return read(Path("file.yaml"))
+
+
+def read_roles(path: Path) -> str:
+    """Read a table of costs; returns the roles that follow from the places of its units."""
+    return ", ".join(f"{unit.name} {unit.role}" for unit in build_table_step(CostTable.from_file(path))[0].graph.units)
 
 
 def in_table(document: Mapping[str, str]) -> None:
@@ -91,7 +96,7 @@ FILES: Kinds = {
     "cluster": (CLUSTER, partial(in_file, read=Cluster.from_file)),
     "costs of stages": (
         {"num_microbatches": 2, "units": {"b": {"stages": [STAGE], "ranks": [0]}, "a": {"upstream": ["b"], "stages": [STAGE]}}},
-        partial(in_file, read=lambda path: build_table_step(CostTable.from_file(path))),
+        partial(in_file, read=read_roles),
     ),
     "costs of layers": (
         {"units": {"llm": {"head": [{"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [0, 0, 0]}]}}},

@@ -5,6 +5,7 @@ import math
 import sys
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from multimodal.attention import core_attention
-from multimodal.attention.attention_backend import BACKEND_NAMES, AttentionShape, load_backend
+from multimodal.attention.attention_backend import AttentionShape, load_backend
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_by_blocks, attend_densely
 from multimodal.attention.core_attention import AttentionChoice, CoreAttention, choose_attention, choose_backend
@@ -28,6 +29,7 @@ from tests.unit.attention.mask_cases import (
     output_and_gradients,
     random_masks,
 )
+from tests.unit.golden_answers import Kinds, golden_test
 
 EMBEDDED = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED)
 
@@ -86,25 +88,17 @@ def test_flex_attention_does_not_train_on_a_cpu():
         attend_by_flex_attention(query.requires_grad_(), key, value, mask=mask, softmax_scale=None)
 
 
-def test_auto_takes_sequences_where_they_suffice():
-    assert choose_backend("auto", rule=MaskRule(is_causal=True)) == "sequences"
-    assert choose_backend("auto", rule=MaskRule(is_causal=False, mode=MaskMode.EMBEDDED)) == "sequences"
-    assert choose_backend("auto", rule=EMBEDDED) == "blocks"
-    assert [choose_backend(name, rule=EMBEDDED) for name in BACKEND_NAMES[3:]] == list(BACKEND_NAMES[3:])
+def chosen_backend(document: dict[str, Any]) -> str:
+    """Choose a backend for a rule and a device, with a kernel of torch's or the package's there, or without."""
+    rule = MaskRule(document["is_causal"], MaskMode(document["mode"]), window=document["window"], softcap=document["softcap"])
+    shape = AttentionShape(**{**document["shape"], "dtype": getattr(torch, document["dtype"])})
+    with patch.object(core_attention, "find_kernel", (lambda: attend) if document["has_kernel"] else core_attention.find_kernel):
+        return choose_backend(document["name"], rule=rule, shape=shape)
 
 
-@pytest.mark.parametrize(
-    ("name", "rule", "message"),
-    [
-        ("sequences", EMBEDDED, "sequences cannot evaluate --attention-mask embedded; choose --attention-backend blocks"),
-        ("sequences", MaskRule(is_causal=True, window=9), "sequences cannot evaluate sliding_window 9; choose"),
-        ("flash", MaskRule(is_causal=True, softcap=5.0), "flash cannot evaluate attention_softcap 5.0; choose"),
-        ("triton", MaskRule(is_causal=True, softcap=5.0), "triton cannot bound scores .* choose --attention-backend flex"),
-    ],
-)
-def test_backends_refuse_what_they_cannot_evaluate(name, rule, message):
-    with pytest.raises(ConfigError, match=message):
-        choose_backend(name, rule=rule)
+CHOICE = {"name": "auto", "is_causal": True, "mode": "causal", "window": None, "softcap": None}
+BACKENDS: Kinds = {"backend": ({**CHOICE, "shape": {}, "dtype": "float32", "has_kernel": False}, chosen_backend)}
+test_backends_are_chosen_and_refused_as_written = golden_test("backends.txt", BACKENDS)
 
 
 def test_a_missing_package_is_named(monkeypatch):
@@ -200,23 +194,7 @@ def test_torchs_kernel_is_the_one_that_is_adapted_to():
     assert "scale" in known and {"window_size", "is_causal"} & set(known)
 
 
-def test_auto_takes_the_fastest_that_runs_here(monkeypatch):
+def test_where_ranks_share_tokens_flash_attends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_attention, "find_kernel", lambda: attend)
-    causal = MaskRule(is_causal=True)
-    single = AttentionShape(dtype=torch.float32, num_multiprocessors=132)
-    exact = AttentionShape(dtype=torch.float64, num_multiprocessors=132)
-    assert [choose_backend("auto", rule=causal, shape=each) for each in (HALF, single, exact)] == ["flash", "triton", "blocks"]
-    assert [choose_backend("auto", rule=ITEMS, shape=each) for each in (HALF, single, exact)] == ["triton", "triton", "blocks"]
-    wide = AttentionShape(channels=320, dtype=torch.bfloat16, num_multiprocessors=132)
-    assert [choose_backend("auto", rule=rule, shape=wide) for rule in (causal, ITEMS)] == ["flex", "flex"]
     shared = choose_attention("auto", rule=MaskRule(is_causal=False), shape=HALF, is_shared=True)
     assert (shared.backend, shared.alone) == ("triton", "flash")
-
-
-def test_flash_is_refused_where_it_does_not_run():
-    with pytest.raises(
-        ConfigError, match="flash runs on CUDA in half precision.*found a CPU, torch.float32, heads of 64 channels"
-    ):
-        choose_backend("flash", rule=MaskRule(is_causal=True))
-    with pytest.raises(ConfigError, match="flash cannot evaluate --attention-mask embedded"):
-        choose_backend("flash", rule=ITEMS, shape=HALF)

@@ -15,6 +15,7 @@ from multimodal.attention.device_values import DerivedValues, Parcel, map_tensor
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
 from multimodal.values.errors import DataError, ModelError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, random_masks
+from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.without_kernels import without_kernels
 
 TEXT2, TEXT1 = MaskSegment(2), MaskSegment(1)
@@ -32,33 +33,17 @@ def build(*samples, **options):
     return build_bitfield_mask(samples, modalities=("vision", "audio"), **options)
 
 
-@pytest.mark.parametrize(
-    ("samples", "mode", "seen"),
-    [
-        ([[TEXT1, item(2, 0), TEXT2]], "embedded", "x.... .xx.. .xx.. xxxx. xxxxx"),
-        ([[item(2, 0), item(1, 1), TEXT1]], "embedded", "xx.. xx.. ..x. xxxx"),
-        ([[item(1, 0), item(1, 1, "audio"), TEXT1, item(1, 2)]], "modality", "x..x .x.. xxx. x..x"),
-        ([[item(1, 0), TEXT1, item(1, 0), TEXT1]], "embedded", "x.x. xx.. x.x. xxxx"),
-        ([[TEXT1, item(1, 0)], [item(1, 0), TEXT1]], "embedded", "x... .x.. ..x. ..xx"),
-        ([[TEXT2]], "prefix", "x. xx"),
-        ([[TEXT1, item(2, 0)], [item(2, 0)]], "causal", "x.... xx... xxx.. ...x. ...xx"),
-        ([[], [MaskSegment(0), item(0, 0), TEXT1], []], "embedded", "x"),
-        ([], "embedded", ""),
-    ],
-    ids=[
-        "items see themselves, and text all before it",
-        "items do not see others of their modality",
-        "they do in the published mask",
-        "parts of an item see each other around text",
-        "samples never see each other",
-        "a prefix needs an item",
-        "a triangle per sample",
-        "empty segments and samples leave no tokens",
-        "nothing",
-    ],
-)
-def test_tokens_see(samples, mode, seen):
-    assert " ".join(rows(build(*samples, mode=mode))) == seen
+def seen_by_tokens(document):
+    """Return what each token sees; segments: numbers of a text's tokens, or (modality, tokens, item)."""
+    samples = [
+        [MaskSegment(each) if isinstance(each, int) else item(each[1], each[2], each[0]) for each in segments]
+        for segments in document["samples"]
+    ]
+    return " ".join(rows(build(*samples, mode=document["mode"]))) or "nothing"
+
+
+MASKED: Kinds = {"samples": ({"samples": [], "mode": "embedded"}, seen_by_tokens)}
+test_tokens_see_what_is_written = golden_test("masks.txt", MASKED)
 
 
 def test_a_prefix_sees_itself_in_both_directions():

@@ -24,6 +24,8 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
+from tests.unit.balance.test_placement import SAMPLES, place_samples
+from tests.unit.golden_answers import Kinds, answer, golden_test
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
@@ -81,39 +83,14 @@ def test_an_encoder_replica_works_in_the_order_of_need(name, graph, build_plan, 
             assert rounds == sorted(rounds)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"micro_batch_size": 0}, "micro batch size 0 must be at least 1; set --micro-batch-size"),
-        ({"encoder_micro_batch_sizes": {"llm": 1}}, r"'llm', which is no encoder of the model \(encoders: vision, audio\)"),
-        ({"encoder_micro_batch_sizes": {"vision": 0}}, "unit 'vision': micro batch size 0 must be at least 1"),
-        ({"unit_costs": {"lidar": LengthCost()}}, "a cost is given for 'lidar', which is no unit of the model"),
-        ({"ranks_per_node": 0}, "0 ranks per node"),
-        ({"tokens_per_microbatch": 0}, "0 tokens per microbatch; there must be at least 1"),
-    ],
-)
-def test_wrong_requests_are_named(balance, graph, build_plan, build_sample, change, message):
-    plan = build_plan(vision=1, audio=1, llm=1)
-    with pytest.raises(AssignmentError, match=message):
-        balance([build_sample(0, 5)], graph=graph, plan=plan, options=BalanceOptions(**change))
+def say_together(document):
+    """Return what every balancer says alike."""
+    (said,) = {answer(place_samples, {**document, "balancer": name}) for name in BALANCERS}
+    return said
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([], "the global batch has no samples"),
-        ([(4, 5), (4, 5)], "sample 4 is in the global batch twice"),
-        ([(4, 5, ("lidar", 3))], "item 0 of sample 4 is for unit 'lidar', which is no encoder of the model"),
-        ([(4, -1)], "sample 4 has a length of -1 tokens; lengths are integers from 0 to 2147483647"),
-        ([(4, 2**40)], "sample 4 has a length of 1099511627776 tokens"),
-        ([(4, float("nan"))], "sample 4 has a length of nan tokens"),
-    ],
-)
-def test_wrong_samples_are_named(balance, graph, build_plan, build_sample, samples, message):
-    lengths = [build_sample(*sample) for sample in samples]
-    plan = build_plan(vision=1, audio=1, llm=1)
-    with pytest.raises(AssignmentError, match=message):
-        balance(lengths, graph=graph, plan=plan, options=BalanceOptions())
+BATCHES_AND_OPTIONS: Kinds = {"batch": ({**SAMPLES, "options": {}}, say_together)}
+test_wrong_requests_and_samples_are_named = golden_test("balancers.txt", BATCHES_AND_OPTIONS)
 
 
 TOKENS = [10, 300, 20, 50, 200, 40, 60, 30, 80, 10, 120, 90]

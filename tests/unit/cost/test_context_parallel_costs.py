@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.cost.cost_cases import cluster_of, graph_of, layer_activation_bytes, transfer
+from tests.unit.golden_answers import Kinds, golden_test
 
 CLUSTER, GRAPH = cluster_of(gpus_per_node=16), graph_of(activation="gelu")
 LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 4000, 1000),), 2000, 1500) for sample in range(2)]
@@ -180,22 +182,14 @@ def work_of_ranks(lengths: Sequence[int], shares: WholeItemShares, *, num_ranks:
     return work
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks", "owners", "block_owners"),
-    [
-        ([30, 30], 2, [0, 1], []),
-        ([30, 20, 20, 30], 2, [0, 0, 1, 1], []),
-        ([64], 4, [CUT], [0, 1, 2, 3, 0, 1, 2, 3]),
-        ([10, 200, 10], 2, [1, CUT, 1], [*([0, 1] * 12), 0]),
-        ([8, 6], 4, [0, 1], []),
-        ([48, 48, 48], 2, [0, 1, CUT], [0, 1, 0, 1, 0, 1]),
-        ([], 3, [], []),
-    ],
-    ids=["equal", "pairs", "one", "one among short ones", "of a block", "one too many", "none"],
-)
-def test_examples(lengths: list[int], num_ranks: int, owners: list[int], block_owners: list[int]) -> None:
-    shares = share(lengths, num_ranks=num_ranks)
-    assert (shares.owners.tolist(), shares.cut.owners.tolist()) == (owners, block_owners)
+def owners_of(document: dict[str, Any]) -> str:
+    """Return the ranks of items, -1 where an item is cut, and those of blocks of the cut ones."""
+    shares = share(document["lengths"], num_ranks=document["ranks"])
+    return f"items {shares.owners.tolist()}, blocks {shares.cut.owners.tolist()}"
+
+
+DEALT: Kinds = {"items": ({"lengths": [30, 30], "ranks": 2}, owners_of)}
+test_items_are_dealt_as_written = golden_test("dealt_items.txt", DEALT)
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30), num_ranks=st.integers(1, 6))

@@ -9,7 +9,6 @@ from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import Role
 from tests.unit.cost.cost_cases import CLUSTER, LINKS, cluster_of
 
 FOLDER = Path(__file__).parents[3] / "examples" / "clusters"
@@ -65,22 +64,6 @@ def test_ranks_place_virtual_stages_and_colocated_units():
     plan = build_table_step(table_of(units))[0].plan
     assert plan.lanes == ((0,), (1,))
     assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]
-
-
-@pytest.mark.parametrize(
-    ("upstream", "roles"),
-    [
-        ({"a": []}, {"a": "backbone"}),
-        ({"a": [], "b": ["a"]}, {"a": "encoder", "b": "backbone"}),
-        ({"a": [], "b": [], "c": ["a", "b"]}, {"a": "encoder", "b": "encoder", "c": "backbone"}),
-        ({"a": [], "b": ["a"], "c": ["b"]}, {"a": "encoder", "b": "backbone", "c": "generator"}),
-        ({"c": ["b"], "b": ["a"], "a": []}, {"a": "encoder", "b": "backbone", "c": "generator"}),
-        ({"a": [], "b": ["a"], "c": ["a"]}, {"a": "backbone", "b": "generator", "c": "generator"}),
-    ],
-)
-def test_roles_follow_from_the_place(upstream, roles):
-    graph = build_table_step(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()}))[0].graph
-    assert {unit.name: unit.role for unit in graph.units} == {name: Role(role) for name, role in roles.items()}
 
 
 def test_gradients_exist_where_the_table_lists_them():
