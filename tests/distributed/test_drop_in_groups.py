@@ -44,6 +44,7 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import MODEL
+from tests.unit.golden_answers import Kinds, golden_test
 
 GRAPH = ModelGraph.from_dict(MODEL)
 OWN_RANKS = plan_disaggregated(
@@ -387,29 +388,9 @@ def test_megatrons_own_sharding_is_refused() -> None:
         ForwardBackward(schedule="1f1b").forward_backward(forward_step_func=max, data_iterator=None, model=sharded, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("options", "num_stages", "num_chunks", "message"),
-    [
-        ({}, 2, 2, "the model has 2 chunks on this rank, .* virtual_pipeline_model_parallel_size is None"),
-        ({"virtual_pipeline_model_parallel_size": 2}, 1, 2, "leave it out where there is one stage"),
-        (
-            {"virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 3},
-            2,
-            2,
-            "microbatch_group_size_per_vp_stage=3 would be ignored",
-        ),
-        (
-            {"virtual_pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
-            3,
-            2,
-            "variable_seq_lengths=True works .* make pipeline_model_parallel_size 3 even",
-        ),
-        ({"pipeline_dtype": None}, 2, 1, "pipeline_dtype is None"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(options: dict[str, Any], num_stages: int, num_chunks: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_options(_config(**options), shape=_pipeline(num_stages, num_chunks), num_chunks=num_chunks)
+def check_sizes(document: dict[str, Any]) -> None:
+    shape = _pipeline(document["stages"], document["chunks"])
+    check_options(_config(**document["options"]), shape=shape, num_chunks=document["chunks"])
 
 
 def test_every_refused_option_is_one_of_megatrons() -> None:
@@ -439,3 +420,7 @@ def _config(**options: Any) -> Any:
 
 def _parameters(function: Any) -> list[tuple[str, Any, Any]]:
     return [(name, one.kind, one.default) for name, one in inspect.signature(function).parameters.items()]
+
+
+SIZES: Kinds = {"sizes": ({"options": {}, "stages": 2, "chunks": 1}, check_sizes)}
+test_sizes_that_do_not_fit_are_refused = golden_test("drop_in.txt", SIZES)

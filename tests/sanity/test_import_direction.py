@@ -6,48 +6,15 @@ from collections import defaultdict
 from functools import cache
 
 import pytest
+import yaml
 
 from tests.sanity.repository import ROOT, list_python_files, module_name
+from tests.unit.golden_answers import Kinds, golden_test
 
-ROOMS_BELOW = {
-    "references": set(),
-    "values": set(),
-    "hugging_face": {"values"},
-    "cost": {"hugging_face", "values"},
-    "schedule": {"cost", "values"},
-    "balance": {"schedule", "cost", "values"},
-    "plan": {"balance", "schedule", "cost", "values"},
-    "attention": {"cost", "values"},
-    "model": {"attention", "cost", "balance", "values"},
-    "data": {"balance", "values"},
-}
-RUNTIME_ROOMS_BELOW = {
-    "platform": set(),
-    "communication": set(),
-    "launch": {"communication"},
-    "recovery": {"launch"},
-    "step": {"communication"},
-    "gradients": {"communication"},
-    "execution": {"gradients", "step", "communication"},
-    "state": {"gradients", "platform"},
-    "session": {"state", "execution", "gradients", "step", "communication", "platform"},
-    "emulation": {"session", "execution", "step", "communication", "platform"},
-    "checkpoint": {"session", "state", "communication"},
-    "hugging_face": {"checkpoint", "session", "state", "gradients"},
-    "flags": {"checkpoint", "launch"},
-    "feed": {"flags", "emulation", "step", "launch", "communication"},
-    "report": {"flags", "generation", "step"},
-    "generation": {"checkpoint", "hugging_face", "feed", "session", "platform"},
-    "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},
-    "orchestrator": {"feed", "flags", "launch", "profiler", "step", "communication", "platform"},
-    "training": {
-        *("orchestrator", "feed", "generation", "report", "profiler", "emulation", "flags", "checkpoint", "hugging_face"),
-        *("session", "execution", "gradients", "state", "step", "recovery", "launch", "platform"),
-    },
-    "drop_in": {"execution", "communication", "platform"},
-    "patches": {"drop_in", "platform"},
-}
-"""Folders of megatron/runtime, and the files beside them: none below `flags` knows what the flags are."""
+ROOMS_BELOW, RUNTIME_ROOMS_BELOW = (
+    {room: set(below) for room, below in rooms.items()}
+    for rooms in yaml.safe_load((ROOT / "tests" / "golden" / "rooms.yaml").read_text()).values()
+)
 LARGEST_ROOM = 15
 WITH_TORCH = ["multimodal", "balance", "exchange"]
 """The room that runs in loops of others, beside the balancers that it asks."""
@@ -193,48 +160,10 @@ def test_the_tests_of_the_runtime_are_in_the_same_rooms():
     assert list_rooms("tests/unit/runtime") <= list_rooms("megatron/runtime")
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("multimodal.values.plan", "from multimodal.balance import BALANCERS"),
-        ("multimodal.values.plan", "import torch"),
-        ("multimodal.cost.flops", "from multimodal import plan"),
-        ("multimodal.balance.in_order", "from torch import nn"),
-        ("multimodal.balance.in_order", "from ..plan import planner"),
-        ("multimodal.plan.search", "def f():\n    import megatron.core"),
-        ("multimodal.cost.flops", "from multimodal.kernels import kernels"),
-        ("multimodal.cost.flops", "from multimodal.references.list_schedule import list_schedule"),
-        ("multimodal.references.list_schedule", "from multimodal.values.arrays.rows import row_starts"),
-        ("multimodal.balance.algorithms.post_balance", "from multimodal import _kernels"),
-        ("multimodal.data.packing", "from multimodal.model import vision"),
-        ("multimodal.model.vision", "import megatron.runtime.communication.broker"),
-        ("multimodal.model.vision", "from megatron import runtime"),
-        ("megatron.runtime.communication.broker", "import pretrain_mllm"),
-        ("megatron.runtime.communication.broker", "from tools.plan import main"),
-        ("megatron.runtime.communication.broker", "from megatron.runtime.execution.executor import Executor"),
-        ("megatron.runtime.execution.executor", "from megatron.runtime.flags.configuration import RunConfig"),
-        ("megatron.runtime.gradients.gradients", "from megatron.runtime import checkpoint"),
-        ("megatron.runtime.state.handover", "from megatron.runtime.session import Session"),
-        ("megatron.runtime.feed.step_planner", "def f():\n    import megatron.runtime.training.loop"),
-        ("megatron.runtime.platform", "from megatron.runtime.step.step import Step"),
-        ("megatron.runtime.launch.failure", "import megatron.runtime"),
-    ],
-)
-def test_planted_imports_are_found(module, line):
-    assert len(find_violations(module, line)) == 1
+def judge(document):
+    violations = find_violations(document["module"], document["line"])
+    return f"forbidden: {' '.join(violations)}" if violations else "allowed"
 
 
-@pytest.mark.parametrize(
-    ("module", "line"),
-    [
-        ("multimodal.plan.search", "from multimodal.balance import BALANCERS"),
-        ("multimodal.balance.algorithms.post_balance", "from multimodal.kernels import kernels"),
-        ("multimodal.model.vision", "import torch\nfrom megatron.core import tensor_parallel"),
-        ("megatron.runtime.communication.broker", "from multimodal.values.plan import Plan"),
-        ("megatron.runtime.execution.executor", "from megatron.runtime.communication.broker import Broker"),
-        ("megatron.runtime.session", "from megatron.runtime import platform"),
-        ("megatron.runtime.execution.executor", "from megatron.runtime.execution.step_clock import StepClock"),
-    ],
-)
-def test_proper_imports_pass(module, line):
-    assert find_violations(module, line) == []
+IMPORTS: Kinds = {"import": ({"module": "multimodal.values.plan", "line": "import math"}, judge)}
+test_planted_imports_are_found_and_proper_ones_pass = golden_test("imports.txt", IMPORTS)
