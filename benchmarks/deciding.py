@@ -73,6 +73,13 @@ try:
     from multimodal.values.sample_lengths import LengthBatch
 except ImportError:  # an older checkout without such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
+try:
+    from megatron.runtime.feed.step_planner import keep_freed_memory
+except ImportError:  # an older checkout, whose workers do not
+
+    def keep_freed_memory() -> None:
+        """Change nothing."""
+
 
 Result = TypeVar("Result")
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -238,7 +245,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
             for balancer in arguments.balancers:
                 case = f"{num_ranks} {balancer} {schedule}"
                 given = {"balancer": balancer, "schedule": schedule, "passes": arguments.passes, "repeats": arguments.repeats}
-                with processes.Pool(1) as pool:
+                with processes.Pool(1, keep_freed_memory) as pool:  # as a run's worker that decides
                     measured[case] = pool.apply(decide, (graph, plan), given)
     if arguments.kernels:
         measured["2560 x 60"] = measure_kernels(

@@ -59,6 +59,9 @@ class Filling {
         return std::move(result_);
     }
 
+    // Nothing differs with a larger tolerance unless something was too long.
+    bool was_too_long() const { return was_too_long_; }
+
     bool start() {
         if (static_cast<std::int64_t>(result_.order.size()) == num_pieces_ || result_.end >= most_) return false;
         ++epoch_;
@@ -272,7 +275,7 @@ class Filling {
     }
 
     // The queue whose head is the most urgent one that can run in the rest of a carrier's wait, in its lanes; -1: none.
-    std::int64_t next_inside(std::int64_t carrier, std::int64_t wait) const {
+    std::int64_t next_inside(std::int64_t carrier, std::int64_t wait) {
         std::int64_t chosen = -1, chosen_queue = -1;
         for (std::int64_t at = in_.lane_starts[carrier]; at < in_.lane_starts[carrier + 1]; ++at) {
             for (const std::int64_t queue : queues_of_lane_[in_.lanes[at]]) {
@@ -286,12 +289,11 @@ class Filling {
         return chosen_queue;
     }
 
-    bool is_short_enough(std::int64_t piece, std::int64_t carrier) const {
+    bool is_short_enough(std::int64_t piece, std::int64_t carrier) {
         const std::int64_t duration = in_.durations[piece] - in_.behind[piece];
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
             const std::int64_t lane = in_.lanes[at];
-            if (carrier_of_lane_[lane] != carrier || left_[lane] <= 0) return false;
-            if ((100 - tolerance_) * duration > 100 * left_[lane]) return false;
+            if (carrier_of_lane_[lane] != carrier || left_[lane] <= 0 || is_too_long(duration, left_[lane])) return false;
         }
         return true;
     }
@@ -319,9 +321,15 @@ class Filling {
             const std::int64_t next = line_head(in_.lanes[at]);
             if (next < 0 || tails_[piece] > tails_[next]) continue;
             const std::int64_t idle = expected_start(next) - clock_.now();
-            if (idle <= 0 || (100 - tolerance_) * in_.durations[piece] > 100 * idle) return false;
+            if (idle <= 0 || is_too_long(in_.durations[piece], idle)) return false;
         }
         return true;
+    }
+
+    bool is_too_long(std::int64_t duration, std::int64_t idle) {
+        const bool is = (100 - tolerance_) * duration > 100 * idle;
+        was_too_long_ |= is;
+        return is;
     }
 
     // When a piece that keeps its order could start if no filler were begun any more.
@@ -400,7 +408,7 @@ class Filling {
     Numbers carrier_of_lane_;  // The last one that was filled.
     Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
     std::int64_t epoch_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
-    bool any_goes_inside_ = false, has_wide_fillers_ = false, looks_at_all_ = true;
+    bool any_goes_inside_ = false, has_wide_fillers_ = false, looks_at_all_ = true, was_too_long_ = false;
     // Lanes that were woken at this moment, and those where only fillers are ready, none of which fit when it was last looked at.
     Numbers woken_, blocked_;
     std::vector<State> states_;
@@ -416,8 +424,10 @@ FilledLanes fill_idle_lanes(const LanesToFill& lanes) {
     FilledLanes best;
     best.end = std::numeric_limits<std::int64_t>::max();
     for (std::int64_t index = 0; index < lanes.tolerances.size; ++index) {
-        FilledLanes found = Filling(to_fill).run(lanes.tolerances[index], best.end);
+        Filling filling(to_fill);
+        FilledLanes found = filling.run(lanes.tolerances[index], best.end);
         if (found.end < best.end) best = std::move(found);
+        if (!filling.was_too_long()) break;
     }
     return best;
 }

@@ -23,7 +23,7 @@ struct LanesToFill {
     View<std::int64_t> wait_starts, waits;    // Per piece: times in which it only waits, one after another.
     View<std::uint8_t> goes_inside;           // Per piece: it may run in another one's waits; 2: it ends with a collective.
     View<std::int64_t> behind;                // Per piece: the part of its duration that is this collective.
-    View<std::int64_t> tolerances;            // Percent of a filling piece that may stick out of the idle time it is put in.
+    View<std::int64_t> tolerances;            // Percent of a filling piece that may exceed its idle time; ascending.
 };
 
 struct FilledLanes {

@@ -179,11 +179,10 @@ def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_
     is_split[work.computed_stages[work.kinds == WEIGHT_GRADIENT]] = True
     groups = [(is_split, {lane}) for lane in range(schedule.num_lanes)]
     if unit is not None:
-        groups = []
+        groups, replicas = [], np.array([replica if name == unit else -1 for name, replica, _ in work.stages])
         for index, replica in enumerate(shape.plan.units[unit].replicas):
-            is_own = np.array([stage[:2] == (unit, index) for stage in work.stages], bool)
             lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in shape.lanes_of(unit, index, stage)}
-            groups.append((is_own & is_split, lanes))
+            groups.append(((replicas == index) & is_split, lanes))
     found = [np.zeros((2, 0), np.int64)]
     for is_wanted, lanes in groups:
         orders = []
@@ -198,7 +197,8 @@ def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_
         for forwards, gradients, _ in orders:
             num_pairs = max(0, len(forwards) - most)
             found.append(np.stack((forwards[most:], gradients[:num_pairs] + 1)))
-    return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
+    waiting, awaited = np.concatenate(found, axis=1)
+    return Waits(*np.divmod(np.unique(waiting * work.num_computed + awaited), work.num_computed))
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:

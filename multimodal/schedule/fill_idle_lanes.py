@@ -63,7 +63,8 @@ class LanesToFill:
     def fill(self, *, tolerances: Sequence[int]) -> FilledLanes:
         """Run all pieces: each lane's own in order, and the filling ones where they fit; return the best of the tolerances.
 
-        That is the one that ends first; of equal ones, the first.
+        That is the one that ends first; of equal ones, the first. tolerances: percentages, ascending; the kernel stops at one for
+        which nothing was too long, since larger ones change nothing then.
 
         A piece starts when its needs have arrived and all its lanes are free. At every moment the ready piece with the longest
         tail goes first: the longest path from its start to the end of all work, over needs and orders. A filler goes before the

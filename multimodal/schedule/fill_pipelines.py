@@ -137,7 +137,9 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
     shape = whole.cut
     # Ranges of segments may run inside other computations if no ranks share tokens.
     whole_tokens = (unit.name for unit in shape.graph.encoders if shape.plan.units[unit.name].context_parallel_size == 1)
-    units = frozenset(whole_tokens).difference(place.unit for place in shape.cuts.split)
+    work = step_work(shape)
+    split = {work.stages[stage][0] for stage in np.unique(work.computed_stages[work.kinds == WEIGHT_GRADIENT]).tolist()}
+    units = frozenset(whole_tokens) - split
     options = costs.options or MOST_COLLECTIVES
     if not units or shape.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None
@@ -216,10 +218,12 @@ class _Filling:
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
-        for pipeline in connected_lanes(self.cut):
+        pipelines = connected_lanes(self.cut)
+        for pipeline in pipelines:
             pieces = self.pieces[int(pipeline[0])]
             to_fill = self._lanes_to_fill(pieces, pipeline)
-            group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
+            compared = (*vars(to_fill).values(), self.waiting[pieces]) if len(pipelines) > 1 else ()
+            group = found.setdefault(b"".join(array.tobytes() for array in compared), [])
             if not group:
                 self._known[int(pipeline[0])] = to_fill
             group.append(pipeline)

@@ -56,8 +56,9 @@ class ComputationSeconds:
                 rows = work.pieces.numbers_in_unit[pieces[chosen]]
                 if of_subsets:
                     rows = self.loads.routes_from(unit).subset_starts[rows] + parts[chosen]
-                kinds, indices = _ROW_OF_KIND[work.kinds[pieces[chosen]]], work.pieces.index_of_stage[stages[chosen]]
-                found[:, chosen] = self.of_unit(unit, of_subsets=of_subsets)[:, kinds, indices, rows]
+                table = self.of_unit(unit, of_subsets=of_subsets)
+                place = _ROW_OF_KIND[work.kinds[pieces[chosen]]], work.pieces.index_of_stage[stages[chosen]], rows
+                found[:, chosen] = table.reshape(2, -1).take(np.ravel_multi_index(place, table.shape[1:]), axis=1)
         ranges = np.flatnonzero(is_range)
         found[:, ranges] = self._of_ranges(work, pieces[ranges])
         return found

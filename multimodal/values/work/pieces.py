@@ -279,12 +279,14 @@ class Pieces:
         """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
         grid = self.units[unit]
         numbers = microbatches + grid.counted.microbatch_starts[replicas]
+        place = np.ravel_multi_index((stages, numbers), grid.width.shape)
+        columns = grid.forward, grid.backward, grid.width, grid.is_split, grid.num_forwards, grid.num_backwards
+        forward, backward, width, is_split, num_forwards, num_backwards = (column.take(place) for column in columns)
         is_forward, is_weight = kinds == FORWARD, kinds == WEIGHT_GRADIENT
-        widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
-        is_half = np.where(is_weight, widths > 1, splits == (kinds == INPUT_GRADIENT))
-        is_whole = (grid.num_subsets[numbers] == 0) & (grid.num_backwards[stages, numbers] == 1)
-        is_there = np.where(is_forward, grid.num_forwards[stages, numbers] == 1, (widths > 0) & is_whole & is_half)
-        pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
+        is_half = np.where(is_weight, width > 1, is_split == (kinds == INPUT_GRADIENT))
+        is_whole = (grid.num_subsets[numbers] == 0) & (num_backwards == 1)
+        is_there = np.where(is_forward, num_forwards == 1, (width > 0) & is_whole & is_half)
+        pieces = np.where(is_forward, forward, backward + is_weight)
         return np.where(is_there, pieces, -1)
 
     @cached_property
