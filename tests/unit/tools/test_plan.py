@@ -201,101 +201,18 @@ def test_templates_are_planned_written_and_described(flags, tmp_path, capsys):
     assert "templates of 1 to 2 nodes of 4 GPUs" in text and "runs on 2 nodes and more" in text
 
 
-SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4"
-TRAINED = "--train-iters 4 --lr 1e-3 --micro-batch-size 1 --global-batch-size 8"
-ENCODED = """
-if [[ -z $WORKSPACE ]]; then echo "Please set WORKSPACE"; exit 1; fi
-which srun
-BATCH=$((1-$?))
-DEBUG=0
-SPECIAL="--special-tokens <image> <img> </img>"
-TP=4
-if [[ $DEBUG -eq 1 ]]; then BZ=8; EXTRA=""; else BZ=128; EXTRA="--freeze-LM"; fi
-[[ -n $TILED ]] && EXTRA+=" --pixel-shuffle --use-tiling --max-num-tiles 12 --use-thumbnail"
-OPTIONS=" --language-model-type=KIND --vision-model-type VISION --num-layers 32 --hidden-size 4096 --num-attention-heads 32 \\
-    --group-query-attention --num-query-groups 8 --normalization RMSNorm --swiglu --disable-bias-linear --use-te \\
-    --position-embedding-type rope --rotary-base 500000 --use-rope-scaling --untie-embeddings-and-output-weights \\
-    --tensor-model-parallel-size ${TP} --seq-length 256 --decoder-seq-length 4096 --train-samples 12800 \\
-    --lr-warmup-samples 1280 --micro-batch-size 1 --global-batch-size ${BZ} --lr 2e-4 --min-lr 0.0 --lr-decay-style cosine \\
-    --tokenizer-type MultimodalTokenizer --tokenizer-model some/model --tokenizer-prompt-format llama3p1 --bf16 \\
-    --data-path ${WORKSPACE}/blend.yaml --save ${WORKSPACE}/out --load ${WORKSPACE}/out --eval-iters 10 --eval-interval 500 \\
-    --split 100,0,0 --freeze-ViT --patch-dim 14 --img-h 448 --img-w 448 --disable-vision-class-token ${EXTRA} ${SPECIAL} \\
-    --image-tag-type internvl --log-params-norm --use-distributed-optimizer --allow-missing-vision-projection-checkpoint \\
-    --attention-dropout 0.0 --hidden-dropout 0.0 --ckpt-format torch --prompt-path x.json --dataloader-type external "
-START
-"""
-DIRECT = "torchrun --nproc_per_node 8 examples/multimodal/train.py ${OPTIONS} 2>&1 | tee log.txt"
-IN_SHELL = """run_cmd="python -u ${SOURCE}/examples/multimodal/train.py ${OPTIONS}"
-srun -l --container-image <path to docker image> --output=x_%j.log sh -c "echo ${run_cmd}; ${run_cmd}" """
-ARRAYS = """set -euo pipefail
-N=${N:-2}
-ROOT='./local'
-mkdir -p $ROOT
-CKPT=()
-if [ "${2:-None}" != "None" ]; then CKPT=(--language-model-checkpoint "$2"); fi
-DISTRIBUTED=(--nproc_per_node $N --nnodes 1)
-MODEL=(SHAPE --encoder-seq-length 512 --position-embedding-type rope)
-TRAINING=(TRAINED --data-path $1 #--packing-buffer-size 24
-  --tokenizer-type NullTokenizer ${CKPT[@]})
-for D in mock; do OWN+=(--dataset-provider $D); done
-/usr/bin/env python -c pass > /tmp/never-written
-uv run python -m torch.distributed.run ${DISTRIBUTED[@]} examples/mimo/train.py ${TRAINING[@]} "${MODEL[@]}" MORE
-""".replace("SHAPE", SHAPE).replace("TRAINED", TRAINED)
+WRITTEN = yaml.safe_load((ROOT / "tests" / "golden" / "training_scripts.yaml").read_text())
 
 
-def encoded(start: str, kind: str, vision: str) -> str:
-    return ENCODED.replace("START", start).replace("KIND", kind).replace("VISION", vision)
+def filled(script: str | dict[str, str]) -> str:
+    """Return a script or a command with the words in capitals replaced."""
+    text, own = (WRITTEN["bases"][script["base"]], script) if isinstance(script, dict) else (script, {})
+    for word, meaning in (own | WRITTEN["words"]).items():
+        text = text.replace(word, meaning) if word.isupper() else text
+    return text
 
 
-HETERO = (
-    f"torchrun --nproc-per-node 8 -m examples.mimo.pretrain_mimo --model-provider mock --dataset-provider mock {SHAPE} {TRAINED}"
-)
-VLM = f"torchrun --nproc-per-node 4 pretrain_vlm.py {SHAPE} {TRAINED} --encoder-num-layers 2 --img-h 28 --img-w 28 --patch-dim 14"
-GPT = f"torchrun --nproc-per-node 8 pretrain_gpt.py {SHAPE} {TRAINED} --seq-length 64 --data-path a --disable-bias-linear"
-BRIDGE = (
-    "torchrun --nproc-per-node=8 run_recipe.py --recipe r model.num_layers=4 model.hidden_size=64 model.num_attention_heads=4 "
-    "model.tensor_model_parallel_size=2 train.train_iters=4 train.global_batch_size=8 optimizer.lr=1e-3 dataset.seq_length=64 "
-    "model.freeze_language_model=false data.data_path=a dataset.maker_name=make_raven_dataset"
-)
-BRIDGE_MIMO = """export MIMO_LLM_TP=${MIMO_LLM_TP:-2} MIMO_VISION_DP=1
-prepare() { hf download "$1"; }
-uv run torchrun --nproc_per_node 4 "${SCRIPT_DIR:-.}/megatron_mimo_training_llava.py" --micro-batch-size 4 --train-iters 100 \\
-  --global-batch-size 96 --lr 1e-3 --dataset-root /data --vision-encoder-checkpoint /clip --freeze-llm false"""
-BATCH = f"""#SBATCH -N 1 --gpus-per-node=4
-read -r -d '' ARGS <<'EOF'
-  {SHAPE} {TRAINED} --quick-geglu --seq-length 64 --position-embedding-type rope --data-path a --disable-bias-linear
-EOF
-CMD="python pretrain_gpt.py $ARGS"
-eval srun -l $CMD --tensor-model-parallel-size $((1 + 1))"""
-JOB = f"""#SBATCH --nodes=1 --gres=gpu:2
-HERE=$(dirname "$0")
-case ${{SIZE:-small}} in small) WIDTH=16 ;; *) WIDTH=64 ;; esac
-[ -n "$MORE" ] && WIDTH=$MORE
-for TRY in $(seq 1); do srun --label bash <<EOS
-  python $HERE/pretrain_gpt.py {SHAPE} {TRAINED} --kv-channels $WIDTH --mock-data --seq-length 64 --position-embedding-type rope
-EOS
-done"""
-SCRIPTS = {
-    "job, mock text": JOB,
-    "mistral and clip": encoded(DIRECT, "mistral_7b", "clip"),
-    "mistral and clip, batch": encoded(IN_SHELL, "mistral_7b", "clip"),
-    "llama and radio": encoded(IN_SHELL, "llama3.1_8b", "radio"),
-    "qwen and internvit": encoded(DIRECT, "qwen2.5_7B", "internvit"),
-    "yi and siglip": encoded(DIRECT, "yi-34b", "siglip"),
-    "mimo": ARRAYS.replace("MORE", "--model-provider mock ${OWN[@]}"),
-    "mimo, vision": ARRAYS.replace("MORE", "--model-provider llava_vlm"),
-    "bridge, mimo": BRIDGE_MIMO,
-    "batch": BATCH,
-    "mimo, vision and sound": ARRAYS.replace("MORE", "--model-provider llava_avlm --audio-encoder-model openai/whisper-base"),
-}
-COMMANDS = {
-    "mimo, hetero": f"{HETERO} --encoder-tp 2 --encoder-dp 2 --llm-offset 4 --llm-tp 2 --llm-pp 2 --llm-dp 1",
-    "vlm": f"{VLM} --mock-data --tokenizer-type NullTokenizer --tensor-model-parallel-size 2",
-    "vlm, own sizes": f"{VLM} --mock-data --encoder-tensor-model-parallel-size 1 --encoder-pipeline-model-parallel-size 1",
-    "gpt": f"{GPT} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --fp16 --num-experts 4 "
-    "--sequence-parallel --vocab-file v.json --no-rope-fusion --lr-decay-style WSD --lr-wsd-decay-samples 16",
-    "bridge": BRIDGE,
-}
+SCRIPTS, COMMANDS = ({name: filled(text) for name, text in WRITTEN[kind].items()} for kind in ("scripts", "commands"))
 
 
 def convert(name: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
@@ -367,7 +284,7 @@ def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(SCRIPTS["mimo, vision"].replace("MORE", "") + "\n: $LOAD_NAME")
     assert read_command([str(script)]).unset == ("argument 1", "LOAD_NAME")
-    words = f"{GPT} --save --save-interval 2 --profile --tensorboard-dir".split()
+    words = f"{filled('GPT')} --save --save-interval 2 --profile --tensorboard-dir".split()
     assert from_megatron(["--output", str(tmp_path), "--", *words]) == 0
     config, report = yaml.safe_load((tmp_path / "config.yaml").read_text()), (tmp_path / "report.txt").read_text()
     assert config["save-interval"] == 2 and config["profile"] and not {"save", "tensorboard-dir"} & config.keys()
