@@ -130,19 +130,8 @@ class ElasticRun:
         values |= dict(zip(flags[::2], flags[1::2], strict=True))
         self.port = free_port()
         (folder / "token").write_text(TOKEN)
-        words = [
-            "--port",
-            self.port,
-            "--token",
-            folder / "token",
-            "--nodes",
-            nodes.count,
-            "--nproc-per-node",
-            nodes.gpus,
-            program,
-            "--elastic",
-        ]
-        command = [*map(str, words), *(str(word) for pair in values.items() for word in pair)]
+        where = f"--port {self.port} --token {folder / 'token'} --nodes {nodes.count} --nproc-per-node {nodes.gpus}"
+        command = [*where.split(), str(program), "--elastic", *(str(word) for pair in values.items() for word in pair)]
         variables = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **(environment or {})}
         start = _start_program if is_new_program else _Forked
         self._process = start(command, variables, output=folder / "output")

@@ -32,34 +32,15 @@ from tests.distributed.megatron_checkpoint import writing_without_psutil
 from tests.distributed.mimo_training import Gloo
 
 SEQUENCE_LENGTH, VOCABULARY = 8, 32
-FLAGS = {
-    "pipeline-model-parallel-size": 2,
-    "num-layers": 4,
-    "hidden-size": 16,
-    "num-attention-heads": 4,
-    "seq-length": SEQUENCE_LENGTH,
-    "max-position-embeddings": SEQUENCE_LENGTH,
-    "position-embedding-type": "rope",
-    "vocab-size": VOCABULARY,
-    "tokenizer-type": "NullTokenizer",
-    "micro-batch-size": 1,
-    "global-batch-size": 8,
-    "train-iters": 4,
-    "eval-interval": 2,
-    "eval-iters": 1,
-    "log-interval": 1,
-    "lr": 0.01,
-    "clip-grad": 0.5,
-    "attention-dropout": 0.0,
-    "hidden-dropout": 0.0,
-    "dataloader-type": "external",
-    "distributed-backend": "gloo",
-    "transformer-impl": "local",
-}
-SWITCHES = (
-    *("no-gradient-accumulation-fusion", "no-persist-layer-norm", "no-masked-softmax-fusion", "no-bias-gelu-fusion"),
-    *("no-bias-dropout-fusion", "use-cpu-initialization", "no-load-rng", "no-rope-fusion"),
-)
+_FLAGS = f"""
+pipeline-model-parallel-size=2 distributed-backend=gloo transformer-impl=local tokenizer-type=NullTokenizer
+num-layers=4 hidden-size=16 num-attention-heads=4 position-embedding-type=rope attention-dropout=0.0 hidden-dropout=0.0
+seq-length={SEQUENCE_LENGTH} max-position-embeddings={SEQUENCE_LENGTH} vocab-size={VOCABULARY} dataloader-type=external
+micro-batch-size=1 global-batch-size=8 train-iters=4 eval-interval=2 eval-iters=1 log-interval=1 lr=0.01 clip-grad=0.5
+"""
+FLAGS = dict(flag.split("=") for flag in _FLAGS.split())
+SWITCHES = "no-gradient-accumulation-fusion no-persist-layer-norm no-masked-softmax-fusion no-bias-gelu-fusion"
+SWITCHES += " no-bias-dropout-fusion use-cpu-initialization no-load-rng no-rope-fusion"
 
 
 @dataclass(frozen=True)
@@ -135,7 +116,7 @@ def pretrain_model(
     global_vars.unset_global_variables()
     logged: list[dict[str, float]] = []
     models: list[Any] = []
-    argv = ["pretrain", *(f"--{name}" for name in SWITCHES)]
+    argv = ["pretrain", *(f"--{name}" for name in SWITCHES.split())]
     for name, value in {**FLAGS, **flags}.items():
         argv += [f"--{name}", *str(value).split()] if value is not True else [f"--{name}"]
     groups = patches.apply(schedule=schedule, **more) if schedule is not None else {}

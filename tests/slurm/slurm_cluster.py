@@ -17,37 +17,6 @@ from tests.distributed.launch import REPOSITORY
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("node1", "node2")
 
-CONFIGURATION = """
-ClusterName=braid
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-CryptoType=crypto/munge
-StateSaveLocation={folder}/state
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-ReturnToService=2
-SchedulerParameters=bf_interval=2,sched_min_interval=2
-KillWait=60
-GresTypes=gpu
-NodeName=node[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first}-{last}] CPUs={cpus} Gres=gpu:2 State=UNKNOWN
-PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
-"""
-
 
 def _missing_programs() -> list[str]:
     """Return what is not installed; root is needed, too."""
@@ -164,7 +133,8 @@ def _write_configuration(folder: Path) -> None:
     ports = _free_ports()
     values = {"host": socket.gethostname().split(".")[0], "folder": folder, "cpus": os.cpu_count()}
     values |= {"port": ports, "first": ports + 1, "last": ports + 2}
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
+    template = Path(__file__).with_name("slurm.conf").read_text()
+    (folder / "slurm.conf").write_text(template.format(**values))
 
 
 def _free_ports() -> int:

@@ -13,29 +13,7 @@ from tests.unit.schedule.test_simulate import lower, one_sample
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SWITCHES = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-USER = """
-<script>
-const found = [];
-function fire(kind, x, y, more) {
-  const at = canvas.getBoundingClientRect(), where = { clientX: at.left + x, clientY: at.top + y, bubbles: true, ...more };
-  canvas.dispatchEvent(new (kind === "wheel" ? WheelEvent : kind === "dblclick" ? MouseEvent : PointerEvent)(kind, where));
-}
-const click = (x, y) => { fire("pointerdown", x, y); fire("pointerup", x, y); };
-const note = () => found.push({ first, last, told: told.textContent });
-note();
-const event = panels[1].events.find(event => event[2] && !event.isInside), [x, y, w, h] = box(panels[1], event);
-fire("wheel", x, y, { deltaY: -1 }); note();
-fire("pointerdown", x, y); fire("pointermove", x - 100, y); fire("pointerup", x - 100, y); note();
-fire("dblclick", x, y); note();
-click(x + w / 2, y + h / 2); note();
-const pixel = pen.getImageData((x + w / 2) * devicePixelRatio, (y + 2) * devicePixelRatio, 1, 1).data;
-click(2, 2); note();
-const out = document.createElement("pre");
-out.id = "found";
-out.textContent = JSON.stringify({ found, chosen: event, pixel: Array.from(pixel), legend: legend.textContent });
-document.body.append(out);
-</script>
-</body>"""
+USER = f"<script>\n{Path(__file__).with_name('timeline_user.js').read_text()}</script>\n</body>"
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome")
