@@ -128,8 +128,6 @@ def time_layer(
 
 
 class _LayerRun:
-    """One layer on one input."""
-
     def __init__(self, stage: UnitStage, size: PackedSize) -> None:
         self._stage, self._given = stage, synthetic_input(stage, **size._asdict())
         self._attend = _core_attention(stage, size)

@@ -60,7 +60,6 @@ class SessionOptions:
     """Unit -> its learning rates and weight decays; by default those of the optimizer."""
     builder: ScheduleRow = BUILDERS["1f1b"]
     passes: Sequence[Pass] = ()
-    """Passes of the schedules, applied one after another."""
     reduces_by_layer: bool = False
     """True if schedules (`reduce-by-layer`) reduce gradients layer by layer."""
     shards_weights: bool = False
@@ -82,12 +81,10 @@ class Session:
 
     plan: Plan
     memberships: Mapping[str, Membership]
-    """This rank's membership in each of its units."""
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
     gradients: Mapping[str, UnitGradients]
     optimizers: Mapping[OptimizerKey, MegatronOptimizer]
-    """Optimizers of the parameters that this rank trains."""
     executor: Executor
 
     def __init__(self, options: SessionOptions, *, plan: Plan) -> None:

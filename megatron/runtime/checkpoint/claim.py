@@ -89,7 +89,6 @@ class FolderClaim:
     """The right to write into a folder; used on rank 0 only, except for construction."""
 
     def __init__(self, folder: Path, *, environ: Mapping[str, str]) -> None:
-        """Claim nothing yet."""
         self._folder, self._path = folder, folder / MARK_NAME
         self._writer = Writer.of_this_process(environ)
         self._first_look: tuple[float, _Mark] | None = None
@@ -176,7 +175,6 @@ class FolderClaim:
 
 
 def _read(path: Path) -> _Mark | None:
-    """Return None if there is no mark."""
     try:
         with open(path, "rb") as file:  # opening makes network file systems refresh the times
             content, touched = file.read(), os.fstat(file.fileno()).st_mtime

@@ -423,7 +423,6 @@ def _own_prefixes(graph: ModelGraph) -> Prefixes:
 
 
 def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:
-    """Return the shape that a parameter has in Megatron's models."""
     unit = graph.unit(tensor.key.split(".")[1])
     if unit.image is not None and tensor.key.endswith(".layers.0.weight"):
         return (tensor.shape[0], unit.image.in_channels, unit.image.patch_size, unit.image.patch_size)

@@ -37,7 +37,6 @@ class SavedPiece(NamedTuple):
     start: int
     """Bytes from the beginning of the file."""
     offsets: tuple[int, ...]
-    """The start of the rectangle in every dimension of the tensor."""
     sizes: tuple[int, ...]
     crc32: int
 

@@ -20,13 +20,7 @@ from multimodal.values.units.items import ImageInput
 
 UNIT = "model"
 """Name of a pipeline that is all of the loop's model."""
-RUNNABLE = frozenset(
-    {
-        *(ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.REDUCE_GRADIENTS),
-        *(ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT),
-        *(ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD),
-    }
-)
+RUNNABLE = frozenset(ActionKind) - {ActionKind.GATHER_PARAMETERS}
 """Kinds of action that a loop's own forward step and model allow; split backwards, if its layers can delay weight gradients."""
 
 

@@ -361,11 +361,9 @@ class PipelineStep(LaneRun):
             function(chunks[index].parameters())
 
     def _chunk_index(self, action: Action) -> int:
-        """Return the index of the action's chunk on this rank."""
         return action.stage // self.modules[action.unit].num_stages
 
     def _num_stages(self, place: Place) -> int:
-        """Return the virtual stages of a place's module."""
         return self.modules[place.unit].num_stages * self.modules[place.unit].num_chunks
 
     def _is_last_stage(self, action: Action) -> bool:

@@ -203,7 +203,6 @@ class TrainingLoop:
         return found[0]
 
     def _read_random_state(self, read: Callable[..., Any], *words: Any, key_prefix: str = "", **options: Any) -> Any:
-        """Return random states that have a name for each unit."""
         return read(*words, key_prefix=key_prefix or ("" if self._unit == self._units[0] else f"{self._unit}."), **options)
 
     def _prepare_gradients(self, prepare: Callable[..., Any], optimizer: Any) -> bool:
@@ -211,7 +210,6 @@ class TrainingLoop:
         return max(self._of_units(optimizer, prepare(optimizer))) > 0
 
     def _gradient_norm(self, measure: Callable[..., Any], optimizer: Any) -> float:
-        """Return the norm of all units' gradients together."""
         return math.hypot(*self._of_units(optimizer, measure(optimizer)))
 
     def _of_units(self, optimizer: Any, value: Any) -> list[float]:

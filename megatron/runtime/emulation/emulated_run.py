@@ -48,7 +48,6 @@ class EmulatedRun:
     schedule: Schedule
     """Lowered and validated."""
     assignment: Assignment
-    """An assignment of the schedule's shape."""
     costs: StepCosts
     num_iterations: int = 5
     num_tokens: int = 8

@@ -30,7 +30,6 @@ from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.parts.cuts import SegmentCut
 
 Cost = Callable[[Action], ComputeCost]
-"""Returns the cost of a computation."""
 Spend = Callable[[ActionKind], None]
 """Takes as long as the computation of this kind on one piece of work."""
 
@@ -165,8 +164,6 @@ class _Number(Module):
 
 
 class _TimedWait(torch.autograd.Function):
-    """A computation that only takes time."""
-
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, weight: Tensor | None, hidden: Tensor | None, embeddings: Tensor | None, spend: Spend, shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The run of one lane: one loop over its actions and one set of handlers, for any kind of stage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class LaneRun(ABC):
                 self.inside.setdefault(lane.inside[index], []).append(action)
                 continue
             self.num_waits = 0
-            HANDLERS[action.kind](self, action)
+            self.handle(action)
             is_carrier = action.kind.resource is Resource.COMPUTE and index not in lane.fillers
             if self.inside and is_carrier:
                 wait, (missed, *_) = min(self.inside.items())
@@ -63,6 +63,10 @@ class LaneRun(ABC):
             self.finish_collective(action)
         self.broker.finish()
         self.store.check_empty()
+
+    def handle(self, action: Action) -> None:
+        """Run an action by the method that has the name of its kind."""
+        getattr(self, action.kind.name.lower())(action)
 
     @abstractmethod
     def forward(self, action: Action) -> None:
@@ -114,11 +118,15 @@ class LaneRun(ABC):
         key = _message_of(action)
         self.store.put(("posted", key), None, size_bytes=self.broker.post_receive(key, self.link(key)))  # memory of the broker
 
+    receive_forward = receive_backward = post_receive
+
     def send(self, action: Action) -> None:
         """Run a send action."""
         key = _message_of(action)
         with self.clock.span(action):
             self.broker.send(key, self.link(key), self.store.take(key))
+
+    send_forward = send_backward = send
 
     def fill_wait(self, number: int) -> None:
         """Run the work that fills a wait of the running computation; it must not inherit any of its context."""
@@ -126,7 +134,7 @@ class LaneRun(ABC):
         for action in self.inside.pop(number, ()):
             self.is_filling = self.is_inside = True
             with torch.enable_grad(), defer_weight_gradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
-                HANDLERS[action.kind](self, action)
+                self.handle(action)
             self.is_filling = self.is_inside = False
 
     def end_wait(self) -> None:
@@ -144,21 +152,6 @@ class LaneRun(ABC):
         if action in self.collectives:
             with self.clock.span(action):
                 self.collectives.pop(action)()
-
-
-HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {
-    ActionKind.FORWARD: lambda run, action: run.forward(action),
-    ActionKind.BACKWARD: lambda run, action: run.backward(action),
-    ActionKind.INPUT_GRADIENT: lambda run, action: run.input_gradient(action),
-    ActionKind.WEIGHT_GRADIENT: lambda run, action: run.weight_gradient(action),
-    ActionKind.SEND_FORWARD: lambda run, action: run.send(action),
-    ActionKind.RECEIVE_FORWARD: lambda run, action: run.post_receive(action),
-    ActionKind.SEND_BACKWARD: lambda run, action: run.send(action),
-    ActionKind.RECEIVE_BACKWARD: lambda run, action: run.post_receive(action),
-    ActionKind.GATHER_PARAMETERS: lambda run, action: run.gather_parameters(action),
-    ActionKind.REDUCE_GRADIENTS: lambda run, action: run.reduce_gradients(action),
-}
-"""The handler of every kind of action."""
 
 
 def _message_of(action: Action) -> MessageKey:

@@ -41,8 +41,6 @@ class _Point(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """The graph of some parts."""
-
     first: int
     last: int
     """The part behind them."""

@@ -26,18 +26,13 @@ class StepClock:
         self._origin: Mark = 0.0
         self.origin_seconds = 0.0
         """Host time of the step's start."""
-        self._spans: list[tuple[Action, Mark, Mark]] = []
+        self.spans: list[tuple[Action, Mark, Mark]] = []
         self.names_ranges = False
         """True if profilers are given a range with the action's text for every span."""
 
-    @property
-    def num_spans(self) -> int:
-        """Actions that have been recorded since `start_step`."""
-        return len(self._spans)
-
     def start_step(self) -> None:
         """Forget the last step and count from now."""
-        self._spans.clear()
+        self.spans.clear()
         self._origin = self._mark()
         self.origin_seconds = time.perf_counter()
 
@@ -50,7 +45,7 @@ class StepClock:
                 ranges.enter_context(torch.profiler.record_function(action_to_text(action)))
                 ranges.enter_context(torch.cuda.nvtx.range(action_to_text(action)) if self._is_cuda else nullcontext())
             yield
-        self._spans.append((action, start, self._mark()))
+        self.spans.append((action, start, self._mark()))
 
     def events(self) -> tuple[TimelineEvent, ...]:
         """Return the events since `start_step`, in seconds."""
@@ -58,7 +53,7 @@ class StepClock:
             torch.cuda.synchronize()
         return tuple(
             TimelineEvent(action, self._lane, self._seconds(self._origin, start), self._seconds(self._origin, end))
-            for action, start, end in self._spans
+            for action, start, end in self.spans
         )
 
     def _mark(self) -> Mark:

@@ -228,7 +228,6 @@ class StepMessages(LaneRun):
         return self.executor.plan.virtual_stage(place.unit, place.replica, place.stage)
 
     def _context_rank(self, unit: str) -> int:
-        """Return the index of this rank's share of the tokens in a unit."""
         return self.executor.groups[unit].cp.rank()
 
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:

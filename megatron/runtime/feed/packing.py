@@ -74,7 +74,6 @@ def _joined(parts: Iterable[npt.NDArray[Any]], *, shape: tuple[int, ...] = (0,),
 
 
 def _positions(grid: Grid, item_input: ItemInput) -> npt.NDArray[np.int64]:
-    """Return the positions of all tokens of an item."""
     if isinstance(item_input, AudioInput):
         return audio_positions(grid, audio=item_input)
     places = patch_positions(grid, merge_size=item_input.merge_size)

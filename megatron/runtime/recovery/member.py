@@ -77,7 +77,7 @@ class Member:
         self._lock = threading.Lock()
         self.go_on: Callable[[], object] | None = None
         """Continues training in another thread after this one has left a generation."""
-        self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_with_frozen_store)
+        self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_without_store)
         for work in (self._beat, self._listen):
             ledger = open_ledger(self._address, self._port, self._token)
             threading.Thread(target=work, args=(ledger,), daemon=True).start()
@@ -199,18 +199,15 @@ class Member:
             self._has_left, self.left_seconds = True, time.time()
             self._trainer.start()
 
-    def _end_without_store(self, problem: Exception) -> NoReturn:
-        self._ending.fail(
-            RanksLostError(f"the store at {self._address}:{self._port}, which outlives all ranks, is gone ({problem})")
-        )
-
-    def _end_with_frozen_store(self, seconds: float) -> None:
-        self._ending.fail(
-            RanksLostError(
-                f"the store at {self._address}:{self._port}, which outlives all ranks, has not answered for {seconds:.0f} s "
-                "(--elastic-timeout): its process, the supervisor that keeps the store, is frozen, or its node is gone"
+    def _end_without_store(self, how: Exception | float) -> NoReturn:
+        """End this process, as its connection to the store failed, or the store has not answered for these seconds."""
+        what = f"is gone ({how})"
+        if isinstance(how, float):
+            what = (
+                f"has not answered for {how:.0f} s (--elastic-timeout): its process, the supervisor that keeps the store, is "
+                "frozen, or its node is gone"
             )
-        )
+        self._ending.fail(RanksLostError(f"the store at {self._address}:{self._port}, which outlives all ranks, {what}"))
 
     def _beat(self, ledger: Ledger) -> None:
         """Give signs of life, except while a step makes no progress although it does not wait for another process."""

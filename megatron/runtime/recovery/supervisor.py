@@ -89,12 +89,10 @@ class Supervisor:
             for process in (process for node in self._nodes for process in node.processes):
                 process.kill()
             where = f"{self._flags.address}:{self._flags.port}"
-            print(
-                f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again: it goes on "
-                "from its newest checkpoint where --load names the folder of --save",
-                file=sys.stderr,
+            return _fail(
+                f"the store at {where} is gone ({problem}), and the run with it; start it again: it goes on from its newest "
+                "checkpoint where --load names the folder of --save"
             )
-            return 1
         codes = [node.exit_code or 0 for node in self._nodes]
         with suppress(RuntimeError):
             self._tell("left")
@@ -160,7 +158,6 @@ class Supervisor:
             self._tell("finished", exit_code=0)
 
     def _lose(self, node: _Node, exit_code: int) -> None:
-        """Give a node up when any of its ranks is lost."""
         self._tell("died", node=node.number, incarnation=node.incarnation)
         for process in node.processes:
             process.kill()
@@ -223,6 +220,11 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, flags.command
 
 
+def _fail(problem: object, *, exit_code: int = 1) -> int:
+    print(f"supervisor: error: {problem}", file=sys.stderr)
+    return exit_code
+
+
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor; returns its exit code."""
     try:
@@ -235,18 +237,13 @@ def main(argv: Sequence[str]) -> int:
             keeps = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
             keeps.start()
     except ConfigError as problem:
-        print(f"supervisor: error: {problem}", file=sys.stderr)
-        return _WRONG_INPUT
+        return _fail(problem, exit_code=_WRONG_INPUT)
     try:
         code = Supervisor(flags, command).run() if command else 0
     except RuntimeError as problem:
         where, reason = f"{flags.address}:{flags.port}", str(problem).splitlines()[0]
-        print(
-            f"supervisor: error: the store at {where} cannot be reached ({reason}); does the supervisor that keeps it "
-            "(--keeps-store) run there?",
-            file=sys.stderr,
-        )
-        return 1
+        keeper_is = "does the supervisor that keeps it (--keeps-store) run there?"
+        return _fail(f"the store at {where} cannot be reached ({reason}); {keeper_is}")
     if keeps is not None:  # until the run is over and supervisors have left
         keeps.join()
     return code

@@ -36,7 +36,6 @@ class RunPage:
     """Collects what a run reports, in the form of its JSON log, and writes the page."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """settings: the run's configuration."""
         self.description = ""
         """Units, ranks, schedule: in a few lines."""
         self._settings = settings

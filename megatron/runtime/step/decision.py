@@ -25,7 +25,6 @@ class StepDecision:
     schedule: Schedule
     """The lowered schedule of the step's shape."""
     assignment: Assignment
-    """The places of all samples."""
     lengths: Mapping[int, SampleLengths]
     """Sample id -> lengths."""
 

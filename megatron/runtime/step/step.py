@@ -67,9 +67,7 @@ class Step(StepDecision):
     flops: float = 0.0
     """FLOPs of the model in the whole step; 0: not counted."""
     balance: BalanceReport = field(default_factory=BalanceReport)
-    """The effect of balancing."""
     sharing: ContextSharing = DEFAULT_SHARING
-    """The rule that deals tokens to context parallel ranks."""
     problems: Mapping[int, str] = field(default_factory=dict)
     """Sample id -> why this rank could not read it; it has empty items."""
     dropped: frozenset[int] = frozenset()

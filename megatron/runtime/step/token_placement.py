@@ -30,7 +30,6 @@ class ContextSharing:
     """The rule that deals tokens, the same on every rank, so that each can compute the tokens of any other."""
 
     method: TokenDistribution = TokenDistribution.BY_ITEM
-    """The method that deals whole items or blocks of tokens."""
     block_size: int = 128
     """Tokens of a block, which stay together; a multiple of the patches that an encoder merges into one token."""
     mask_mode: MaskMode = MaskMode.CAUSAL
@@ -38,9 +37,6 @@ class ContextSharing:
 
 
 DEFAULT_SHARING = ContextSharing()
-"""The default rule."""
-
-
 RouteKey = tuple[MicrobatchPlace, MicrobatchPlace]
 """Source and target of a route."""
 

@@ -100,7 +100,6 @@ def _each(sizes: Iterable[int]) -> str:
 
 
 def _shown_stages(unit: Unit, plan: UnitPlan) -> str:
-    """Describe the number of transformer layers in each stage of a unit."""
     if plan.num_virtual_stages == 1 or plan.is_unlike:
         return ""
     last = unit.num_inner_layers

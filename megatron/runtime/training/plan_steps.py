@@ -96,7 +96,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
                 run.config.parallelism.context_parallel_block_size,
                 MaskMode(run.config.model.attention_mask),
             ),
-            costs_of=predictor.costs if waits is None else waits.of_step,
+            costs_of=predictor.costs if waits is None else lambda *_: waits,
             build=run.session.options.build,
             skips_bad=run.bad_samples is not None,
         ),

@@ -24,7 +24,7 @@ from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.step_memory import StepMemory
 from multimodal.data.sample_source import SampleSource
 from multimodal.plan.planners.estimate.unit_layout import layer_times
@@ -35,7 +35,6 @@ from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -201,10 +200,6 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
 @dataclass(frozen=True)
 class EmulatedCosts(TableCosts):
     """The waits of an emulated run, from a table that repeats after its last microbatch."""
-
-    def of_step(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> StepCosts:
-        """Return the costs of any step."""
-        return self
 
     def compute(self, action: Action) -> ComputeCost:
         """Return the cost of a computation."""

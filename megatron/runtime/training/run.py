@@ -60,7 +60,6 @@ class Run:
     world: World
     data: DataSets
     session: Session
-    """The owner of all state that depends on the plan."""
     trainer: Trainer
     done_steps: int = 0
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
@@ -68,7 +67,6 @@ class Run:
     emulation: EmulatedCosts | None = None
     """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
-    """Keeps other runs from writing to --save."""
     background_save: BackgroundSave | None = None
     """Writes checkpoints while training continues (--async-save)."""
     phase: Phase = field(default_factory=Phase)

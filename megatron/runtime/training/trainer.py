@@ -118,7 +118,7 @@ class Trainer:
     def place_in_step(self) -> tuple[int, int] | None:
         """Return the current step and the number of its finished actions, or None; may be called from another thread."""
         number, executor = self._running, self.session.__dict__.get("executor")
-        return None if number is None or executor is None else (number, executor.clock.num_spans)
+        return None if number is None or executor is None else (number, len(executor.clock.spans))
 
     def finish(self, outcome: Outcome, *, is_updated: bool = False) -> None:
         """Update the weights, unless done already, by this rank's gradients, complete once any rank knows the outcome."""
