@@ -1,7 +1,4 @@
-"""megatron-core without CUDA: one table of replaced attributes, with their replacements and the reasons.
-
-`install` raises if a target no longer exists, so that a new megatron-core cannot silently keep an assumption.
-"""
+"""megatron-core without CUDA: a table of replaced attributes, each of which must exist, with replacements and reasons."""
 
 import functools
 import importlib
@@ -155,10 +152,7 @@ def install() -> None:
 
 @contextmanager
 def _nothing_compiled() -> Iterator[None]:
-    """Leave functions as they are that megatron-core compiles while it is imported: on the CPU Braid calls none of them.
-
-    Importing the compiler takes a third of the time of all imports of a rank; TensorBoard, for its timers, is spared, too.
-    """
+    """Spare importing torch's compiler, a third of the time of a rank's imports, and TensorBoard: the CPU uses neither."""
     original, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
     sys.modules.setdefault(_TENSORBOARD, None)  # type: ignore[arg-type]
     try:

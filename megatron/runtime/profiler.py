@@ -133,10 +133,7 @@ class _LayerRun:
         self._attend = _core_attention(stage, size)
 
     def once(self) -> LayerTimes:
-        """Run forward, input gradient, weight gradient and core attention.
-
-        The time of rotary angles, computed once for all layers of a stage, counts with an embedding, and is subtracted elsewhere.
-        """
+        """Run forward, input and weight gradient, core attention; rotary angles, once for all layers, count with embeddings."""
         stage, given, queue = self._stage, self._given, WeightGradientQueue()
         outputs: list[Tensor] = []
         storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())

@@ -226,16 +226,12 @@ class Session:
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
         check_vocabulary(self.options.vocab_size, graph=self.graph, plan=plan)
-        if self.options.shards_weights and (unlike := [name for name, unit in plan.units.items() if unit.is_unlike]):
-            raise PlanError(
-                f"unit '{unlike[0]}': replicas that share weights must hold the same ones, and these differ in their stages; "
-                "give all the same stages, or do not share weights"
-            )
-        if self.options.shards_weights and (cut := [name for name, unit in plan.units.items() if unit.expert_parallel_size > 1]):
-            raise PlanError(
-                f"unit '{cut[0]}': replicas that share weights hold the same ones, and expert parallel ones hold other experts; "
-                "use expert parallel size 1, or do not share weights"
-            )
+        for name, unit in plan.units.items() if self.options.shards_weights else ():
+            if unit.is_unlike or unit.expert_parallel_size > 1:
+                raise PlanError(
+                    f"unit '{name}': replicas that share weights must hold the same ones, and these differ in their stages or "
+                    "experts; give all the same stages and expert parallel size 1, or do not share weights"
+                )
 
     def _build(self, plan: Plan) -> None:
         rank, options, device = dist.get_rank(), self.options, platform.device()

@@ -49,10 +49,7 @@ Write = Callable[[Sequence[HeldTensor], ProcessGroup | None], None]
 
 
 class BackgroundSave:
-    """This rank's part of the current save while training continues, if there is one; all ranks call its methods alike.
-
-    A thread writes a copy in host memory as a save in the foreground would, but over a process group of its own.
-    """
+    """This rank's part of a save in the background, over a process group of its own; all ranks call its methods alike."""
 
     def __init__(self, timeout: timedelta) -> None:
         """timeout: time that ranks wait for each other, including the slowest one's writing; collective."""

@@ -1,7 +1,4 @@
-"""Pieces of tensors to files and back, every rank its own, in steps that fail on all ranks if they fail on one.
-
-A rank has one file with the bytes of its pieces; `tensors.json` says where each lies, with its checksum. Nothing is executable.
-"""
+"""Pieces of tensors to and from files, one per rank and an index with checksums, in steps that fail on all ranks alike."""
 
 import json
 import math
@@ -187,10 +184,7 @@ MAKE_ROOM = "make room or give another folder; a run with --save goes on from th
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
-    """Run `action` on every rank and return all results, which should be small, in rank order.
-
-    group: a gloo group of all ranks, for threads of their own. Raises CheckpointError about `what` on every rank if one fails.
-    """
+    """Run `action` on every rank and return all (small) results; raises CheckpointError about `what` on all if one fails."""
     return gather_objects(on_this_rank(action, what=what, group=group), group=group)
 
 

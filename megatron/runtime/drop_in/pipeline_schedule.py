@@ -66,10 +66,7 @@ class PipelineShape:
 
 @lru_cache(maxsize=64)
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
-    """Build, lower and validate the schedule `name`, alike on all ranks; a rank executes the lane that has it.
-
-    Raises ConfigError if it needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
-    """
+    """Build, lower and validate a schedule, alike on all ranks; raises ConfigError for actions beside `RUNNABLE`, BraidErrors."""
     schedule = build_schedule(BUILDERS[name], step_of_pipeline(shape))
     for lane in schedule.lanes:
         _check_lane(lane, name=name)

@@ -29,10 +29,7 @@ class UnitGroups:
     """Megatron's `parallel_state` for each of this rank's units; collective over the world."""
 
     def __init__(self, plan: Plan, *, first: Sequence[str]) -> None:
-        """Make all groups. first: units in the order in which parallel_state is left with one of them, the LLM first.
-
-        Raises ConfigError if Megatron's groups cannot say what the plan does.
-        """
+        """first: units in order of preference for parallel_state, the LLM first. Raises ConfigError for a plan beyond them."""
         check_plan(plan)
         self._before = _read(parallel_state)
         self._made: list[dist.ProcessGroup] = []

@@ -1,7 +1,4 @@
-"""Runs a schedule for real, with timed waits as computations: real processes, messages, broker and gradient reductions.
-
-A waiting rank needs no core, so that many run on few cores; the measured Timeline can be compared with the simulated one.
-"""
+"""Runs a schedule for real, with timed waits as computations, which need no core: real processes, messages, reductions."""
 
 import os
 import pickle

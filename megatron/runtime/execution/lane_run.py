@@ -18,10 +18,7 @@ from multimodal.values.schedule import Lane
 
 
 class LaneRun(ABC):
-    """One step of one rank: values that are stored, receives that are posted, collectives that are started.
-
-    Subclasses compute: `RunningStep` by Braid's own stages, the drop-in's `PipelineStep` by the model of a loop for Megatron.
-    """
+    """One step of one rank; `RunningStep` computes by Braid's own stages, the drop-in's `PipelineStep` by a loop's model."""
 
     def __init__(self, *, broker: Broker, clock: StepClock) -> None:
         self.broker, self.clock = broker, clock

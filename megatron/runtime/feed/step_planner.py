@@ -64,10 +64,7 @@ Decision = tuple[Assignment, tuple[float, float] | None]
 
 
 class NodeDecisions:
-    """Assignments that take long to choose: one rank of a node chooses, the others read it, as only this user can.
-
-    A rank that sees other lengths chooses for itself, and the comparison of digests before a step finds it.
-    """
+    """Assignments that take long to choose: one rank of a node chooses, and others that see the same lengths read it."""
 
     def __init__(self, name: str, *, subject: object) -> None:
         """name: a text that no other run has; subject: what decisions depend on besides lengths, by its `repr`."""
@@ -129,53 +126,48 @@ class StepOptions:
     """Give samples that cannot be read empty items, and say so in `Step.problems`."""
 
 
+@dataclass(eq=False)
 class StepPlanner(torch.utils.data.Dataset[Step]):
     """Step number -> Step, for one rank."""
 
-    def __init__(
-        self,
-        source: SampleSource,
-        *,
-        batches: GlobalBatches,
-        balancer: BalancerRow,
-        balance_options: BalanceOptions,
-        options: StepOptions,
-        exchange: SampleExchange | None = None,
-        arrangement: NodeArrangement | None = None,
-        decisions: NodeDecisions | None = None,
-        in_order: range = range(0),
-    ) -> None:
-        """exchange: decode first, then send samples to the ranks that need them; arrangement: permutes encoders' batches.
-
-        decisions: shares the balancer's assignments with the node's other ranks; in_order: steps left in the data's order.
-        """
-        self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
-        self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
-        self._decisions, self._in_order = decisions, in_order
-        self._kept = -1, False  # the first step of a period, and whether it kept the data's order
+    source: SampleSource
+    batches: GlobalBatches
+    balancer: BalancerRow
+    balance_options: BalanceOptions
+    options: StepOptions
+    exchange: SampleExchange | None = None
+    """Decodes first, then sends samples to the ranks that need them."""
+    arrangement: NodeArrangement | None = None
+    """Permutes encoders' batches."""
+    decisions: NodeDecisions | None = None
+    """Shares the balancer's assignments with the node's other ranks."""
+    in_order: range = range(0)
+    """Steps that are left in the data's order."""
+    _kept: tuple[int, bool] = (-1, False)
+    """The first step of a period, and whether it kept the data's order."""
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
-        graph, plan = self._schedules.graph, self._schedules.plan
-        is_left = step in self._in_order or self._follows(step)
+        graph, plan = self.options.schedules.graph, self.options.schedules.plan
+        is_left = step in self.in_order or self._follows(step)
         drawn, source, readable = self._open(step)
-        share = self._exchange.decode(source, list(drawn)) if self._exchange else None
+        share = self.exchange.decode(source, list(drawn)) if self.exchange else None
         lengths = LengthBatch(map((share or source).lengths, drawn))
         start = time.perf_counter()
-        work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
+        work, node_bytes = BatchWork(graph, lengths, self.balance_options), None
         before = balance_in_order(work, plan=plan)
         assignment, predicted_seconds = self._decide(work, before, is_left=is_left)
         if not is_left and step == self._first_of_period(step):
             self._kept = step, assignment == before
-        if self._arrangement is not None:
-            assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
+        if self.arrangement is not None:
+            assignment, node_bytes = self.arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         facts = {"balance_ms": 1e3 * (time.perf_counter() - start), "predicted_seconds": predicted_seconds}
         report = report_balance(before, assignment, work, node_bytes=node_bytes, **facts)
-        if self._exchange and share:
-            source = received = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
+        if self.exchange and share:
+            source = received = self.exchange.exchange(share, self.options.schedules.shape(assignment), assignment)
             report = replace(report, exchanged_node_bytes=received.bytes_between_nodes)
-        planned = plan_step(source, lengths=lengths, assignment=assignment, options=self._options)
-        vocab_size = self._balance_options.vocab_size
+        planned = plan_step(source, lengths=lengths, assignment=assignment, options=self.options)
+        vocab_size = self.balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
         found = readable.problems if readable else {}
         problems = {sample_id: found[index] for sample_id, index in drawn.items() if index in found}
@@ -183,36 +175,36 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
 
     def _open(self, step: int) -> tuple[Mapping[int, int], SampleSource, ReadableItems | None]:
         """Return the samples of a step by their ids: their indices, their source, and what notes those that cannot be read."""
-        drawn = {sample.sample_id: sample.source_index for sample in self._batches.batch(step)}
-        readable = ReadableItems(self._source, graph=self._schedules.graph) if self._options.skips_bad else None
-        return drawn, SourceSubset(readable or self._source, drawn), readable
+        drawn = {sample.sample_id: sample.source_index for sample in self.batches.batch(step)}
+        readable = ReadableItems(self.source, graph=self.options.schedules.graph) if self.options.skips_bad else None
+        return drawn, SourceSubset(readable or self.source, drawn), readable
 
     def _first_of_period(self, step: int) -> int:
-        return max(step - step % _PERIOD, self._batches.first_step)
+        return max(step - step % _PERIOD, self.batches.first_step)
 
     def _follows(self, step: int) -> bool:
         """Return True if a step is left in the data's order because the first of its period is, as any rank would decide."""
         first = self._first_of_period(step)
-        predicts = self._balancer.needs_costs and self._balance_options.predictor is not None
-        if step == first or not predicts or self._exchange is not None:  # lengths of other steps would have to be exchanged
+        predicts = self.balancer.needs_costs and self.balance_options.predictor is not None
+        if step == first or not predicts or self.exchange is not None:  # lengths of other steps would have to be exchanged
             return False
         if self._kept[0] != first:
             drawn, source, _ = self._open(first)
             lengths = LengthBatch(map(source.lengths, drawn))
-            work = BatchWork(self._schedules.graph, lengths, self._balance_options)
-            before = balance_in_order(work, plan=self._schedules.plan)
+            work = BatchWork(self.options.schedules.graph, lengths, self.balance_options)
+            before = balance_in_order(work, plan=self.options.schedules.plan)
             self._kept = first, self._decide(work, before)[0] == before
         return self._kept[1]
 
     def _decide(self, work: BatchWork, in_order: Assignment, *, is_left: bool = False) -> Decision:
         if is_left:
             return self._balance(BALANCERS[UNBALANCED], work, in_order)
-        balance = partial(self._balance, self._balancer, work, in_order)
-        return self._decisions.find(LengthBatch.of(work.lengths), balance) if self._decisions else balance()
+        balance = partial(self._balance, self.balancer, work, in_order)
+        return self.decisions.find(LengthBatch.of(work.lengths), balance) if self.decisions else balance()
 
     def _balance(self, balancer: BalancerRow, work: BatchWork, in_order: Assignment) -> Decision:
-        plan, lengths, options = self._schedules.plan, work.lengths, self._balance_options
-        assignment = balancer(lengths, graph=self._schedules.graph, plan=plan, options=options)
+        plan, lengths, options = self.options.schedules.plan, work.lengths, self.balance_options
+        assignment = balancer(lengths, graph=self.options.schedules.graph, plan=plan, options=options)
         if options.predictor is None or not balancer.needs_costs:
             return assignment, None
         before, after = options.predictor.predict_each((in_order, assignment), lengths)  # auto has predicted both
@@ -220,8 +212,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
 
     def close(self) -> None:
         """Remove what other ranks of the node were told."""
-        if self._decisions is not None:
-            self._decisions.close()
+        if self.decisions is not None:
+            self.decisions.close()
 
 
 def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignment: Assignment, options: StepOptions) -> Step:

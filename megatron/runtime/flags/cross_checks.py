@@ -70,10 +70,7 @@ def check_bounds(config: RunConfig) -> None:
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Check combinations; raises ConfigError for the first broken rule, ModelError for a model that can only be planned.
-
-    graph: the model with its units frozen and adapted as the configuration says.
-    """
+    """Check combinations, for the model as it is trained; raises ConfigError, or ModelError for one that can only be planned."""
     for row in ignored_flags(config):
         raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
     for problem in chain(

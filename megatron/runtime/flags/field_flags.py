@@ -81,10 +81,7 @@ def value_of(config: RunConfig, name: str) -> Any:
 
 
 def field_flags(group_name: str) -> tuple[FieldFlag, ...]:
-    """List the flags of one group of the configuration, in the order of its fields; fields filled per unit have none.
-
-    `choices` in a field's metadata are names that are registered when this is called, as are `names`, of which it takes several.
-    """
+    """List the flags of one group, in the order of its fields, with the names that are registered when this is called."""
     named = [f.metadata[key] for f in fields(GROUPS[group_name]) for key in ("choices", "names") if key in f.metadata]
     return _flags_while_registered(group_name, tuple(tuple(names()) for names in named))
 

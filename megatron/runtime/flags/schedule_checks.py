@@ -109,10 +109,7 @@ def _why_useless(name: str, graph: ModelGraph, plan: Plan) -> str:
 
 
 def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, has_cuda: bool) -> RunConfig:
-    """Return the configuration with the defaults of this machine; flags that were given stay as they are.
-
-    Raises ConfigError if FP8 is requested and Transformer Engine's layers cannot be used.
-    """
+    """Return the configuration with this machine's defaults for flags not given; raises ConfigError for FP8 without layers."""
     if not has_cuda or config.training.emulate is not None:
         return config
     config = _with_dtype(config)

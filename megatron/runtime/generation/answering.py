@@ -1,7 +1,4 @@
-"""Answers to the questions of a data set: encoders and projectors run once a question, the LLM once on every token.
-
-transformers' `generate` chooses the tokens, with logits of Braid's own stages, so that all models answer.
-"""
+"""Answers to the questions of a data set: transformers' `generate` chooses tokens, with logits of Braid's own stages."""
 
 import json
 import math

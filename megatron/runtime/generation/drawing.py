@@ -212,10 +212,7 @@ def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor
 
 
 def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
-    """Return patches as an image of bytes.
-
-    patches: [num_patches, num_patch_values], normalised pixels or latents; places: [num_patches, 2], row and column of each.
-    """
+    """Return patches, [num_patches, num_patch_values] of pixels or latents, as an image; places: (row, column) of each."""
     grid = int(places[:, 0].amax()) + 1, int(places[:, 1].amax()) + 1
     joined = join_patches(patches.double(), places, grid, channels=image.num_made_channels)
     pixels = (joined if image.latents is None else decode_latents(joined.to(patches.dtype), image.latents)).double().cpu()

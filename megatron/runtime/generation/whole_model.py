@@ -77,10 +77,7 @@ def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: in
 
 
 def find_megatron(folder: Path, model: Path, *, vocab_multiple: int = 128) -> StoredModel:
-    """Describe a checkpoint of Megatron whose model a model file has; raises CheckpointError and ModelError.
-
-    The vocabulary has the checkpoint's rows, or those of the model file's `vocab_size`, padded to a multiple.
-    """
+    """Describe a checkpoint of Megatron whose model a file has, its vocabulary padded; raises CheckpointError, ModelError."""
     graph, shapes = read_model(model), read_shapes(folder)
     embeddings = shapes[embeddings_of(shapes, folder=folder)]
     rows = embeddings.global_shape[0]

@@ -1,7 +1,4 @@
-"""The store in which the ranks of a run meet before any collective: all can reach it, and any can report a failure there.
-
-torchrun keeps it, or rank 0 on MASTER_ADDR and MASTER_PORT; `ask_within` ends requests that a frozen process does not answer.
-"""
+"""The store in which ranks meet before any collective, and report failures: torchrun's, or rank 0's at MASTER_ADDR."""
 
 import math
 import os

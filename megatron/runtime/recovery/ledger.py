@@ -1,7 +1,4 @@
-"""Messages between supervisors, ranks and keeper of an elastic run, in a store outside of all ranks, sealed by its token.
-
-Events are one list, which only the keeper reads; it answers by verdicts (members of a generation) and signals to ranks.
-"""
+"""Messages of an elastic run in a store outside of its ranks: events to the keeper, and its verdicts and signals."""
 
 import hmac
 import ipaddress

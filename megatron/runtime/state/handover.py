@@ -1,7 +1,4 @@
-"""Transfers weights and optimizer state from the ranks that hold them to those that need them, by plan-independent names.
-
-Ranks announce which rectangles of tensors they hold and need, and receive from one holder each what they lack.
-"""
+"""Transfers weights and optimizer state, by names that no plan changes, from one holder of each piece to those that need it."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,10 +42,7 @@ def hold_state(state: TrainedState) -> list[HeldTensor]:
 
 
 def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
-    """Fill `state` on every rank from what all ranks hold, as `hold_state` returned it; collective.
-
-    Optimizers that never stepped remain so. Raises CheckpointError on every rank if no rank holds a needed part.
-    """
+    """Fill `state` from what all ranks hold (`hold_state`); collective. Raises CheckpointError on all ranks if a part is lost."""
     holders: dict[str, dict[Box, list[int]]] = {}
     for rank, boxes_by_key in enumerate(gather_objects(_boxes_by_key(held))):
         for key, box in ((key, box) for key, boxes in boxes_by_key.items() for box in boxes):
@@ -84,10 +78,7 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
 
 
 def _find_parts(boxes: _Boxes, holders: _Holders, *, receiver: int, kind: str | None = None) -> Iterator[_Part]:
-    """Yield the parts that one rank receives, each once, in an order that it and the holders share; what it holds comes from it.
-
-    kind: None: of all tensors.
-    """
+    """Yield the parts that a rank receives, in an order that it and the holders share; what it holds comes from itself."""
     for key, wanted in boxes.items():
         if kind not in (None, _kind(key)):
             continue

@@ -1,7 +1,4 @@
-"""Measures the layers of a run from its own steps, so that schedules and balancers go by these seconds from then on.
-
-Every rank sums up its computations, rank 0 fits layers to all sums, and all go by these from the same step on.
-"""
+"""Measures a run's layers from its own steps, alike on all ranks, so that schedules and balancers go by these seconds."""
 
 import os
 from collections.abc import Sequence
@@ -136,10 +133,7 @@ def lost_by_exchanging(balanced: Sequence[float], in_order: Sequence[float]) -> 
 
 
 def prediction_error(*kinds: Sequence[float]) -> float:
-    """Return how far predictions are off, as a share of a step: the median distance from the median of a step's own kind.
-
-    kinds: measured over predicted seconds of steps, by kind.
-    """
+    """Return the median distance of measured over predicted seconds, which are given by kind of step, from a kind's median."""
     return median(abs(ratio / median(kind) - 1) for kind in kinds for ratio in kind)
 
 

@@ -196,10 +196,7 @@ def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
 
 
 def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSettings:
-    """Return the settings of a learning rate whose schedule begins after `first_step`, from which its steps count.
-
-    Values that are not given follow from the remaining steps. Raises ConfigError if these are too few.
-    """
+    """Return the settings of a learning rate whose schedule begins after `first_step`; ConfigError if too few steps are left."""
     settings, left = config.optimizer, config.training.train_iters - first_step
     decay = (settings.lr_decay_iters or 0) if "lr_decay_iters" in config.given else max(0, left)
     found = settings.in_steps(decay)
@@ -213,10 +210,7 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
 
 
 def save_due(run: Run, number: int) -> int:
-    """Write the checkpoints that the flags ask for after step `number`, and return it; collective; may raise CheckpointError.
-
-    With --async-save a checkpoint has only been copied then; `run.background_save` reports when it is written.
-    """
+    """Write checkpoints of step `number`, with --async-save in the background; returns it; collective. Raises CheckpointError."""
     checkpoint, scheduler = run.config.checkpoint, run.trainer.scheduler.state_dict()
     if checkpoint.save is not None:
         save_checkpoint(

@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -49,35 +49,32 @@ class _Executed(NamedTuple):
     end: float
 
 
+@dataclass(eq=False)
 class Trainer:
     """Steps of one rank. All methods are collective, except `finish` and `last_report`."""
 
+    session: Session
+    scheduler: OptimizerParamScheduler
+    settings: OptimizerSettings
+    peak_tflops: float
+    """Of this rank's device."""
+    check: Callable[[], None] = lambda: None
+    """Raises if other ranks' messages cannot be trusted."""
     outcome: Outcome | None = None
     """The outcome of the last step in the weights of this rank."""
-    updates_alone = False
+    updates_alone: bool = False
     """True if parameters that a sharded optimizer updates are gathered in the next step: an update then needs no other rank."""
+    compute_seconds: list[float] = field(default_factory=list)
+    """The computing time of each rank in the last step."""
+    _executed: _Executed | None = None
+    _running: int | None = None
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        scheduler: OptimizerParamScheduler,
-        settings: OptimizerSettings,
-        peak_tflops: float,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """peak_tflops: of this rank's device; check: raises if other ranks' messages cannot be trusted."""
-        self.session, self.scheduler, self._settings = session, scheduler, settings
-        self._peak_tflops, self._check = peak_tflops, check
-        self.compute_seconds: list[float] = []
-        """The computing time of each rank in the last step."""
-        self._executed: _Executed | None = None
-        self._running: int | None = None
+    def __post_init__(self) -> None:
         self.meet()
 
     def meet(self) -> None:
         """Exchange, over all ranks, the facts that reports need; also called after the session has entered a plan."""
-        (self._world_peak_tflops,) = self._sum([self._peak_tflops])
+        (self._world_peak_tflops,) = self._sum([self.peak_tflops])
         self.scheduler.step(increment=0)  # gives new optimizers the coming step's learning rate
 
     def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
@@ -101,17 +98,17 @@ class Trainer:
         clock = self.session.executor.clock
         executed = clock.origin_seconds + max((event.end_seconds for event in result.events), default=0.0)
         losses = self._means(result.loss_sums, step.loss_counts)
-        rates = {"max_lr": self._settings.lr, "min_lr": self._settings.min_lr}  # also on a rank that trains nothing
+        rates = {"max_lr": self.settings.lr, "min_lr": self.settings.min_lr}  # also on a rank that trains nothing
         learning_rate = float(self.scheduler.get_lr(rates))
         self._executed = _Executed(step, result, losses, learning_rate, start, executed)
         known = float(self.session.gradient_norm() if norm is None else norm)
-        self._check()
+        self.check()
         self.finish(Outcome(number, losses.total, losses.generators, known), is_updated=norm is not None)
         report = self._report(self._executed, end=time.perf_counter())
         if not (math.isfinite(report.loss) and math.isfinite(report.grad_norm)):
             raise ConfigError(
                 f"step {number}: the loss is {report.loss} and the gradient norm {report.grad_norm}; lower --lr (now "
-                f"{self._settings.lr}), lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
+                f"{self.settings.lr}), lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
             )
         return report, result.events
 

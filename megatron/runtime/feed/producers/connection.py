@@ -1,7 +1,4 @@
-"""A rank's connection to one producer, which owes it answers: only as many requests are sent as the producer works ahead.
-
-ZeroMQ encrypts (CURVE), and admits only keys that follow from the run's token.
-"""
+"""A rank's connection to a producer, over ZeroMQ with keys (CURVE) from the run's token, for as much as it works ahead."""
 
 import hmac
 import socket

@@ -1,7 +1,4 @@
-"""Messages between ranks and producers: JSON, followed by plain numbers; nothing is ever executed or unpickled.
-
-A rank's first message describes its data set; each later one asks for an item, or a block of samples, by a number.
-"""
+"""Messages between ranks and producers, numbered: JSON, followed by plain numbers; nothing is executed or unpickled."""
 
 import json
 import math
