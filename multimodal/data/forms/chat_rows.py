@@ -13,20 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.segments import (
-    LOSS_WEIGHT,
-    MEDIA,
-    EmbeddedAddress,
-    FileSegment,
-    Segment,
-    SegmentedSample,
-    check_keys,
-    check_path,
-    loss_weight,
-    required,
-    shown,
-    shown_keys,
-)
+from multimodal.data.forms import segments as form
+from multimodal.data.forms.segments import EmbeddedAddress, FileSegment, Segment, SegmentedSample
 from multimodal.values.errors import DataError
 
 _MARK = re.compile("<(image|audio|video)>")
@@ -55,18 +43,18 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     than places for them.
     """
     if isinstance(entry.get("id"), (str, int)):
-        where = f"{where} (sample {shown(entry['id'])})"
+        where = f"{where} (sample {form.shown(entry['id'])})"
     key = "messages" if entry.get("messages") is not None else "conversations"
-    messages = required(entry, key, (list,), where=where)
+    messages = form.required(entry, key, (list,), where=where)
     if not messages:
         raise DataError(f"{where}: '{key}' is empty; give the sample a question and an answer, or remove it")
     objects = [message for message in messages if isinstance(message, dict)]
     role_key, text_key = next((keys for keys in _KEYS if any(keys[0] in each for each in objects)), _KEYS[key != "messages"])
     said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
     repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
-    listing = [name for kind in MEDIA for name in (kind, f"{kind}s")]
-    check_keys(entry, (key, "system", LOSS_WEIGHT, *listing, *repeated), where=where)
-    paths = {kind: _listed_paths(entry, kind, where=where) for kind in MEDIA}
+    listing = [name for kind in form.MEDIA for name in (kind, f"{kind}s")]
+    form.check_keys(entry, (key, "system", form.LOSS_WEIGHT, *listing, *repeated), where=where)
+    paths = {kind: _listed_paths(entry, kind, where=where) for kind in form.MEDIA}
     listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
     turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
     if entry.get("system"):
@@ -78,8 +66,8 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
             raise DataError(f"{here}: expected an object with '{role_key}' and '{text_key}', found {type(message).__name__}")
         previous = _next_role(message, role_key, previous=previous, where=here)
         learnt = [name for name in _WEIGHTS if message.get(name) == (previous == "assistant")]
-        check_keys(message, (role_key, text_key, *learnt), where=here)
-        content = required(message, text_key, (str, list), where=here)
+        form.check_keys(message, (role_key, text_key, *learnt), where=here)
+        content = form.required(message, text_key, (str, list), where=here)
         if isinstance(content, str):
             segments += _marked_text(content, role=previous, listed=listed, where=here)
         else:
@@ -93,7 +81,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
             )
     if not any(isinstance(segment, TextSegment) and segment.role == "assistant" for segment in segments):
         raise DataError(f"{where}: the assistant never answers, so there is nothing to learn; add an answer or remove the sample")
-    return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
+    return SegmentedSample(where, tuple(segments), form.loss_weight(entry, where=where))
 
 
 def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
@@ -105,7 +93,7 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     listed = [path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):
-            raise DataError(f"{where}: {kind} must be the path of a file, found {shown(path)}; correct it")
+            raise DataError(f"{where}: {kind} must be the path of a file, found {form.shown(path)}; correct it")
     return [local_path(path, where=where) for path in listed]
 
 
@@ -116,7 +104,7 @@ def path_in(value: Any) -> Any:
 
 
 def _next_role(message: dict[str, Any], key: str, *, previous: str, where: str) -> str:
-    spelled = required(message, key, (str,), where=where)
+    spelled = form.required(message, key, (str,), where=where)
     role = _ROLES.get(spelled)
     if role is None:
         raise DataError(f"{where}: unknown {key} {spelled!r}; use one of {', '.join(_ROLES)}, or remove the sample")
@@ -162,19 +150,21 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     if not isinstance(part, dict):
         raise DataError(f"{where}: expected an object with a 'type', found {type(part).__name__}; correct it")
     part = {name: value for name, value in part.items() if value is not None}
-    kind = required(part, "type", (str,), where=where).removesuffix("_url")
+    kind = form.required(part, "type", (str,), where=where).removesuffix("_url")
     if kind == "text":
-        check_keys(part, ("type", "text"), where=where)
-        return TextSegment(role, required(part, "text", (str,), where=where))
-    if kind not in MEDIA:
-        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(MEDIA)}, or remove the sample")
+        form.check_keys(part, ("type", "text"), where=where)
+        return TextSegment(role, form.required(part, "text", (str,), where=where))
+    if kind not in form.MEDIA:
+        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(form.MEDIA)}, or remove the sample")
     named = [part[name] for name in _PATH_KEYS if name in part]
-    check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
+    form.check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
         return _take(listed, kind, number=part.get("index"), where=where)
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
-        raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with the path, or remove the sample")
+        raise DataError(
+            f"{where}: no path of a file in {form.shown_keys(part)}; add '{kind}' with the path, or remove the sample"
+        )
     return FileSegment(kind, local_path(path, where=where))
 
 
@@ -188,8 +178,8 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
     place, path = listed[kind].popleft()
     if number not in (None, place):
         raise DataError(
-            f"{where}: 'index' is {shown(number)}, but this is place {place} for {kind}; list the files in the order of their "
-            "places, and leave 'index' out"
+            f"{where}: 'index' is {form.shown(number)}, but this is place {place} for {kind}; list the files in the order of "
+            "their places, and leave 'index' out"
         )
     return FileSegment(kind, path)
 
@@ -201,7 +191,7 @@ def local_path(path: str, *, where: str) -> str:
     path = path.removeprefix("file://")
     if path.startswith("data:"):
         raise DataError(f"{where}: {path[:60]} is no path of a file; save it beside the data")
-    return check_path(path, where=where)
+    return form.check_path(path, where=where)
 
 
 _OF_MMC4 = ("url", "similarity_matrix", "could_have_url_duplicate")
@@ -214,21 +204,21 @@ def parse_document_entry(entry: dict[str, Any], *, where: str) -> SegmentedSampl
     `image_name` of each image and the `matched_text_index` of the text that it stands before.
     """
     if isinstance(entry.get("text_list"), list):
-        check_keys(entry, ("text_list", "image_info", LOSS_WEIGHT, *_OF_MMC4), where=where)
+        form.check_keys(entry, ("text_list", "image_info", form.LOSS_WEIGHT, *_OF_MMC4), where=where)
         places = _places_of_mmc4(entry, where=where)
     elif isinstance(texts := entry.get("texts"), list) and texts and all(isinstance(each, str | None) for each in texts):
-        check_keys(entry, ("texts", "images", "general_metadata", LOSS_WEIGHT), where=where)
+        form.check_keys(entry, ("texts", "images", "general_metadata", form.LOSS_WEIGHT), where=where)
         places = _places_of_obelics(texts, entry.get("images"), where=where)
     else:
         return None
     segments: list[Segment] = []
     for text, image in places:
         if image is not None and not isinstance(path := path_in(image), str):
-            raise DataError(f"{where}: image must be the path of a file, found {shown(image)}; correct it")
+            raise DataError(f"{where}: image must be the path of a file, found {form.shown(image)}; correct it")
         segments.append(TextSegment("document", text) if image is None else FileSegment("image", local_path(path, where=where)))
     if not any(isinstance(segment, TextSegment) for segment in segments):
         raise DataError(f"{where}: the document has no text, so there is nothing to learn; remove it")
-    return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
+    return SegmentedSample(where, tuple(segments), form.loss_weight(entry, where=where))
 
 
 def _places_of_obelics(texts: list[str | None], images: Any, *, where: str) -> Iterator[tuple[str, Any]]:
@@ -253,6 +243,6 @@ def _places_of_mmc4(entry: dict[str, Any], *, where: str) -> Iterator[tuple[str,
         before[place].append(image["image_name"])
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(f"{where}: text_list[{number}] must be a text, found {shown(text)}; correct it")
+            raise DataError(f"{where}: text_list[{number}] must be a text, found {form.shown(text)}; correct it")
         yield from (("", image) for image in before[number])
         yield text, None

@@ -1,70 +1,40 @@
 """All kinds of layers that can be built and trained, by name."""
 
+from multimodal.model.layers import encoder_embeddings as embeddings
+from multimodal.model.layers import generator_ends, projectors, transformer_kinds
 from multimodal.model.layers.backbone_ends import HeadKind, LanguageHead, TokenEmbedding, TokenEmbeddingKind
 from multimodal.model.layers.diffusion_transformer import DiffusionEmbedding, DiffusionHead
-from multimodal.model.layers.encoder_embeddings import (
-    AudioEmbedding,
-    AudioEmbeddingKind,
-    JoinedTokens,
-    JoinedTokensKind,
-    LearnedPatchEmbedding,
-    PatchEmbedding,
-    PatchEmbeddingKind,
-    StretchedPatchEmbedding,
-)
-from multimodal.model.layers.generator_ends import (
-    DenoiserKind,
-    GeneratorHead,
-    GeneratorHeadKind,
-    GeneratorProjector,
-    GeneratorProjectorKind,
-)
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.opaque import OpaqueKind
-from multimodal.model.layers.projectors import (
-    LinearProjector,
-    Projector,
-    ProjectorKind,
-    QueryProjector,
-    QueryProjectorKind,
-    UnprojectedTokens,
-)
 from multimodal.model.layers.transformer import TransformerKind
-from multimodal.model.layers.transformer_kinds import (
-    ModulatedTransformerKind,
-    MoeTransformerKind,
-    SlidingMoeTransformerKind,
-    SlidingTransformerKind,
-    WindowedTransformerKind,
-)
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
 
 LAYER_KINDS: dict[str, LayerKind] = {
-    "patch_embedding": PatchEmbeddingKind(PatchEmbedding),
-    "learned_patch_embedding": PatchEmbeddingKind(LearnedPatchEmbedding, first_place=(0, 0)),
-    "stretched_patch_embedding": PatchEmbeddingKind(StretchedPatchEmbedding, first_place=(0, 0, 16, 16)),
-    "audio_embedding": AudioEmbeddingKind(AudioEmbedding),
+    "patch_embedding": embeddings.PatchEmbeddingKind(embeddings.PatchEmbedding),
+    "learned_patch_embedding": embeddings.PatchEmbeddingKind(embeddings.LearnedPatchEmbedding, first_place=(0, 0)),
+    "stretched_patch_embedding": embeddings.PatchEmbeddingKind(embeddings.StretchedPatchEmbedding, first_place=(0, 0, 16, 16)),
+    "audio_embedding": embeddings.AudioEmbeddingKind(embeddings.AudioEmbedding),
     "token_embedding": TokenEmbeddingKind(TokenEmbedding),
     "transformer": TransformerKind(),
-    "windowed_transformer": WindowedTransformerKind(),
-    "sliding_transformer": SlidingTransformerKind(),
-    "moe_transformer": MoeTransformerKind(),
-    "sliding_moe_transformer": SlidingMoeTransformerKind(),
-    "modulated_transformer": ModulatedTransformerKind(),
+    "windowed_transformer": transformer_kinds.WindowedTransformerKind(),
+    "sliding_transformer": transformer_kinds.SlidingTransformerKind(),
+    "moe_transformer": transformer_kinds.MoeTransformerKind(),
+    "sliding_moe_transformer": transformer_kinds.SlidingMoeTransformerKind(),
+    "modulated_transformer": transformer_kinds.ModulatedTransformerKind(),
     "opaque": OpaqueKind(),
-    "denoiser": DenoiserKind(),
-    "projector": ProjectorKind(Projector),
-    "linear_projector": ProjectorKind(LinearProjector),
-    "joined_tokens": JoinedTokensKind(JoinedTokens),
-    "merged_tokens": ProjectorKind(UnprojectedTokens),
-    "query_projector": QueryProjectorKind(QueryProjector),
+    "denoiser": generator_ends.DenoiserKind(),
+    "projector": projectors.ProjectorKind(projectors.Projector),
+    "linear_projector": projectors.ProjectorKind(projectors.LinearProjector),
+    "joined_tokens": embeddings.JoinedTokensKind(embeddings.JoinedTokens),
+    "merged_tokens": projectors.ProjectorKind(projectors.UnprojectedTokens),
+    "query_projector": projectors.QueryProjectorKind(projectors.QueryProjector),
     "head": HeadKind(LanguageHead),
-    "generator_projector": GeneratorProjectorKind(GeneratorProjector),
-    "generator_head": GeneratorHeadKind(GeneratorHead),
-    "diffusion_embedding": GeneratorProjectorKind(DiffusionEmbedding),
-    "diffusion_head": GeneratorHeadKind(DiffusionHead),
+    "generator_projector": generator_ends.GeneratorProjectorKind(generator_ends.GeneratorProjector),
+    "generator_head": generator_ends.GeneratorHeadKind(generator_ends.GeneratorHead),
+    "diffusion_embedding": generator_ends.GeneratorProjectorKind(DiffusionEmbedding),
+    "diffusion_head": generator_ends.GeneratorHeadKind(DiffusionHead),
 }
 """The costs of each kind are under the same name in multimodal/cost/layers."""
 

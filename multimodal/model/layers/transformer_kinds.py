@@ -13,16 +13,7 @@ from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.layers.transformer import NUM_MODULATIONS
 from multimodal.model.expert_mlp import ExpertMLP, RowSequences
 from multimodal.model.latents import NoisePath
-from multimodal.model.layers.diffusion_transformer import (
-    FirstNorm,
-    JointColumnParallelLinear,
-    JointHeadNorm,
-    JointRowParallelLinear,
-    JointRows,
-    Modulation,
-    PlainNorm,
-    of_items,
-)
+from multimodal.model.layers import diffusion_transformer as diffusion
 from multimodal.model.layers.generator_ends import random_path
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
@@ -127,7 +118,7 @@ class ModulatedTransformerKind(TransformerKind):
         assert context.unit.flow is not None
         is_local = context.unit.needs_local_layers
         layer = _LocalModulatedKind(context.unit, index).build(context, index) if is_local else super().build(context, index)
-        layer.modulation = Modulation(context, index)
+        layer.modulation = diffusion.Modulation(context, index)
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:
@@ -148,7 +139,7 @@ class ModulatedTransformerKind(TransformerKind):
         path: NoisePath = given.batch.path  # type: ignore[assignment]
         rows = _rows_of_rank(path.items, layer, num_rows=hidden.shape[0])
         hidden, *carried = hidden.split(layer.config.hidden_size, dim=-1)  # type: ignore[union-attr, arg-type]
-        found = (of_items(torch.cat(carried, -1)[:, 0], rows, len(path.times)),) if carried else ()
+        found = (diffusion.of_items(torch.cat(carried, -1)[:, 0], rows, len(path.times)),) if carried else ()
         joint = [each for each in layer.modules() if isinstance(each, _JOINT)]
         if joint:
             split = _joint_rows(given.batch, layer, num_rows=hidden.shape[0])
@@ -179,7 +170,7 @@ class ModulatedTransformerKind(TransformerKind):
         return {**random_path(context, num_tokens, num_sequences), "target_rows": rows}, None
 
 
-_JOINT = JointColumnParallelLinear, JointRowParallelLinear, JointHeadNorm
+_JOINT = diffusion.JointColumnParallelLinear, diffusion.JointRowParallelLinear, diffusion.JointHeadNorm
 
 
 class _LocalModulatedKind(TransformerKind):
@@ -193,17 +184,17 @@ class _LocalModulatedKind(TransformerKind):
         """Give every product weights for conditions beside those for patches; in SD3's last layer these end with attention."""
         attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
         if self.flow.form is not None:
-            spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm = FirstNorm, PlainNorm
+            spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm = diffusion.FirstNorm, diffusion.PlainNorm
             if attention.q_layernorm is Norm:
-                attention.q_layernorm = attention.k_layernorm = JointHeadNorm
+                attention.q_layernorm = attention.k_layernorm = diffusion.JointHeadNorm
         if self.flow.has_joint_attention:
-            attention.linear_qkv = JointColumnParallelLinear
+            attention.linear_qkv = diffusion.JointColumnParallelLinear
             if self.flow.form is None or not self.is_last:
-                mlp.linear_fc1 = JointColumnParallelLinear
-                attention.linear_proj = mlp.linear_fc2 = JointRowParallelLinear
+                mlp.linear_fc1 = diffusion.JointColumnParallelLinear
+                attention.linear_proj = mlp.linear_fc2 = diffusion.JointRowParallelLinear
 
 
-def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> JointRows:
+def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> diffusion.JointRows:
     """num_rows: of this rank's hidden states."""
     assert batch.target_rows is not None, "there are conditions before the patches"
     are_conditions = torch.ones(batch.num_tokens, dtype=torch.long, device=batch.target_rows.device)
@@ -211,7 +202,7 @@ def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> JointRows:
     num_all = num_rows * (layer.self_attention.pg_collection.tp.size() if layer.config.sequence_parallel else 1)
     order = pad_rows(are_conditions, num_all).argsort(stable=True)
     num_conditions = batch.num_tokens - len(batch.target_rows)
-    return JointRows(order, num_all - num_conditions, _rows_of_rank(are_conditions, layer, num_rows=num_rows).bool())
+    return diffusion.JointRows(order, num_all - num_conditions, _rows_of_rank(are_conditions, layer, num_rows=num_rows).bool())
 
 
 def _rows_of_rank(tokens: Tensor, layer: Module, *, num_rows: int) -> Tensor:
