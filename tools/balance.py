@@ -35,16 +35,7 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.validate import validate_assignment
-from tools.command_line import (
-    DEFAULT_VOCAB_SIZE,
-    Parser,
-    at_least_zero,
-    count,
-    counts_by_unit,
-    padded_vocab_size,
-    program,
-    values_by_unit,
-)
+from tools.command_line import DEFAULT_VOCAB_SIZE, Parser, padded_vocab_size, program, values_by_unit
 
 TOKEN_BYTES = 4
 """Bytes of a token id that the LLM gets."""
@@ -59,17 +50,17 @@ def build_parser() -> Parser:
     parser = Parser(prog="balance.py", description=__doc__)
     add = parser.add_argument_group("the data").add_argument
     add("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
-    add("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
-    add("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
-    add("--seed", type=at_least_zero, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    add("--global-batch-size", type="count", required=True, metavar="N", help="Samples in a batch.")
+    add("--num-batches", type="count", default=8, metavar="N", help="Batches to balance (8).")
+    add("--seed", type="at_least_zero", default=0, metavar="S", help="Of the order in which samples are drawn (0).")
     add("--keep-order", action="store_true", help="Draw them as they stand: of tools/lengths.py's tables, the run's own batches.")
     add = parser.add_argument_group("the layout").add_argument
     add("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     add("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
-    add("--vocab-size", type=count, metavar="N", help=f"Padded vocabulary of the LLM (the model's, or {DEFAULT_VOCAB_SIZE}).")
-    add("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
-    add("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
-    add("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
+    add("--vocab-size", type="count", metavar="N", help=f"Padded vocabulary of the LLM (the model's, or {DEFAULT_VOCAB_SIZE}).")
+    add("--replicas", type="counts_by_unit", required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
+    add("--microbatches", type="count", required=True, metavar="N", help="Microbatches of an LLM replica.")
+    add("--gpus-per-node", type="count", default=8, metavar="N", help="Replicas that share a node (8).")
     add = parser.add_argument_group("the balancer").add_argument
     add("--balance", required=True, choices=BALANCERS, help="The balancer.")
     add("--balance-granularity", choices=[*Granularity], default="item", help="What an encoder moves as one (item).")
@@ -142,12 +133,7 @@ class UnitMeasure(NamedTuple):
 
 
 def measure_balance(
-    balancer: BalancerRow,
-    batches: Iterable[Sequence[SampleLengths]],
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    options: BalanceOptions,
+    balancer: BalancerRow, batches: Iterable[Sequence[SampleLengths]], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> dict[str, Any]:
     """Return each unit's means over all batches, and the median of the milliseconds of a batch; raises AssignmentError."""
     seconds, units = list[float](), {name: list[UnitMeasure]() for name in graph.unit_names}

@@ -20,10 +20,12 @@ DEFAULT_VOCAB_SIZE = 50304
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes whole flags only, and raises ConfigError instead of printing its usage."""
+    """Takes whole flags only, knows the types below by name, and raises ConfigError instead of printing its usage."""
 
     def __init__(self, *, description: str | None = None, **options: Any) -> None:
         super().__init__(description=(description or "").partition("\n")[0], allow_abbrev=False, **options)
+        for kind in (count, positive, at_least_zero, counts_by_unit):
+            self.register("type", kind.__name__, kind)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as ConfigError."""

@@ -34,17 +34,7 @@ from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.plan.planners.templates.template_plan import run_of_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import BraidError, ConfigError
-from tools.command_line import (
-    Parser,
-    at_least_zero,
-    count,
-    counts_by_unit,
-    format_seconds,
-    padded_vocab_size,
-    positive,
-    program,
-    read_lengths,
-)
+from tools.command_line import Parser, count, format_seconds, padded_vocab_size, program, read_lengths
 from tools.filling_report import report_filling, with_filling
 from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
 
@@ -67,24 +57,24 @@ def add_request_flags(parser: Parser) -> None:
     add("--model", type=Path, required=True, metavar="M.yaml", help="Units and shapes; see examples/models.")
     add("--freeze", nargs="+", default=[], metavar="UNIT", help="Units whose module is not trained.")
     add("--freeze-projector", nargs="+", default=[], metavar="UNIT", help="Units whose projector is not trained.")
-    add("--lora-rank", type=count, metavar="N", help="Train adapters of this rank, as pretrain_mllm.py does.")
+    add("--lora-rank", type="count", metavar="N", help="Train adapters of this rank, as pretrain_mllm.py does.")
     add("--lora-targets", nargs="+", default=[], metavar="PATTERN", help="Linear layers with adapters (the LLM's).")
     add("--cluster", type=Path, required=True, metavar="C.yaml", help="GPUs and links; see examples/clusters.")
     add("--layer-costs", type=Path, metavar="COSTS.yaml", help="Measured layers, from tools/profile_layers.py.")
-    add("--num-gpus", type=count, required=True, metavar="N", help="The most GPUs that the plan may use.")
-    add("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
+    add("--num-gpus", type="count", required=True, metavar="N", help="The most GPUs that the plan may use.")
+    add("--vocab-size", type="count", metavar="N", help="Padded vocabulary of the LLM (the model file's, or 50304).")
     add = parser.add_argument_group("the data").add_argument
-    add("--global-batch-size", type=count, required=True, metavar="B", help="Samples per step.")
-    add("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (the best for each planner).")
+    add("--global-batch-size", type="count", required=True, metavar="B", help="Samples per step.")
+    add("--micro-batch-size", type="count", metavar="N", help="Samples per LLM microbatch (the best for each planner).")
     add("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples, drawn at random.")
-    add("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    add("--num-iterations", type=count, default=2, metavar="N", help="Global batches that predictions average (2).")
+    add("--uniform-lengths", type="counts_by_unit", metavar="UNIT=TOKENS,...", help="One length for all samples.")
+    add("--num-iterations", type="count", default=2, metavar="N", help="Global batches that predictions average (2).")
     add = parser.add_argument_group("sizes and memory").add_argument
     add("--fix", type=_fixed, nargs="+", default=[], metavar="UNIT:tp=2,pp=4", help="A unit's sizes: tp, cp, pp, dp, v, ep.")
     add("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
     add("--transformer-impl", choices=get_args(Implementation), help="Whose layers run (the fused ones where they can).")
     add("--data-parallel-sharding-strategy", choices=get_args(Sharding), help="What replicas share (optim; braid searches).")
-    add("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
+    add("--num-distributed-optimizer-instances", type="count", metavar="N", help="Copies of what replicas share (1).")
     add("--memory-headroom", type=float, default=0.1, metavar="SHARE", help="Of a GPU's memory, kept free (0.1).")
     add("--time-budget", type=float, default=30.0, metavar="SECONDS", help="Nominal, for planners that simulate (30).")
 
@@ -131,13 +121,13 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("the planner").add_argument
     add("--planner", choices=(*COMPARED, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
     add("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
-    add("--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1).")
-    add("--replicas-per-copy", type=count, metavar="G", help="Replicas to a copy of the optimizer state, for templates (1).")
+    add("--fault-tolerance", type="at_least_zero", metavar="F", help="Nodes that may be lost at once, for templates (1).")
+    add("--replicas-per-copy", type="count", metavar="G", help="Replicas to a copy of the optimizer state, for templates (1).")
     add("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
-    add("--mtbf-hours", type=positive, metavar="H", help="Plan for what the run delivers if nodes fail this often.")
-    add("--repair-hours", type=positive, metavar="H", help="--mtbf-hours: until a failed node is back (24).")
-    add("--restart-minutes", type=positive, metavar="M", help="--mtbf-hours: from a failure until steps run again (10).")
-    add("--checkpoint-minutes", type=positive, metavar="M", help="--mtbf-hours: between two checkpoints (30).")
+    add("--mtbf-hours", type="positive", metavar="H", help="Plan for what the run delivers if nodes fail this often.")
+    add("--repair-hours", type="positive", metavar="H", help="--mtbf-hours: until a failed node is back (24).")
+    add("--restart-minutes", type="positive", metavar="M", help="--mtbf-hours: from a failure until steps run again (10).")
+    add("--checkpoint-minutes", type="positive", metavar="M", help="--mtbf-hours: between two checkpoints (30).")
     add("--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes.")
     add("--plan", type=_given_plan, metavar="plan.yaml", help="Refused: tools/simulate.py evaluates a given plan.")
     add = parser.add_argument_group("output").add_argument

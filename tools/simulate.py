@@ -43,17 +43,7 @@ from multimodal.values.sample_lengths import draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.validate import read_plan, validate_assignment
-from tools.command_line import (
-    Parser,
-    at_least_zero,
-    count,
-    counts_by_unit,
-    format_ranks,
-    format_seconds,
-    padded_vocab_size,
-    program,
-    read_lengths,
-)
+from tools.command_line import Parser, format_ranks, format_seconds, padded_vocab_size, program, read_lengths
 
 DEFAULT_MICROBATCHES = 8
 """Microbatches per replica of the LLM if no global batch size is given."""
@@ -81,23 +71,23 @@ def build_parser() -> Parser:
     add("--costs", type=Path, metavar="COSTS.yaml", help="Seconds per stage instead of model, cluster and plan.")
     add = parser.add_argument_group("the data").add_argument
     add("--lengths", type=Path, metavar="L.csv.gz", help="Lengths of real samples.")
-    add("--uniform-lengths", type=counts_by_unit, metavar="UNIT=TOKENS,...", help="One length for all samples.")
-    add("--seed", type=at_least_zero, metavar="S", help="Shuffle the samples (they come in the file's order).")
-    add("--num-iterations", type=count, metavar="N", help="Consecutive global batches to simulate (1).")
-    add("--global-batch-size", type=count, metavar="N", help="Samples per step (8 microbatches per LLM replica).")
-    add("--micro-batch-size", type=count, metavar="N", help="Samples per LLM microbatch (1).")
-    add("--encoder-micro-batch-sizes", type=counts_by_unit, metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
+    add("--uniform-lengths", type="counts_by_unit", metavar="UNIT=TOKENS,...", help="One length for all samples.")
+    add("--seed", type="at_least_zero", metavar="S", help="Shuffle the samples (they come in the file's order).")
+    add("--num-iterations", type="count", metavar="N", help="Consecutive global batches to simulate (1).")
+    add("--global-batch-size", type="count", metavar="N", help="Samples per step (8 microbatches per LLM replica).")
+    add("--micro-batch-size", type="count", metavar="N", help="Samples per LLM microbatch (1).")
+    add("--encoder-micro-batch-sizes", type="counts_by_unit", metavar="UNIT=ITEMS,...", help="Items per encoder microbatch.")
     add("--balance", choices=BALANCERS, help="Places samples and items (none).")
-    add("--vocab-size", type=count, metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304).")
+    add("--vocab-size", type="count", metavar="N", help="Padded vocabulary of the LLM (the model file's, else 50304).")
     add("--recompute-granularity", choices=("selective", "full"), help="What backwards compute again (nothing).")
     add("--zero-stage", type=int, choices=ZERO_STAGES, help="What replicas share: optimizer state 1, all 3 (1; 0 in float64).")
-    add("--num-distributed-optimizer-instances", type=count, metavar="N", help="Copies of what replicas share (1).")
+    add("--num-distributed-optimizer-instances", type="count", metavar="N", help="Copies of what replicas share (1).")
     add("--transformer-impl", choices=get_args(Implementation), help="Whose layers (transformer_engine; local if overlapped).")
     add("--tp-comm-overlap", action="store_true", default=None, help="Collectives run in parts beside products (local layers).")
-    add("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
+    add("--tp-comm-overlap-parts", type="count", metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
     add("--no-sequence-parallel", action="store_true", default=None, help="Tensor parallel ranks all have every row.")
     add("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
-    add("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
+    add("--context-parallel-block-size", type="count", metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
     add = parser.add_argument_group("the schedule").add_argument
     add("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Of {', '.join(BUILDERS.listed())}.")
     add("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")

@@ -14,7 +14,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
-from multimodal.model import weight_gradient_queue
+from multimodal.model import weight_gradient_queue as gradients
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
 from multimodal.model.deferrable_linear import adapt_engine_linears
@@ -134,12 +134,12 @@ class UnitStage(MegatronModule):
         for module in self.layers.modules():
             if hasattr(module, "waits"):
                 module.waits = self.waits  # type: ignore[assignment]
-        self.delays_weight_gradients = weight_gradient_queue.defer_in_modules(self.layers)
+        self.delays_weight_gradients = gradients.defer_in_modules(self.layers)
         """True if every forward with a backward needs an active queue, split or not."""
-        accumulate = weight_gradient_queue.find_accumulation(options.params_dtype) if options.accumulates_in_products else None
+        accumulate = gradients.find_accumulation(options.params_dtype) if options.accumulates_in_products else None
         if accumulate is not None:
             tied = self.shared_parameter  # it gets gradients from two layers, one of which would be lost
-            weight_gradient_queue.accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
+            gradients.accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
 
     @property
     def link(self) -> RankLink:
@@ -253,15 +253,15 @@ class UnitStage(MegatronModule):
         if is_repeated and (hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())):
             # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
             # forward.
-            contexts = (nullcontext(), self._recomputing(weight_gradient_queue.active_queue()))
+            contexts = (nullcontext(), self._recomputing(gradients.active_queue()))
             return checkpoint(
                 kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
             )
         return kind.run(layer, hidden, given)
 
     @contextmanager
-    def _recomputing(self, queue: weight_gradient_queue.WeightGradientQueue | None) -> Iterator[None]:
-        with weight_gradient_queue.defer_weight_gradients(queue), self.precision():
+    def _recomputing(self, queue: gradients.WeightGradientQueue | None) -> Iterator[None]:
+        with gradients.defer_weight_gradients(queue), self.precision():
             yield
 
     def segments(self) -> StageSegments:

@@ -299,8 +299,9 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
     if "segments" in entry or "id" in entry:
         return parse_manifest_entry(entry, where=where, ids=ids)
     raise DataError(
-        f"{where}: the key 'id' is missing; found {form.shown_keys(entry)}; expected 'id' and 'segments' (a manifest), "
-        "'messages' (chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; see docs/data.md"
+        f"{where}: the key 'id' is missing; found {form.shown_keys(entry)}; expected 'id' and 'segments' (a "
+        "manifest), 'messages' (chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; "
+        "see docs/data.md"
     )
 
 
