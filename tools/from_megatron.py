@@ -225,9 +225,8 @@ class Conversion:
         if size > 1 and not any(width % size for width in unit.divided_widths.values()):
             self.config[f"{unit.name}-tp"] = size
         elif size > 1:
-            self.report[TO_DO].append(
-                f"unit '{unit.name}' has tensor parallel size 1: {size} does not divide its heads and widths"
-            )
+            problem = f"{size} does not divide its heads and widths"
+            self.report[TO_DO].append(f"unit '{unit.name}' has tensor parallel size 1: {problem}")
 
     def _others(self) -> None:
         flags, spellings = self.flags, FlagParser(self.graph).actions
@@ -328,9 +327,8 @@ def main(argv: Sequence[str]) -> None:
     if re.search(r"generation|inference|generate|tasks/", command.program):
         raise ConfigError(f"{command.program} answers, and does not train; see tools/generate.py and docs/generate.md")
     if found := re.search(r"pretrain_(bert|ict|retro|t5|mamba|vision)|train_rl", command.program):
-        raise ConfigError(
-            f"{found[0]}: such models are not trained here; LLMs are, with encoders and generators of images and sound"
-        )
+        trained = "LLMs are, with encoders and generators of images and sound"
+        raise ConfigError(f"{found[0]}: such models are not trained here; {trained}")
     folder = flags.output or Path(f"braid-{Path(flags.words[0]).stem.strip('-') or 'run'}")
     conversion = Conversion(command)
     folder.mkdir(parents=True, exist_ok=True)
@@ -342,9 +340,8 @@ def main(argv: Sequence[str]) -> None:
         (folder / MOCK).write_text("".join(f'{{"text": "{each}"}}\n' for each in words), encoding="utf-8")
     conversion.check(folder)
     lines = [f"{name}:\n" + "".join(f"  {line}\n" for line in found) for name, found in conversion.report.items() if found]
-    lines.append(
-        f"run:\n  torchrun --nproc-per-node {conversion.world_size} pretrain_mllm.py --config {folder / 'config.yaml'}\n"
-    )
+    started = f"torchrun --nproc-per-node {conversion.world_size} pretrain_mllm.py --config {folder / 'config.yaml'}"
+    lines.append(f"run:\n  {started}\n")
     (folder / "report.txt").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), end="")
 

@@ -146,9 +146,8 @@ def _generation_options(flags: Any) -> dict[str, Any]:
         raise ConfigError("--top-p and --top-k would be ignored: without a --temperature nothing is chosen at random; set one")
     chosen = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": flags.top_k} if flags.temperature else {}
     given = {name: value for name, value in chosen.items() if value is not None}
-    return {"max_new_tokens": flags.max_new_tokens, "seed": flags.seed, "num_beams": flags.num_beams} | (
-        {"do_sample": True, **given} if given else {}
-    )
+    sampling = {"do_sample": True, **given} if given else {}
+    return {"max_new_tokens": flags.max_new_tokens, "seed": flags.seed, "num_beams": flags.num_beams, **sampling}
 
 
 def _held_out(session: "Session", flags: Any) -> "Answering":

@@ -177,10 +177,6 @@ def _unset(text: str, *, variables: Mapping[str, str], num_arguments: int) -> tu
     used = dict.fromkeys(name for name in found if not re.fullmatch(r"SLURM_\w*ID\w*|MASTER_\w+|\w*RANK|OPTARG", name))
     has_default = {*_OWN, *re.findall(r"\$\{(\w+):?[-=+]", text), *re.findall(r"\b([A-Za-z_]\w*)\+?=", text)}
     has_default |= {*re.findall(r"-n\s+\"?\$\{?(\w+)", text)}  # what only counts if it is set
-    is_set = {
-        *variables,
-        *has_default,
-        *re.findall(r"\b(?:for|read(?: -\w+(?: '')?)*)\s+(\w+)", text),
-        *map(str, range(1, num_arguments + 1)),
-    }
+    looped = re.findall(r"\b(?:for|read(?: -\w+(?: '')?)*)\s+(\w+)", text)
+    is_set = {*variables, *has_default, *looped, *map(str, range(1, num_arguments + 1))}
     return tuple(f"argument {name}" if name.isdigit() else name for name in used if name not in is_set)

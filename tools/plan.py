@@ -169,9 +169,7 @@ def failures_of(flags: argparse.Namespace) -> Failures | None:
         name = next(iter(given)).replace("_", "-")
         raise ConfigError(f"--{name} would be ignored: no failures are planned for; add --mtbf-hours or leave it out")
     if given and flags.prefer != "time":
-        raise ConfigError(
-            "--mtbf-hours plans for what a run delivers, --prefer per-gpu for tokens per GPU; leave one of them out"
-        )
+        raise ConfigError("--mtbf-hours plans for what a run delivers, --prefer per-gpu for tokens per GPU; leave one out")
     return Failures(**given) if given else None
 
 

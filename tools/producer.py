@@ -41,9 +41,7 @@ def main(argv: Sequence[str]) -> None:
         listener = socket.create_server(address, backlog=1024)
     except OSError as problem:
         reason = problem.strerror or str(problem)
-        raise ConfigError(
-            f"--listen {given.listen}: {reason}; give an address of this machine, and a port that is free"
-        ) from problem
+        raise ConfigError(f"--listen {given.listen}: {reason}; give an address of this machine, and a free port") from problem
     producer = Producer(token=token, num_workers=given.num_workers, cache_bytes=given.cache_mib * 2**20)
     host, port = listener.getsockname()[:2]
     print(f"producer listens at {host}:{port}, {given.num_workers} processes decode", flush=True)

@@ -178,9 +178,8 @@ def _draw_layer(axes: "Axes", layer: "ProfiledLayer") -> None:
             axes.scatter(tokens, list(points.values()), s=18, facecolors=fill, edgecolors=color, zorder=3)
     ticks = sorted({size.num_tokens for size in layer.fitted if size.num_sequences == counts[0]})
     unit, kind, tensor_parallel_size, _ = layer.key
-    axes.set(
-        title=f"{unit}, {kind}, tp {tensor_parallel_size}", xlabel="tokens", ylabel="milliseconds", xscale="log", yscale="log"
-    )
+    axes.set(title=f"{unit}, {kind}, tp {tensor_parallel_size}", xscale="log", yscale="log")
+    axes.set(xlabel="tokens", ylabel="milliseconds")
     axes.set_xticks(ticks, [f"{size:,}" for size in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

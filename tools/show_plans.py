@@ -199,7 +199,7 @@ def report_templates(templates: TemplateSet) -> dict[str, Any]:
             for template in templates.templates
         ],
         "instances": [
-            {**asdict(each), "seconds": times[each.nodes].seconds(each.num_microbatches)} for each in templates.instances
+            asdict(each) | {"seconds": times[each.nodes].seconds(each.num_microbatches)} for each in templates.instances
         ],
     }
 

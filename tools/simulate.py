@@ -190,9 +190,8 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     for index, lane in enumerate(report["lanes"]):
         peaks = (lane[key] for key in ("peak_activation_bytes", "peak_memory_bytes"))
         memory = ("unknown" if memory_bytes is None else f"{peak / 1e9:.3f}" for peak in peaks)
-        lanes.add_row(
-            str(index), format_ranks(lane["ranks"]), ", ".join(lane["stages"]), format_seconds(lane["busy_seconds"]), *memory
-        )
+        busy = format_seconds(lane["busy_seconds"])
+        lanes.add_row(str(index), format_ranks(lane["ranks"]), ", ".join(lane["stages"]), busy, *memory)
     console.print(lanes)
 
 
@@ -204,9 +203,8 @@ def main(argv: Sequence[str]) -> None:
     passes = passes_named(flags.schedule_passes)
     names = [name for name in flags.schedule_passes.split(",") if name]
     steps = list(build_steps(flags))
-    simulations = [
-        simulate_schedule(build_step_schedule(step, builder=flags.schedule, passes=passes), step.costs) for step in steps
-    ]
+    schedules = [build_step_schedule(step, builder=flags.schedule, passes=passes) for step in steps]
+    simulations = [simulate_schedule(schedule, step.costs) for schedule, step in zip(schedules, steps, strict=True)]
     costs = steps[0].costs
     after, saved = 0.0, None
     if isinstance(costs, ModelCosts):

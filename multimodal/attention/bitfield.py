@@ -119,9 +119,7 @@ def build_bitfield_mask(
             f"{MAX_ENCODERS}; let encoders whose tokens attend alike share a modality"
         )
     if len({TEXT, *modalities}) != len(modalities) + 1:
-        raise ModelError(
-            f"the modalities {', '.join(modalities)} are not distinct or contain '{TEXT}'; give each encoder its name"
-        )
+        raise ModelError(f"the modalities {', '.join(modalities)} are not distinct or contain '{TEXT}'; give each encoder a name")
     bit_of_modality = {TEXT: TEXT_BIT} | {name: 1 << index for index, name in enumerate(modalities, start=1)}
     text_bits = CAUSAL_BIT | sum(bit_of_modality.values())
     item_control = ACROSS_ITEMS_BIT if mode is MaskMode.MODALITY else 0

@@ -75,9 +75,8 @@ def distribute_tokens(
         case TokenDistribution.BY_ITEM | TokenDistribution.LPT:
             if kernels is None:
                 return _place_longest_first(workloads, num_ranks=num_ranks)
-            return kernels.distribute_longest_first(
-                workloads, num_ranks=num_ranks, has_equal_counts=True, max_exchanges=MAX_EXCHANGES
-            )
+            options = {"num_ranks": num_ranks, "max_exchanges": MAX_EXCHANGES}
+            return kernels.distribute_longest_first(workloads, has_equal_counts=True, **options)
         case TokenDistribution.ZIGZAG:
             chunks = _chunk_of_block(len(workloads), 2 * num_ranks)
             return np.minimum(chunks, 2 * num_ranks - 1 - chunks).astype(np.int32)

@@ -56,9 +56,8 @@ def read_mixture(words: Sequence[str]) -> tuple[NamedData, ...]:
     else:
         weights, paths = numbers[::2], words[1::2]
         if len(words) % 2 or None in weights or any(number is not None for number in numbers[1::2]):
-            raise ConfigError(
-                f"--data-path {' '.join(words)}: expected a weight before every path (0.7 a.jsonl 0.3 b.jsonl) or before none"
-            )
+            expected = "expected a weight before every path (0.7 a.jsonl 0.3 b.jsonl) or before none"
+            raise ConfigError(f"--data-path {' '.join(words)}: {expected}")
         for weight, path in zip(weights, paths, strict=True):
             if weight is not None and not 0 < weight < math.inf:
                 raise ConfigError(f"--data-path {weight:g} {path}: the weight must be above 0; correct it or leave it out")

@@ -74,9 +74,7 @@ def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
             sizes[part] += 1
     for name, share, size in zip(Splits._fields[:2], shares[:2], sizes[:2], strict=True):
         if share > 0 and size < 1:
-            raise DataError(
-                f"--split {split} of {num_samples} samples leaves none for '{name}'; use more data or set its share to 0"
-            )
+            raise DataError(f"--split {split} of {num_samples} samples leaves none for '{name}'; use more data, or give it none")
     before = np.minimum(np.arange(-(-num_samples // BLOCK_SIZE) + 1) * BLOCK_SIZE, num_samples)
     cuts = np.rint(np.outer(before, row_starts(sizes)) / max(1, num_samples)).astype(np.int64)
     return Splits(*(SplitPart(cuts, part, num_samples=num_samples, seed=seed) for part in range(3)))

@@ -133,9 +133,7 @@ def read_image(
             f"correct width and height there, replace the file, or remove {FOLDER_NAME} if the file is right"
         )
     if image.mode in ("I", "F"):
-        raise DataError(
-            f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits a channel"
-        )
+        raise DataError(f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits")
     if image.mode not in _MODES:
         raise DataError(f"{where}: {path} has pixels of mode {image.mode}, expected grey, RGB or CMYK; convert it to RGB")
     return image_to_patches(image, image_input=image_input, tile=tile)
@@ -145,9 +143,7 @@ def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> 
     if is_file and not os.path.isfile(path):
         return DataError(f"{where}: {path} {_missing(path)}")
     if isinstance(problem, Image.DecompressionBombError):
-        return DataError(
-            f"{where}: {path} has more than {PILLOW_MAX_PIXELS:,} pixels, which Pillow refuses to open; scale it down"
-        )
+        return DataError(f"{where}: {path} has more than {PILLOW_MAX_PIXELS:,} pixels, which Pillow refuses; scale it down")
     reason = " ".join(str(problem).split()) or type(problem).__name__
     if isinstance(problem, UnidentifiedImageError):
         reason = f"it is none of {', '.join(FORMATS)}"

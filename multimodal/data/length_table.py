@@ -52,9 +52,7 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
         raise DataError(f"{path}: expected a .csv, .csv.gz or .parquet file; convert it, or give it the right name")
     if rows and not set(rows[0][1]) & set(_COLUMNS):
         actual = ", ".join(map(str, rows[0][1]))
-        raise DataError(
-            f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {actual}; name one of them in the header"
-        )
+        raise DataError(f"{path}: none of the columns {', '.join(_COLUMNS)} is there; found {actual}; name one in the header")
     for index, (where, row) in enumerate(rows):
         try:
             found = (*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder))
@@ -135,9 +133,7 @@ def _read_csv(path: Path) -> _Rows:
                 if None in row or None in row.values():
                     width = sum(value is not None for name, value in row.items() if name is not None) + len(row.get(None) or ())
                     expected = len(reader.fieldnames or ())
-                    raise DataError(
-                        f"{path}, {where}: has {width} values, but the header {expected}; complete or remove that row"
-                    )
+                    raise DataError(f"{path}, {where}: has {width} values, the header {expected}; complete or remove that row")
                 rows.append((where, row))
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as problem:
         raise DataError(f"{path}: cannot be read as csv behind row {len(rows)} ({problem}); replace the file") from problem

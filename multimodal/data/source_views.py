@@ -160,9 +160,8 @@ class BlankImages(_SameSamples):
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """Announce the items that are not empty and will be read next to the source."""
-        expect_items(
-            self._source, [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
-        )
+        kept = [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
+        expect_items(self._source, kept)
 
 
 class ReadableItems(_SameSamples):

@@ -109,12 +109,9 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.num_own_tokens = max(vocabulary.values(), default=-1) + 1
-        chosen = {
-            name: next((spelling for spelling in spellings if spelling in vocabulary), spellings[0])
-            for name, spellings in _SPELLINGS.items()
-        }
-        for name, (of_images, spellings) in _OTHER_SPELLINGS.items():
-            chosen[name] = next((spelling for spelling in spellings if spelling in vocabulary), chosen[of_images])
+        chosen = {name: next((each for each in known if each in vocabulary), known[0]) for name, known in _SPELLINGS.items()}
+        for name, (of_images, known) in _OTHER_SPELLINGS.items():
+            chosen[name] = next((each for each in known if each in vocabulary), chosen[of_images])
         if adds_tokens:
             self._tokenizer.add_special_tokens(list(dict.fromkeys(chosen.values())))
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -186,9 +183,7 @@ def _load(file: Path) -> "tokenizers.Tokenizer":
     import tokenizers
 
     if not file.is_file():
-        raise ConfigError(
-            f"{file}: no such file; give --tokenizer-model the path of a local tokenizer.json (nothing is downloaded)"
-        )
+        raise ConfigError(f"{file}: no such file; give --tokenizer-model a local tokenizer.json (nothing is downloaded)")
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except (KeyboardInterrupt, SystemExit):

@@ -159,9 +159,7 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
 def _read_config(folder: Path) -> Mapping[str, Any]:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
-            raise ConfigError(
-                f"{folder}: there is no {name}; give a folder that save_pretrained of PEFT, or --save-adapter, wrote"
-            )
+            raise ConfigError(f"{folder}: there is no {name}; give a folder that save_pretrained of PEFT or --save-adapter wrote")
     try:
         config = read_mapping(folder / ADAPTER_CONFIG, error=ModelError)
     except ModelError as problem:
@@ -260,9 +258,8 @@ def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[
     unnamed = [module for module in modules if not any(_matches(each, module) for each in targets)]
     problems = [f"names {each.removeprefix('^')!r}, of which there is none" for each in of_none]
     for problem in (*problems, *(f"does not name {module}, which has one" for module in unnamed)):
-        raise ConfigError(
-            f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}; name the modules with adapters"
-        )
+        where = f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}"
+        raise ConfigError(f"{where}; name the modules with adapters")
 
 
 def all_spellings(architecture: Architecture) -> Iterable[Spelling]:

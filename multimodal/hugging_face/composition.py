@@ -86,9 +86,7 @@ def compose(
         raise ModelError(f"compose: '{taken.pop()}' names two units; give one another name ('{_LLM}' is the LLM's own)")
     language = read_graph(llm)
     if [unit.role for unit in language.units] != [Role.BACKBONE]:
-        raise ModelError(
-            f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
-        )
+        raise ModelError(f"compose: llm {llm} has {', '.join(language.unit_names)}; give a text model, without encoders")
     _check_known("as_modules", as_modules, encoders)
     _check_callbacks(given, encoders)
     width = {"projector_hidden_size": language.backbone.transformer.hidden_size} if projector == "mlp" else {}

@@ -174,12 +174,10 @@ def _read_thinker(config: Config) -> dict[str, Any]:
     llm = _read_placed_text(config, defaults=_OMNI_DEFAULTS, is_tied=False)
     given = config.get("audio_config") or {}
     chunk_tokens = _CHUNK_TOKENS if given.get("n_window") is None else given["n_window"]
-    if given.get("output_dim", llm["hidden_size"]) != llm["hidden_size"]:
-        raise ModelError(
-            f"audio_config: output_dim is {given['output_dim']}, but the LLM's hidden_size {llm['hidden_size']}; correct "
-            "one of them"
-        )
-    vision = _read_vision(OMNI_VISION, config.get("vision_config") or {}, llm["hidden_size"])
+    size = llm["hidden_size"]
+    if (found := given.get("output_dim", size)) != size:
+        raise ModelError(f"audio_config: output_dim is {found}, but the LLM's hidden_size {size}; correct one of them")
+    vision = _read_vision(OMNI_VISION, config.get("vision_config") or {}, size)
     vision["image"]["video"] = {"tokens_per_second": config.get("position_id_per_seconds") or 25, "ends_at_last_time": True}
     audio = WHISPER.read(given, where="audio_config: ")
     audio["audio"] |= {"chunk_tokens": chunk_tokens, "max_tokens": _MAX_TOKENS}

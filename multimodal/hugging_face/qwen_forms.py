@@ -95,9 +95,7 @@ def _read_qwen3_vl(config: Config, where: str) -> dict[str, Any]:
     _check_positions(config, where)
     num_positions = config["num_position_embeddings"]
     if not isinstance(num_positions, int) or num_positions < 1 or math.isqrt(num_positions) ** 2 != num_positions:
-        raise ModelError(
-            f"{where}num_position_embeddings is {num_positions!r}, expected those of a square; take a model with one"
-        )
+        raise ModelError(f"{where}num_position_embeddings is {num_positions!r}, expected those of a square; take another model")
     image: dict[str, Any] = {"position_grid": math.isqrt(num_positions)}
     image["deepstack_layers"] = list(config["deepstack_visual_indexes"])
     image["video"] = {"has_timestamps": True, "min_pixels": 128 * 32 * 32, "max_pixels": 768 * 32 * 32}

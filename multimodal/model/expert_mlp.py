@@ -245,9 +245,8 @@ class ExpertMLP(Module):
     def use_engine(self, *, accumulates: bool, delays: bool, row_multiple: int) -> None:
         """Let Transformer Engine multiply; row_multiple: of the rows of each expert; others: see `build_engine_linear`."""
         self.row_multiple = row_multiple
-        self.engine = ModuleList(
-            build_engine_linear(weights, accumulates=accumulates, delays=delays) for weights in self._weights
-        )
+        how = {"accumulates": accumulates, "delays": delays}
+        self.engine = ModuleList(build_engine_linear(weights, **how) for weights in self._weights)
 
     @property
     def _weights(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -27,12 +27,11 @@ def full_shape(shape: Sequence[int], sharding: ParameterSharding, *, tensor_para
 
 def take_shard(full: Tensor, sharding: ParameterSharding, *, rank: int, tensor_parallel_size: int) -> Tensor:
     """Return the part of tensor parallel rank `rank` of a whole parameter."""
-    if sharding.dimension is None:
+    dim = sharding.dimension
+    if dim is None:
         return full
-    blocks = full.chunk(sharding.num_blocks, dim=sharding.dimension)
-    return torch.cat(
-        [block.chunk(tensor_parallel_size, dim=sharding.dimension)[rank] for block in blocks], dim=sharding.dimension
-    )
+    blocks = full.chunk(sharding.num_blocks, dim=dim)
+    return torch.cat([block.chunk(tensor_parallel_size, dim=dim)[rank] for block in blocks], dim=dim)
 
 
 def mark_sharding(parameter: Tensor, sharding: ParameterSharding) -> None:

@@ -19,16 +19,7 @@ from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_row
 from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
 from multimodal.model.deferrable_linear import adapt_engine_linears
 from multimodal.model.latents import encode_images
-from multimodal.model.layers.layer_kind import (
-    CarriedStates,
-    Exchange,
-    HeadOutput,
-    LayerContext,
-    LayerPart,
-    StagePass,
-    State,
-    join,
-)
+from multimodal.model.layers.layer_kind import CarriedStates, Exchange, HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import frequency_divisors, rotary_frequencies
@@ -197,7 +188,7 @@ class UnitStage(MegatronModule):
                 if isinstance(found, HeadOutput):
                     return found
                 state = found
-        return join(state)
+        return self.carried.join(state)
 
     def _advance(self, index: int, state: State, given: StagePass) -> State | HeadOutput:
         """Run one layer on the state that the layer before it returned."""
@@ -225,9 +216,7 @@ class UnitStage(MegatronModule):
                 pass
         except AssertionError as problem:
             found = str(problem).rstrip(".")
-            raise ConfigError(
-                f"--fp8-recipe {self.options.fp8_recipe}: {found}; choose another one, or leave --fp8-format out"
-            ) from None
+            raise ConfigError(f"--fp8-recipe {self.options.fp8_recipe}: {found}; choose another, or no --fp8-format") from None
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
@@ -254,9 +243,8 @@ class UnitStage(MegatronModule):
             # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
             # forward.
             contexts = (nullcontext(), self._recomputing(gradients.active_queue()))
-            return checkpoint(
-                kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
-            )
+            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(kind.run, layer, hidden, given, context_fn=lambda: contexts, **options)
         return kind.run(layer, hidden, given)
 
     @contextmanager

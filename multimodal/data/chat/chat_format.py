@@ -260,9 +260,8 @@ class ChatFormat:
             ids += token_ids[done:]
             flags += trained[done:].tolist()
             is_cut = len(ids) > seq_length
-        return Conversation(
-            np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_), tuple(starts), is_cut
-        )
+        tokens, trained = np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_)
+        return Conversation(tokens, trained, tuple(starts), is_cut)
 
 
 def _replaced(text: str, matches: Sequence[re.Match[str]], new: Sequence[str]) -> tuple[str, Callable[[int], int]]:

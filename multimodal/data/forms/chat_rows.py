@@ -162,9 +162,7 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
         return _take(listed, kind, number=part.get("index"), where=where)
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
-        raise DataError(
-            f"{where}: no path of a file in {form.shown_keys(part)}; add '{kind}' with the path, or remove the sample"
-        )
+        raise DataError(f"{where}: no path of a file in {form.shown_keys(part)}; add '{kind}' with one, or remove the sample")
     return FileSegment(kind, local_path(path, where=where))
 
 

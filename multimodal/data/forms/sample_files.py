@@ -114,18 +114,14 @@ def _list_values(path: DataPath) -> Iterator[tuple[int, Any]]:
         try:
             value, place = _DECODER.raw_decode(text, place)
         except (ValueError, RecursionError) as problem:
-            raise DataError(
-                f"{where}: not a complete JSON value ({problem}); the list is cut off or damaged: restore it"
-            ) from None
+            raise DataError(f"{where}: no complete JSON value ({problem}); the list is cut off or damaged: restore it") from None
         yield number, value
         place = _behind_space(text, place)
         if text[place : place + 1] == "]":
             _check_end(text, place, path=path)
             return
         if text[place : place + 1] != ",":
-            raise DataError(
-                f"{where}: behind this entry of the list neither ',' nor ']' follows; the list is cut off: restore it"
-            )
+            raise DataError(f"{where}: behind this entry of the list is neither ',' nor ']'; the list is cut off: restore it")
         place = _behind_space(text, place + 1)
 
 

@@ -225,11 +225,8 @@ def _field(parts: Mapping[str, Any], path: str, *, where: str) -> Any:
 def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the sample of files whose names say what they are: a conversation in json, or images and their text."""
     kinds = {kind: kind.rpartition(".")[2] for kind in parts}
-    listed = {
-        medium: found
-        for medium in _MEDIA
-        if (found := [value for kind, value in parts.items() if _MEDIUM.get(kinds[kind]) == medium])
-    }
+    media = {medium: [value for kind, value in parts.items() if _MEDIUM.get(kinds[kind]) == medium] for medium in _MEDIA}
+    listed = {medium: files for medium, files in media.items() if files}
     described = parts["json"] if isinstance(parts.get("json"), dict) else {}
     if others := [kind for kind, end in kinds.items() if end not in _MEDIUM and kind not in {*_TEXTS, "cls", "id", "__key__"}]:
         raise DataError(

@@ -154,9 +154,8 @@ class DiffusionEmbedding(GeneratorProjector):
         grids, places = batch.items_made.grids, batch.positions.index_select(0, is_patch)
         tables = [self.embedding.positions(grid) for grid in grids]
         sizes = [0, *(rows * columns for rows, columns in grids)]
-        starts, columns = (
-            torch.tensor(each, dtype=torch.long, device=items.device) for each in (sizes[:-1], [grid[1] for grid in grids])
-        )
+        given: dict[str, Any] = {"dtype": torch.long, "device": items.device}
+        starts, columns = torch.tensor(sizes[:-1], **given), torch.tensor([grid[1] for grid in grids], **given)
         at = starts.cumsum(0)[items] + places[:, 0] * columns[items] + places[:, 1]
         return torch.cat([self.embedding.pos_embed.pos_embed[0, :0], *tables]).index_select(0, at)
 

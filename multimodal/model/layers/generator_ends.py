@@ -82,9 +82,8 @@ class GeneratorProjector(ConditionProjector):
         self.noisy = None if unit.flow is None or has_own else NoisyPatches(context)
         self.sources = tuple("" if name == graph.backbone.name else name for name in graph.upstream(unit.name))
         """The units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
-        self.encoders = torch.nn.ModuleDict(
-            {f"{name}_tokens": ConditionProjector(context, width=width) for name in self.sources if name}
-        )
+        encoders = (name for name in self.sources if name)
+        self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(context, width=width) for name in encoders})
 
     def forward(self, _: None, given: StagePass) -> Tensor:
         """Spread every image's condition over its patches, and put the tokens of encoders and of the LLM before them.
@@ -234,9 +233,8 @@ class Denoiser(torch.nn.Module):
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
         """hidden: [num_tokens (padded), 1, hidden_size], conditions before each item, and its last one in all of its patches."""
         batch = given.batch
-        assert (
-            batch.patches is not None and batch.path is not None and batch.path.noise is not None and batch.items_made is not None
-        )
+        assert batch.patches is not None and batch.path is not None
+        assert batch.path.noise is not None and batch.items_made is not None
         data, noise = normalised_patches(batch.patches, self.image).to(self.wide), batch.path.noise.to(self.wide)
         grids, places = batch.items_made.grids, batch.items_made.places
         counts = [math.prod(grid) for grid in grids]

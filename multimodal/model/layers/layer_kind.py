@@ -267,14 +267,19 @@ class CarriedStates(NamedTuple):
         own, *carried = whole.chunk(1 + self.count(behind), dim=-1)
         return (*carried, own)
 
+    @staticmethod
+    def join(state: State) -> Tensor:
+        """Return the hidden states with the carried ones behind their channels."""
+        return state[0] if len(state) == 1 else torch.cat((state[-1], *state[:-1]), dim=-1)
+
     def enter(self, layer: int, state: State) -> tuple[State, Tensor | None]:
         """Return the states that bypass a layer, and its input; a unit's last layer takes all of them, as a generator's do."""
         if not state:
             return (), None
         if self.graph.unit(self.unit).role is Role.GENERATOR:
-            return state[:-1], join(state)
+            return state[:-1], self.join(state)
         if layer == len(self.graph.unit(self.unit).layers) - 1:
-            return (), join(state)
+            return (), self.join(state)
         return state[:-1], state[-1]
 
     def leave(self, layer: int, carried: State, output: Tensor) -> State:
@@ -318,10 +323,5 @@ class CarriedStates(NamedTuple):
             parts = (parts[0]._replace(run=run_first), *parts[1:])
         if self.count(layers.stop - 1) and layers.stop < len(self.graph.unit(self.unit).layers):
             end = parts[-1].run
-            parts = (*parts[:-1], parts[-1]._replace(run=lambda state, given: (join(end(state, given)),)))
+            parts = (*parts[:-1], parts[-1]._replace(run=lambda state, given: (self.join(end(state, given)),)))
         return parts
-
-
-def join(state: State) -> Tensor:
-    """Return the hidden states with the carried ones behind their channels."""
-    return state[0] if len(state) == 1 else torch.cat((state[-1], *state[:-1]), dim=-1)
