@@ -44,7 +44,7 @@ from multimodal.model.collectives import Arriving, RankLink
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.draw import draw_comparison
+from multimodal.schedule.draw import draw_timelines
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -188,7 +188,7 @@ def main() -> None:
         rows.append({"held_ms": held, "load": os.getloadavg()[0], **found})
     if given.figure is not None:
         titles = {"unfilled": "1f1b", "filled": "optimus"}
-        draw_comparison({f"{titles[name]}, as measured": timeline for name, timeline in timelines.items()}, given.figure)
+        draw_timelines({f"{titles[name]}, as measured": timeline for name, timeline in timelines.items()}, given.figure)
     if given.json:
         print(json.dumps(rows))
         return

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
-from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.draw import draw_timelines
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from tools import simulate
@@ -66,12 +66,11 @@ def main(argv: Sequence[str]) -> None:
         "num_iterations": len(timelines),
     }
     if given.report_dir is not None:
-        title = f"{given.schedule}, measured"
         given.report_dir.mkdir(parents=True, exist_ok=True)
         middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
         write_chrome_trace(middle, given.report_dir / "measured.json")
         write_chrome_trace(simulation.timeline, given.report_dir / "simulated.json")
-        draw_timeline(middle, given.report_dir / "measured.png", title=title)
+        draw_timelines({f"{given.schedule}, measured": middle}, given.report_dir / "measured.png")
     if given.json:
         print(json.dumps(summary))
     else:

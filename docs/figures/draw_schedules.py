@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from docs.figures.figure_folder import figure_folder
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
-from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.draw import draw_timelines
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
@@ -78,7 +78,7 @@ def main() -> None:
             continue  # repeats the schedule of one round
         figure = figure_of(name, row)
         timeline = timeline_of_unit_costs(build_schedule(row, build_example(figure)))
-        draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
+        draw_timelines({figure.title: timeline}, folder / f"{name}.png")
 
 
 if __name__ == "__main__":

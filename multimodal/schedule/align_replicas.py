@@ -187,16 +187,12 @@ def check_expert_groups(schedule: Schedule) -> None:
     for unit in units:
         plan = schedule.shape.plan.units[unit]
         for stage in range(plan.num_virtual_stages):
-            orders = [
-                [
-                    (EXCHANGES[action.kind], action[4:])
-                    for action in schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
-                    if action[1:4] == (unit, replica, stage) and action.kind in EXCHANGES
-                ]
-                for replica in range(plan.data_parallel_size)
-            ]
-            for replica, order in enumerate(orders):
-                if order != orders[0]:
+            orders = []
+            for replica in range(plan.data_parallel_size):
+                actions = schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
+                own = (each for each in actions if each[1:4] == (unit, replica, stage) and each.kind in EXCHANGES)
+                orders.append([(EXCHANGES[each.kind], each[4:]) for each in own])
+                if orders[replica] != orders[0]:
                     raise ScheduleError(_problem(unit, f"stage {stage} of replicas 0 and {replica} computes in different orders"))
     if units and any(align_replicas(schedule, units)):
         raise ScheduleError(_problem(units[0], "other units keep its replicas from computing together"))

@@ -55,7 +55,7 @@ def _build_computations(builder: Builder, shape: StepShape, passes: Sequence[Pas
 def _lower(computed: Schedule, costs: StepCosts | None, *, is_checked: bool = True) -> Schedule:
     lowered = insert_communication(computed, costs)
     if is_checked:
-        validate_schedule(lowered, before=computed, options=None if costs is None else costs.options)
+        validate_schedule(lowered, options=None if costs is None else costs.options)
     return lowered
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multimodal.schedule.draw import action_look, draw_comparison, events_and_units, list_looks, row_label
+from multimodal.schedule.draw import action_look, draw_timelines, events_and_units, list_looks, row_label
 from multimodal.values.action import ActionKind, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline, TimelineEvent
@@ -30,7 +30,18 @@ def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
         records.append({"ph": "M", "pid": lane, "name": "process_sort_index", "args": {"sort_index": lane}})
         for resource, thread in _THREADS.items():
             records.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
-    events = [*records, *map(_event, timeline.events), *_arrows(timeline)]
+    for event in timeline.events:
+        start, seconds = event.start_seconds, event.end_seconds - event.start_seconds
+        where = {
+            "ph": "X",
+            "pid": event.lane,
+            "tid": _THREADS[event.action.kind.resource],
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
+        }
+        name, details = describe_event(event)
+        records.append({**where, "name": name, "cat": event.action.kind.name.lower(), "args": details})
+    events = [*records, *_arrows(timeline)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}).encode()
     Path(path).write_bytes(gzip.compress(text) if Path(path).suffix == ".gz" else text)
 
@@ -84,30 +95,16 @@ def describe_event(event: TimelineEvent) -> tuple[str, dict[str, Any]]:
     return f"{action.kind}{number} {action.unit}", details
 
 
-def _event(event: TimelineEvent) -> dict[str, Any]:
-    action, (name, details) = event.action, describe_event(event)
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": action.kind.name.lower(),
-        "pid": event.lane,
-        "tid": _THREADS[action.kind.resource],
-        "ts": event.start_seconds * 1e6,
-        "dur": (event.end_seconds - event.start_seconds) * 1e6,
-        "args": details,
-    }
-
-
 _TEMPLATE = Path(__file__).with_name("timeline_page.html")
 
 
 def write_picture(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Write the page if the path ends with .html, or else a picture (`draw_comparison`)."""
-    (write_timeline_page if path.suffix == ".html" else draw_comparison)(timelines, path)
+    """Write the page if the path ends with .html, or else a picture (`draw_timelines`)."""
+    (write_timeline_page if path.suffix == ".html" else draw_timelines)(timelines, path)
 
 
 def write_timeline_page(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Write timelines above each other, by their titles, with a common time axis and the colors of `draw_timeline`.
+    """Write timelines above each other, by their titles, with a common time axis and the colors of `draw_timelines`.
 
     A click on an action says its times in all timelines that have it.
     """
@@ -125,18 +122,14 @@ def write_timeline_page(timelines: Mapping[str, Timeline], path: str | Path) -> 
         times = [round(seconds, 9) for seconds in (event.start_seconds, event.end_seconds)]
         return [event.lane, look, str(event.action.microbatch) if is_computed else "", *times, f"{name}, {told}"]
 
-    panels = [
-        {
-            "title": title,
-            "seconds": timeline.duration_seconds,
-            "lanes": [row_label(timeline, lane) for lane in range(len(timeline.lanes))],
-            "events": [plain(event) for event in timeline.events],
-        }
-        for title, timeline in timelines.items()
-    ]
+    panels = []
+    for title, timeline in timelines.items():
+        lanes = [row_label(timeline, lane) for lane in range(len(timeline.lanes))]
+        shown = list(map(plain, timeline.events))
+        panels.append({"title": title, "seconds": timeline.duration_seconds, "lanes": lanes, "events": shown})
+    dark, white = "#222", "#fff"
     colors = [
-        [action_look(kind, unit)["facecolor"], "#222" if kind is ActionKind.FORWARD else "#fff", name]
-        for name, kind, unit in looks
+        [action_look(kind, unit)["facecolor"], dark if kind is ActionKind.FORWARD else white, name] for name, kind, unit in looks
     ]
     data = json.dumps({"panels": panels, "looks": colors}).replace("</", "<\\/")
     Path(path).write_text(_TEMPLATE.read_text(encoding="utf-8").replace("DATA", data), encoding="utf-8")

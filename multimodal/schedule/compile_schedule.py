@@ -1,6 +1,5 @@
 """Compiles a schedule to the flat arrays that the event kernel runs on."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.align_replicas import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, NodeKind
-from multimodal.values.action import Action, action_to_text
+from multimodal.values.action import action_to_text
 from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, group_rows, linked_groups, row_starts, take_rows
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
@@ -83,11 +82,6 @@ class CompiledSchedule:
             seconds[entry_of_piece[self.inside.pieces]] = self.carrier_times.durations
         return seconds
 
-    @property
-    def actions(self) -> Sequence[Action]:
-        """The action of each piece of work."""
-        return self.schedule.work.actions
-
     def with_costs(self, costs: StepCosts) -> "CompiledSchedule":
         """Return the same schedule with these durations; raises ConfigError when one is negative or not finite. O(nodes)."""
         arrays, work = self.arrays, self.schedule.work
@@ -133,14 +127,9 @@ class CompiledSchedule:
         durations = found.seconds - found.tensor_parallel_seconds
         for values in (found.seconds, durations):
             _check_durations(values, pieces, self.schedule.work)
-        times = time_carriers(
-            inside,
-            carriers=carriers,
-            seconds=self.arrays.seconds[nodes],
-            waits=costs.waits(self.schedule.work, carriers),
-            durations=durations[of_slot.ravel()],
-            behind=found.tensor_parallel_seconds[of_slot.ravel()],
-        )
+        seconds, waits = self.arrays.seconds[nodes], costs.waits(self.schedule.work, carriers)
+        durations, behind = durations[of_slot.ravel()], found.tensor_parallel_seconds[of_slot.ravel()]
+        times = time_carriers(inside, carriers=carriers, seconds=seconds, waits=waits, durations=durations, behind=behind)
         added = np.zeros(self.arrays.num_nodes)
         np.maximum.at(added, nodes, times.added)
         arrays = replace(self.arrays, seconds=self.arrays.seconds + added)

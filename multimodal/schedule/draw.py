@@ -38,18 +38,14 @@ _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5
 
 
-def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
-    """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
+def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Write timelines as PNG above each other, a panel per title, with a common time axis and the same colors.
 
-    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's color; a lane's later layer
-    ranges have a dark frame; work inside a computation is a lower box in it; waiting for a message is hatched, idle time is
-    white. Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
+    Rows are lanes, labelled with ranks and units; the number in a box is its microbatch. Forwards are light, backwards and input
+    gradients dark, weight gradients darkest in their unit's color; a lane's later layer ranges have a dark frame; work inside a
+    computation is a lower box in it; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra `plots`),
+    which is imported here and draws without a display.
     """
-    draw_comparison({title: timeline}, path)
-
-
-def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw timelines above each other, a panel per title, with a common time axis and the same colors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -93,16 +89,8 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
         label = str(event.action.microbatch)  # the width of a digit is 0.64 of its type size
         points = min(_LARGEST_NUMBER_POINTS, 72 * seconds / seconds_per_inch / (0.64 * len(label) + 0.3))
         if is_computed and points >= _SMALLEST_NUMBER_POINTS:
-            axes.text(
-                start + seconds / 2,
-                event.lane,
-                label,
-                ha="center",
-                va="center_baseline",
-                fontsize=points,
-                color="#222222" if kind is ActionKind.FORWARD else "white",
-                clip_on=True,
-            )
+            middle, color = start + seconds / 2, "#222222" if kind is ActionKind.FORWARD else "white"
+            axes.text(middle, event.lane, label, fontsize=points, color=color, clip_on=True, ha="center", va="center_baseline")
         if is_computed:
             ends[event.lane] = max(event.end_seconds, ends.get(event.lane, 0.0))
     axes.set_title(title, fontsize=11, loc="left")

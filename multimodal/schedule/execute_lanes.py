@@ -149,14 +149,10 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
         need_starts, needs = inside.joined_needs()
         node_of_piece[inside.pieces] = node_of_piece[inside.carriers]
         carriers = np.unique(inside.carriers)
-        durations[carriers] += time_carriers(
-            inside,
-            carriers=carriers,
-            seconds=durations[carriers],
-            waits=(np.zeros(len(carriers) + 1, np.int64), np.zeros(0)),
-            durations=durations[inside.pieces],
-            behind=np.zeros(len(inside.pieces)),
-        ).added
+        alone, no_waits = durations[carriers], (np.zeros(len(carriers) + 1, np.int64), np.zeros(0))
+        of_slots, nothing = durations[inside.pieces], np.zeros(len(inside.pieces))
+        times = time_carriers(inside, carriers=carriers, seconds=alone, waits=no_waits, durations=of_slots, behind=nothing)
+        durations[carriers] += times.added
     np.maximum.at(durations, node_of_piece[members], durations[members])
     joint_starts, joint_needs = take_rows(need_starts, needs, members)
     ends = need_starts[-1] + np.append(joint_starts[member_starts[1:]], len(joint_needs) + 1)
@@ -169,19 +165,13 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
         lane_nodes = np.where(np.isin(lane_nodes, node_of_piece[is_missing]), never, lane_nodes)
     kinds = np.full(never + 1, NodeKind.COMPUTE, np.uint8)
     kinds[:num_pieces] = _KIND_OF_RESOURCE[work.resources[:num_pieces]]
-    times = run_without_messages(lane_starts, lane_nodes, kinds, np.append(need_starts, ends), needs, durations)
-    stopped_at = np.append(slots, len(schedule.pieces))[lane_starts[:-1] + times.positions]
-    nodes = node_of_piece[schedule.pieces]
-    ran = np.flatnonzero((times.end_seconds > times.start_seconds)[nodes] & (schedule.pieces < work.num_computed))
-    execution = Execution(
-        schedule,
-        event_pieces=schedule.pieces[ran],
-        event_lanes=schedule.lane_of_slot[ran],
-        start_seconds=times.start_seconds[nodes[ran]],
-        end_seconds=times.end_seconds[nodes[ran]],
-        positions=np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1],
-        is_done=~np.isnan(times.end_seconds)[node_of_piece],
-    )
+    start, end, positions = run_without_messages(lane_starts, lane_nodes, kinds, np.append(need_starts, ends), needs, durations)
+    nodes, is_done = node_of_piece[schedule.pieces], ~np.isnan(end)[node_of_piece]
+    ran = np.flatnonzero((end > start)[nodes] & (schedule.pieces < work.num_computed))
+    stopped_at = np.append(slots, len(schedule.pieces))[lane_starts[:-1] + positions]
+    positions = np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1]
+    events = schedule.pieces[ran], schedule.lane_of_slot[ran], start[nodes[ran]], end[nodes[ran]]
+    execution = Execution(schedule, *events, positions, is_done)
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
@@ -221,13 +211,9 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
     computes = work.resources[: work.num_computed] == COMPUTE
     kept, others = (is_own & computes)[schedule.pieces], np.flatnonzero(~is_own & computes)
     num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
-    times = run_without_messages(
-        row_starts(np.append(num_in_line, np.ones_like(others))),  # each of the others has a lane of its own
-        np.append(schedule.pieces[kept], others),
-        np.full(work.num_computed, NodeKind.COMPUTE, np.uint8),
-        work.need_starts,
-        work.needs,
-        np.where(is_own, seconds, 0.0),
-    )
-    runs = is_own & ~np.isnan(times.end_seconds)
-    return np.where(runs, times.start_seconds, 0.0), np.where(runs, times.end_seconds, 0.0)
+    lane_starts = row_starts(np.append(num_in_line, np.ones_like(others)))  # each of the others has a lane of its own
+    lane_nodes, kinds = np.append(schedule.pieces[kept], others), np.full(work.num_computed, NodeKind.COMPUTE, np.uint8)
+    taken = np.where(is_own, seconds, 0.0)
+    start, end, _ = run_without_messages(lane_starts, lane_nodes, kinds, work.need_starts, work.needs, taken)
+    runs = is_own & ~np.isnan(end)
+    return np.where(runs, start, 0.0), np.where(runs, end, 0.0)

@@ -156,7 +156,7 @@ def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
     inside = [] if compiled.inside is None else _inside(compiled, compiled.inside, times)
     entries = np.flatnonzero(end[compiled.arrays.lane_nodes] > start[compiled.arrays.lane_nodes])
     nodes = compiled.arrays.lane_nodes[entries]
-    actions = map(compiled.actions.__getitem__, schedule.pieces[compiled.slots[entries]].tolist())
+    actions = map(schedule.work.actions.__getitem__, schedule.pieces[compiled.slots[entries]].tolist())
     columns = (compiled.lane_of_entry[entries], start[nodes], end[nodes])
     events = [*map(TimelineEvent, actions, *(column.tolist() for column in columns)), *inside, *_waits(compiled, times)]
     ordered = sorted(events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))
@@ -169,7 +169,7 @@ def _inside(compiled: CompiledSchedule, inside: InsideSlots, times: EventTimes) 
     nodes = compiled.arrays.lane_nodes[np.searchsorted(compiled.slots, inside.carrier_slots)]
     start = times.start_seconds[nodes] + compiled.carrier_times.offsets
     columns = inside.lanes, start, start + compiled.carrier_times.durations
-    actions = map(compiled.actions.__getitem__, inside.pieces.tolist())
+    actions = map(compiled.schedule.work.actions.__getitem__, inside.pieces.tolist())
     return list(map(TimelineEvent, actions, *(column.tolist() for column in columns)))
 
 
@@ -193,7 +193,7 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
                 sends = [each for each in sends if lane in receivers[receiver_starts[each] : receiver_starts[each + 1]]]
             for send in sorted(sends, key=arrival.__getitem__):
                 if arrival[send] > free_at:
-                    receive = compiled.actions[pieces[compiled.receive_slots[send]]]
+                    receive = compiled.schedule.work.actions[pieces[compiled.receive_slots[send]]]
                     waits.append(TimelineEvent(receive, lane, free_at, arrival[send]))
                     free_at = arrival[send]
             free_at = end[node]

@@ -1,6 +1,7 @@
 """The event kernel of the simulator: runs a schedule in array form on a clock."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,8 +55,7 @@ class EventArrays:
         return len(self.kinds)
 
 
-@dataclass(frozen=True)
-class EventTimes:
+class EventTimes(NamedTuple):
     """Start and end of every node, in seconds; a send ends when its resources are free again, before it arrives."""
 
     start_seconds: Floats
@@ -87,20 +87,7 @@ def run_without_messages(
     lane_starts: Integers, lane_nodes: Integers, kinds: Bytes, need_starts: Integers, needs: Integers, seconds: Floats
 ) -> EventTimes:
     """Run nodes (`EventArrays`) whose messages, if any, take no time and share nothing, in lanes without fillers."""
-    num_nodes = len(kinds)
-    return simulate_events(
-        EventArrays(
-            lane_starts=lane_starts,
-            lane_nodes=lane_nodes,
-            lane_fillers=np.zeros(len(lane_nodes), np.uint8),
-            kinds=kinds,
-            need_starts=need_starts,
-            needs=needs,
-            receiver_starts=np.zeros(num_nodes + 1, np.int64),
-            receivers=np.zeros(0, np.int64),
-            seconds=seconds,
-            latency_seconds=np.zeros(num_nodes),
-            links=np.full(num_nodes, -1),
-            num_links=0,
-        )
-    )
+    lanes, needed = (lane_starts, lane_nodes, np.zeros(len(lane_nodes), np.uint8)), (need_starts, needs)
+    received = np.zeros(len(kinds) + 1, np.int64), np.zeros(0, np.int64)
+    latency, links = np.zeros(len(kinds)), np.full(len(kinds), -1)
+    return simulate_events(EventArrays(*lanes, kinds, *needed, *received, seconds, latency, links, num_links=0))

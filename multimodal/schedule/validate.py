@@ -8,16 +8,17 @@ import numpy as np
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
+from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
 from multimodal.schedule.passes.insert_communication import MOMENTS
 from multimodal.schedule.validate_inside import validate_inside
 from multimodal.values.action import Action, ActionKind, action_to_text
-from multimodal.values.arrays.rows import Integers, linked_groups, order_by, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, linked_groups, order_by, take_rows
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
 from multimodal.values.work.step_work import COMPUTE, RECEIVE, SEND, StepWork
 
 
-def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, options: RunOptions | None = None) -> None:
+def validate_schedule(schedule: Schedule, *, options: RunOptions | None = None) -> None:
     """Check that a schedule does each piece of the step's work exactly once, in the right lanes, in an order that can finish.
 
     `Schedule.of_lanes` already checks that every action belongs to the step and to its lane, and occurs there once. Checked here
@@ -26,7 +27,6 @@ def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, opt
     each other in a circle (the schedule is executed symbolically), even if every message and collective holds up its lanes until
     all of its ends have reached it, as it may on GPUs.
 
-    before: the schedule that this one was lowered from, if known; properties that its execution has shown are not checked again.
     options: of the run, for work inside computations; None if unknown. Raises ScheduleError that names the action and shows its
     surroundings. O((actions + dependencies) log actions).
     """
@@ -40,7 +40,9 @@ def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, opt
         order.check_fillers()
     if schedule.has_inside:
         validate_inside(schedule, options=options)
-    execution = _check_progress(schedule, before)
+    execution = execute_lanes(schedule)
+    if execution.stuck:
+        raise _deadlock(execution)
     if not schedule.lowered:
         return
     starts = np.zeros(schedule.work.num_computed, np.int64)
@@ -96,13 +98,13 @@ class _SlotOrder:
             if stage not in counts:
                 counts[stage] = count_segments(shape.graph.unit(place.unit), shape.plan.virtual_stage(*stage).layers)
             if cut.num_segments != counts[stage]:
-                forward = Action(ActionKind.FORWARD, *place, covers=cut.forwards[-1])
-                end = cut.num_segments
-                problem = f"wrong number of segments: its ranges end at {end}, but its stage has {counts[stage]} segments"
-                piece = self.work.computed_numbers[forward]
-                lane = int(self.work.lanes_of(np.array([piece]))[1][0])
-                slot = int(self.slots_of(np.array([piece]), np.array([lane]))[0])
-                raise self._error(piece, f"{problem}; let them cover these", {lane: slot})
+                piece = self.work.computed_numbers[Action(ActionKind.FORWARD, *place, covers=cut.forwards[-1])]
+                problem = (
+                    f"its ranges end at {cut.num_segments}, but its stage has {counts[stage]} segments; let them cover these"
+                )
+                slot = int(np.flatnonzero(self.schedule.pieces == piece)[0])
+                lane = int(self.schedule.lane_of_slot[slot])
+                raise self._error(piece, f"wrong number of segments: {problem}", {lane: slot})
 
     def check_needs(self) -> None:
         """Check that an action's needs never come after it in the same lane; a receive's may, since it only posts."""
@@ -120,24 +122,20 @@ class _SlotOrder:
 
     def check_fillers(self) -> None:
         """Check that every filler is a computation before a carrier that does not need it."""
-        schedule, resources, modes = self.schedule, self.work.resources, self.schedule.modes
-        need_starts, needs = self.work.needs_in(lowered=schedule.lowered)
-        for slot in np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT).tolist():
-            lane, piece = int(schedule.lane_of_slot[slot]), int(schedule.pieces[slot])
-            if resources[piece] != COMPUTE:
-                raise self._error(piece, "not a filler: only computations fill; run it by itself", {lane: slot})
-            # The pieces after a filler that may run before it, the carrier last.
-            behind = [each for each in range(slot + 1, int(schedule.lane_starts[lane + 1])) if modes[each] != SlotMode.FILLS_WAIT]
-            found = (each for each in behind if not modes[each] and resources[schedule.pieces[each]] == COMPUTE)
-            last = next(found, -1)
-            later = [int(schedule.pieces[each]) for each in behind if each <= last]
-            if not later:
-                raise self._error(piece, "no carrier: a computation must follow it in its lane", {lane: slot})
-            for other in later:
+        schedule, work = self.schedule, self.work
+        need_starts, needs = work.needs_in(lowered=schedule.lowered)
+        fillers = np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT)
+        for slot, carrier in zip(fillers.tolist(), carrier_slots(schedule, fillers).tolist(), strict=True):
+            marked, piece = {int(schedule.lane_of_slot[slot]): slot}, int(schedule.pieces[slot])
+            if work.resources[piece] != COMPUTE:
+                raise self._error(piece, "not a filler: only computations fill; run it by itself", marked)
+            if carrier == NO_CARRIER:
+                raise self._error(piece, "no carrier: a computation must follow it in its lane", marked)
+            behind = slice(slot + 1, carrier + 1)
+            for other in schedule.pieces[behind][schedule.modes[behind] != SlotMode.FILLS_WAIT].tolist():
                 if piece in needs[need_starts[other] : need_starts[other + 1]]:
-                    carrier, owner = (action_to_text(self.work.actions[each]) for each in (later[-1], other))
-                    problem = f"it fills {carrier} but {owner} needs it; run it by itself"
-                    raise self._error(piece, problem, {lane: slot})
+                    texts = (action_to_text(work.actions[each]) for each in (schedule.pieces[carrier], other))
+                    raise self._error(piece, "it fills {} but {} needs it; run it by itself".format(*texts), marked)
 
     def check_messages(self) -> None:
         """Check that every lane posts its receives from every other lane in the order of that lane's sends."""
@@ -175,23 +173,8 @@ class _SlotOrder:
         return slot_error(self.work.action(piece), problem, self.schedule.lanes, marked)
 
 
-def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
-    """Return the execution of a schedule in which messages block no lane."""
-    work = schedule.work
-    if schedule.lowered and _messages_wait_for_nothing(schedule):
-        # Then it runs as it does without messages.
-        is_computed = schedule.pieces < schedule.work.num_computed
-        starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
-        pieces, modes, waits = schedule.pieces[is_computed], schedule.modes[is_computed], schedule.waits[is_computed]
-        computed = Schedule(schedule.shape, starts, pieces, modes, waits)
-        is_same = before is not None and before.shape is schedule.shape and np.array_equal(before.lane_starts, starts)
-        if before is not None and is_same and np.array_equal(before.pieces, computed.pieces):
-            computed = before
-        if not (execution := execute_lanes(computed)).stuck:
-            return execution
-    execution = execute_lanes(schedule)
-    if not (stuck := execution.stuck):
-        return execution
+def _deadlock(execution: Execution) -> ScheduleError:
+    schedule, work, stuck = execution.schedule, execution.schedule.work, execution.stuck
     need_starts, needs = work.needs_in(lowered=schedule.lowered)
     lane = min(stuck)
     piece = int(schedule.lane_pieces(lane)[stuck[lane]])
@@ -200,16 +183,7 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
     unmet = [work.actions[source] for source in sources if not execution.is_done[source]]
     awaited = ", ".join(map(action_to_text, unmet[:3])) or "the other lanes that do it together"
     problem = f"deadlock: lane {lane} waits in it for {awaited}; each of these lanes waits for another, so reorder one of them"
-    raise slot_error(work.actions[piece], problem, schedule.lanes, stuck)
-
-
-def _messages_wait_for_nothing(schedule: Schedule) -> bool:
-    """Return True if every send comes right behind its producer, with only messages between them."""
-    work, pieces = schedule.work, schedule.pieces
-    last_computed = np.maximum.accumulate(np.where(pieces < work.num_computed, np.arange(len(pieces)), 0))
-    sends = np.flatnonzero(work.resources[pieces] == SEND)
-    producers = work.message_ends[0][(pieces[sends] - work.num_computed) // 2]
-    return np.array_equal(pieces[last_computed[sends]], producers)
+    return slot_error(work.actions[piece], problem, schedule.lanes, stuck)
 
 
 def _is_in_order(schedule: Schedule, moments: Integers) -> bool:

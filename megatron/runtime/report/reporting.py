@@ -21,7 +21,7 @@ from megatron.runtime.report.run_page import TIMELINE_PAGE, RunPage
 from megatron.runtime.report.trackers import TRACKERS, JsonLog, TrackedRun, Tracker, check_log_file
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.chrome_trace import write_chrome_trace, write_timeline_page
-from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.draw import draw_timelines
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 
@@ -221,7 +221,7 @@ class Reporter:
         if folder := self._logging.report_dir:
             title, path = f"Measured pipeline of step {number}", folder / f"timeline_step_{number}.json.gz"
             self._write(f"--report-dir {folder}", lambda: write_chrome_trace(timeline, path))
-            self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
+            self._write(f"--report-dir {folder}", lambda: draw_timelines({title: timeline}, folder / "timeline.png"))
             both = {**predicted, title: timeline}
             self._write(f"--report-dir {folder}", lambda: write_timeline_page(both, folder / TIMELINE_PAGE))
 

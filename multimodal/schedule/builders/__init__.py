@@ -191,40 +191,24 @@ def _factor(text: str) -> float:
 
 def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value == IN_MEMORY:
-        return replace(
-            row,
-            build=partial(build_in_memory, splits_backwards=row.splits_backwards),
-            meaning=f"{'zb-h1' if row.splits_backwards else '1F1B'} whose forwards run ahead as far as the memory model allows",
-            source=f"{_EAGER}; {row.source}" if row.splits_backwards else _EAGER,
-            is_tried_first=False,
-            fills_memory=True,
-            needs_costs=True,
-            needs_messages=True,
-        )
+        meaning = f"{'zb-h1' if row.splits_backwards else '1F1B'} whose forwards run ahead as far as the memory model allows"
+        build, source = partial(build_in_memory, splits_backwards=row.splits_backwards), row.source
+        row = replace(row, meaning=meaning, source=f"{_EAGER}; {source}" if row.splits_backwards else _EAGER)
+        return replace(row, build=build, is_tried_first=False, fills_memory=True, needs_costs=True, needs_messages=True)
     if row.splits_backwards:
         raise ValueError(value)
-    factor = _factor(value)
-    return replace(
-        row,
-        build=partial(build_one_f_one_b, memory_factor=factor),
-        meaning="1F1B whose forwards run ahead where memory allows",
-        source=_EAGER,
-        in_flight=factor,
-        needs_messages=True,
-    )
+    factor, meaning = _factor(value), "1F1B whose forwards run ahead where memory allows"
+    build = partial(build_one_f_one_b, memory_factor=factor)
+    return replace(row, build=build, meaning=meaning, source=_EAGER, in_flight=factor, needs_messages=True)
 
 
 def _run_in_rounds(row: ScheduleRow, value: str) -> ScheduleRow:
     num_rounds = int(value)
     if num_rounds < 1:
         raise ValueError(value)
-    return replace(
-        row,
-        build=partial(build_dip, num_rounds=num_rounds),
-        meaning=f"the phases of dip in {num_rounds} rounds" if num_rounds > 1 else row.meaning,
-        num_rounds=num_rounds,
-        fewest_encoders=0 if num_rounds > 1 else 1,
-    )
+    build, fewest = partial(build_dip, num_rounds=num_rounds), 0 if num_rounds > 1 else 1
+    meaning = f"the phases of dip in {num_rounds} rounds" if num_rounds > 1 else row.meaning
+    return replace(row, build=build, meaning=meaning, num_rounds=num_rounds, fewest_encoders=fewest)
 
 
 def _keep_fewer(row: ScheduleRow, value: str) -> ScheduleRow:
@@ -236,13 +220,8 @@ def _keep_fewer(row: ScheduleRow, value: str) -> ScheduleRow:
 def _split_backwards(row: ScheduleRow, value: str) -> ScheduleRow:
     if value:
         raise ValueError(value)
-    return replace(
-        row,
-        build=partial(row.build, splits_backwards=True),
-        meaning="optimus with weight gradients in bubbles as well",
-        source=f"{row.source}; Qi et al.",
-        splits_backwards=True,
-    )
+    build, meaning = partial(row.build, splits_backwards=True), "optimus with weight gradients in bubbles as well"
+    return replace(row, build=build, meaning=meaning, source=f"{row.source}; Qi et al.", splits_backwards=True)
 
 
 _DEALT = Layout(interleaves, "a unit whose stages hold several layer ranges each, dealt in turn")

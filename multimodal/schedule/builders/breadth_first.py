@@ -51,13 +51,8 @@ def _rank(work: StepWork, *, shape: StepShape) -> tuple[Integers, ...]:
     of_rounds = np.where(
         is_forward, *(integers(rounds.get(key, 0) for key in work.stages)[work.computed_stages] for rounds in (after, before))
     )
-    progress = np.where(is_forward, -1, 1)
-    return (
-        -of_rounds,
-        np.where(is_forward == is_upstream, first, last),
-        progress * unit,
-        progress * stage,
-    )
+    serves, progress = np.where(is_forward == is_upstream, first, last), np.where(is_forward, -1, 1)
+    return -of_rounds, serves, progress * unit, progress * stage
 
 
 def pipeline_rounds(shape: StepShape) -> tuple[Mapping[StageKey, int], Mapping[StageKey, int]]:
@@ -67,12 +62,8 @@ def pipeline_rounds(shape: StepShape) -> tuple[Mapping[StageKey, int], Mapping[S
     c of every stage is round c. Different units are different rounds, unless a replica ends in the lanes in which the next one
     begins and neither has other partners: then the two rounds are one, as a microbatch goes on at once. O(stages + routes).
     """
-    plan, place = shape.plan, shape.graph.unit_names.index
-    own = {
-        (unit, index): _rounds_of_stages(replica)
-        for unit in shape.graph.unit_names
-        for index, replica in enumerate(plan.units[unit].replicas)
-    }
+    plan, units = shape.plan, shape.graph.unit_names
+    own = {(unit, index): _rounds_of_stages(each) for unit in units for index, each in enumerate(plan.units[unit].replicas)}
     num_rounds = {replica: rounds[-1] + 1 for replica, rounds in own.items()}
     routes = shape.linked_replicas
     partners = Counter(end for source, target in routes for end in ((source, target[0]), (target, source[0])))
@@ -84,9 +75,9 @@ def pipeline_rounds(shape: StepShape) -> tuple[Mapping[StageKey, int], Mapping[S
         return is_alone and plan.lanes_of_stage(*source, last) == plan.lanes_of_stage(*target, 0)
 
     before, after = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
-    for source, target in sorted(routes, key=lambda route: place(route[0][0])):
+    for source, target in sorted(routes, key=lambda route: units.index(route[0][0])):
         before[target] = max(before[target], before[source] + num_rounds[source] - joins(source, target))
-    for source, target in sorted(routes, key=lambda route: -place(route[1][0])):
+    for source, target in sorted(routes, key=lambda route: -units.index(route[1][0])):
         after[source] = max(after[source], after[target] + num_rounds[target] - joins(source, target))
     stages = [(replica, stage, index) for replica, rounds in own.items() for stage, index in enumerate(rounds)]
     return (
@@ -120,9 +111,8 @@ def served_microbatches(shape: StepShape) -> Served:
     served: dict[str, tuple[Integers, Integers]] = {}
     for unit in graph.unit_names[position::-1]:
         others = graph.downstream(unit) if unit != backbone else ()
-        served[unit] = _span(
-            shape, unit, [(served[other], *shape.routes.of_edge(unit, other)) for other in others if other in served]
-        )
+        routes = [(served[other], *shape.routes.of_edge(unit, other)) for other in others if other in served]
+        served[unit] = _span(shape, unit, routes)
     for unit in graph.unit_names[position + 1 :]:
         routes = [(served[other], *shape.routes.of_edge(other, unit)[::-1]) for other in graph.upstream(unit)]
         served[unit] = _span(shape, unit, routes)

@@ -61,11 +61,6 @@ def build_encoders_colocated(shape: StepShape) -> Schedule:
                 consumer = Action(action.kind, target.unit, target.replica, 0, target.microbatch)
                 if consumer in existing:
                     orders.append([fused[-1], consumer] if is_forward else [consumer, fused[0]])
-    limits = forward_limits(shape)
-    policy = Policy(
-        forward_limits=limits,
-        forward_floors=forward_floors(shape.plan, limits),
-        orders=[integers(map(existing.__getitem__, order)) for order in orders],
-        urgent=frozenset(action for chain in chains for fused in chain for action in fused[1:]),
-    )
-    return list_schedule(shape, policy)
+    limits, ordered = forward_limits(shape), [integers(map(existing.__getitem__, order)) for order in orders]
+    urgent = frozenset(action for chain in chains for fused in chain for action in fused[1:])
+    return list_schedule(shape, Policy(limits, forward_floors(shape.plan, limits), orders=ordered, urgent=urgent))

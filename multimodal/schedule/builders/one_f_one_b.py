@@ -58,12 +58,9 @@ def _build(
 ) -> Schedule:
     """Build 1F1B, or ZB-H1 if stages have limits of what they store; scaled: the limit of a stage for a limit of 1F1B."""
     in_flight = {stage: scaled(stage, limit) for stage, limit in limits.items()}
-    policy = Policy(
-        forward_limits=in_flight,
-        forward_floors=forward_floors(shape.plan, limits),
-        storage_limits={stage: scaled(stage, limit) for stage, limit in stored.items()},
-        forwards_go_first=bool(stored) and in_flight == limits,
-    )
+    storage = {stage: scaled(stage, limit) for stage, limit in stored.items()}
+    goes_first = bool(stored) and in_flight == limits
+    policy = Policy(in_flight, forward_floors(shape.plan, limits), storage, forwards_go_first=goes_first)
     return list_schedule(split_units(shape, shape.graph.unit_names) if stored else shape, policy)
 
 
@@ -181,15 +178,14 @@ def build_within_memory(
     limits: the microbatches that each stage keeps at least; build: makes a schedule from a function that scales a stage's limit.
     """
     room = factors_within_memory(shape, limits, costs=costs)
-    best, shortest = float("inf"), None
-    for most in sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED}):
-        schedule = build(lambda stage, limit, most=most: math.floor(min(most, room[stage]) * limit))  # type: ignore[misc]
+
+    def duration(schedule: Schedule) -> float:
         seconds = costs.of_pieces(schedule.work, np.arange(schedule.work.num_computed)).seconds
-        duration = execute_lanes(schedule, seconds=seconds).duration_seconds
-        if shortest is None or duration < best:
-            best, shortest = duration, schedule
-    assert shortest is not None
-    return shortest
+        return execute_lanes(schedule, seconds=seconds).duration_seconds
+
+    factors = sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED})
+    built = (build(lambda stage, limit, most=most: math.floor(min(most, room[stage]) * limit)) for most in factors)  # type: ignore[misc]
+    return min(built, key=duration)
 
 
 def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:

@@ -1,5 +1,6 @@
 """Passes that move actions: weight gradients fill bubbles, receives and forwards are deferred."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from functools import wraps
@@ -129,11 +130,9 @@ def _is_longer(after: Schedule, before: Schedule) -> bool:
     """Return True if the schedule takes longer under unit costs, with fillers in line or with fillers that run in waits."""
     if after == before:
         return False
-    in_line = [duration_of(each) for each in (after, before)]
-    if in_line[0] is None or (in_line[1] is not None and in_line[0] > in_line[1]):
+    if duration_of(after) > duration_of(before):
         return True
-    timelines = [timeline_of_unit_costs(each) for each in (after, before)]
-    return timelines[0].duration_seconds > timelines[1].duration_seconds
+    return timeline_of_unit_costs(after).duration_seconds > timeline_of_unit_costs(before).duration_seconds
 
 
 def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
@@ -153,10 +152,10 @@ def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
     return tuple(tuple(events[index][action] for action in lane.actions) for index, lane in enumerate(schedule.lanes))
 
 
-def duration_of(schedule: Schedule, *, seconds: Floats | None = None) -> float | None:
-    """Return the duration of a schedule under unit costs, or with the given seconds; None if it cannot finish."""
+def duration_of(schedule: Schedule, *, seconds: Floats | None = None) -> float:
+    """Return the duration of a schedule under unit costs, or with the given seconds; infinite if it cannot finish."""
     execution = execute_lanes(schedule, seconds=seconds)
-    return None if execution.stuck else execution.duration_seconds
+    return math.inf if execution.stuck else execution.duration_seconds
 
 
 def sort_lanes(
@@ -167,12 +166,10 @@ def sort_lanes(
     lanes: without fillers, whose carriers would change (see `keeps_earlier_passes`). If every action's time is strictly after the
     times of all its needs, the result cannot deadlock.
     """
-    rows = tuple(lanes)
+    rows, more = tuple(lanes), added or {}
     assert not any(lane.fillers for lane in rows), "fillers would be lost"
-    return Schedule.of_lanes(
-        shape,
-        (lane_of(lane.ranks, sorted((*lane.actions, *(added or {}).get(index, ())), key=key)) for index, lane in enumerate(rows)),
-    )
+    actions = (sorted((*lane.actions, *more.get(index, ())), key=key) for index, lane in enumerate(rows))
+    return Schedule.of_lanes(shape, map(lane_of, (lane.ranks for lane in rows), actions))
 
 
 @keeps_earlier_passes(never_longer=True)
@@ -190,13 +187,10 @@ def defer_receives(schedule: Schedule) -> Schedule:
     for lane in times:
         if any(len(shape.lanes_of(*event.action[1:4])) > 1 for event in lane):
             continue
-        ready = {
-            event.action: max((ends[need] for need in work.needs_of(event.action, lowered=False)), default=0.0) for event in lane
-        }
-        starts |= _fill_gaps(lane, ready)
+        needs = {event.action: work.needs_of(event.action, lowered=False) for event in lane}
+        starts |= _fill_gaps(lane, {action: max(map(ends.__getitem__, needed), default=0.0) for action, needed in needs.items()})
     moved = sort_lanes(schedule.lanes, shape, starts.__getitem__)
-    before, after = duration_of(schedule), duration_of(moved)
-    return moved if after is not None and before is not None and after <= before else schedule
+    return moved if duration_of(moved) <= duration_of(schedule) else schedule
 
 
 _WINDOW = 32
@@ -247,9 +241,7 @@ def delay_forward(schedule: Schedule) -> Schedule:
         fewest, most = 0, min((_num_warm_up(schedule.lanes[lane].actions) for lane in lanes), default=1) - 1
         while fewest < most:
             middle = (fewest + most + 1) // 2
-            candidate = _delay(schedule, lanes, middle)
-            duration = duration_of(candidate)
-            if duration is not None and length is not None and duration <= length:
+            if duration_of(_delay(schedule, lanes, middle)) <= length < math.inf:
                 fewest = middle
             else:
                 most = middle - 1

@@ -92,10 +92,8 @@ def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
     """Undo `reduce_by_layer`: one reduction after the backward that completes the stage's gradients."""
     whole, slots = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset())), list[Slot]()
     for slot in lane.slots:
-        if (
-            slot.action.kind is not ActionKind.REDUCE_GRADIENTS
-            or (slot.action.unit, slot.action.stage) not in shape.cuts.reduced_by_layer
-        ):
+        is_cut = (slot.action.unit, slot.action.stage) in shape.cuts.reduced_by_layer
+        if slot.action.kind is not ActionKind.REDUCE_GRADIENTS or not is_cut:
             slots.append(slot)
         elif not shape.begins_early(slot.action):
             slots += [Slot(slot.action._replace(covers=covers)) for covers in whole.reductions(*slot.action[1:4])]

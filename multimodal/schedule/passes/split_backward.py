@@ -35,7 +35,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     if rewritten == schedule:
         return schedule
     after, before = (duration_of(each, seconds=_seconds(each)) for each in (rewritten, schedule))
-    return rewritten if after is not None and before is not None and after <= before + _ROUNDING else schedule
+    return rewritten if after <= before + _ROUNDING else schedule
 
 
 def _seconds(schedule: Schedule) -> Floats:

@@ -133,13 +133,13 @@ def assert_compiled_by_the_rule_of_dependencies(schedule: Schedule) -> None:
         return [needs(need)[0] if is_receive else any_replica(need) for need, is_receive in zip(found, receives, strict=True)]
 
     compiled = compile_schedule(schedule)
-    arrays, node_actions = compiled.arrays, [compiled.actions[piece] for piece in compiled.pieces.tolist()]
+    arrays, node_actions = compiled.arrays, [schedule.work.actions[piece] for piece in compiled.pieces.tolist()]
     rows = list(pairwise(arrays.need_starts.tolist()))
     for node in np.flatnonzero(arrays.kinds != NodeKind.COLLECTIVE).tolist():
         found = arrays.needs[slice(*rows[node])].tolist()
         assert [any_replica(node_actions[need]) for need in found] == needs(node_actions[node])
     for piece, node in zip(schedule.pieces[compiled.slots].tolist(), arrays.lane_nodes.tolist(), strict=True):
-        action = compiled.actions[piece]
+        action = schedule.work.actions[piece]
         assert node_actions[node] == action or action.kind.resource is Resource.COLLECTIVE
 
 

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule import simulate_events as events_module
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.draw import draw_timeline
+from multimodal.schedule.draw import draw_timelines
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
@@ -144,7 +144,7 @@ def test_a_gradient_that_only_passes_through_costs_half() -> None:
 def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, timeline in {"full": timeline_of_unit_costs(lower(one_sample())), "empty": Timeline(((0,),), ())}.items():
-        draw_timeline(timeline, tmp_path / f"{name}.png", title=name)
+        draw_timelines({name: timeline}, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
