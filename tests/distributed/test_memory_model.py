@@ -79,12 +79,14 @@ def predicted_bytes(case: GradientCase) -> list[int]:
     return [found.peak_activation_bytes[case.plan.lane_of_rank[rank]] + costs.memory.broker_bytes(rank) for rank in ranks]
 
 
-@pytest.mark.parametrize(
-    ("graph", "builder", "recompute"),
-    [(GRAPH, "1f1b", None), (GRAPH, "1f1b", "full"), (FROZEN, "gpipe", "full")],
-    ids=["trained", "trained, recomputed", "frozen"],
-)
-def test_peaks_are_predicted(ranks: RankPool, graph: ModelGraph, builder: str, recompute: str | None) -> None:
+PEAKS = {"trained": (GRAPH, "1f1b", None), "recomputed": (GRAPH, "1f1b", "full"), "frozen": (FROZEN, "gpipe", "full")}
+DEEP_PEAKS = {"selectively": (GRAPH, "1f1b", "selective"), "gpipe": (GRAPH, "gpipe", None), "frozen 1f1b": (FROZEN, "1f1b", None)}
+
+
+@pytest.mark.deep(when=lambda name: name in DEEP_PEAKS)
+@pytest.mark.parametrize("name", [*PEAKS, *DEEP_PEAKS])
+def test_peaks_are_predicted(ranks, name):
+    graph, builder, recompute = (PEAKS | DEEP_PEAKS)[name]
     check(ranks, case_of(graph, PLAN, builder=builder, recompute=recompute))
 
 
@@ -92,8 +94,10 @@ def test_peaks_with_more_between_stages_are_predicted(ranks: RankPool) -> None:
     check(ranks, case_of(DEEPSTACK, PLAN))
 
 
-def test_peaks_of_tensor_parallel_ranks_are_predicted(ranks: RankPool) -> None:
-    check(ranks, case_of(GRAPH, TENSOR_PLAN, sequence_parallel=True))
+@pytest.mark.deep(when=lambda sequence_parallel: not sequence_parallel)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_peaks_of_tensor_parallel_ranks_are_predicted(ranks, sequence_parallel):
+    check(ranks, case_of(GRAPH, TENSOR_PLAN, sequence_parallel=sequence_parallel))
 
 
 def case_of(graph: ModelGraph, plan: Plan, **options) -> GradientCase:
@@ -219,8 +223,10 @@ def gathered_bytes(case: TrainingCase) -> int:
     return max(found)
 
 
-@pytest.mark.parametrize(("dtype", "once"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_what_is_gathered_at_a_time_is_as_the_memory_model_says(ranks: RankPool, dtype: torch.dtype, once: bool) -> None:
+@pytest.mark.deep(when=lambda dtype, once: dtype == torch.float64 or once != (dtype == torch.bfloat16))
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_gathered_at_a_time_is_as_the_memory_model_says(ranks, dtype, once):
     sizes = {"vision": (1, 1, 2), "llm": (1, 2, 2)}
     plan = build_plan(TRAINED, **sizes)
     case = TrainingCase(TRAINED, plan, dtype=dtype, vocab_size=512, shards_weights=True, reduces_once=once)

@@ -451,10 +451,11 @@ def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, des
     assert {name.rpartition(".")[2] for name in steps[0]} == {"linear_qkv", "linear_proj"}
 
 
-def test_experts_in_fp8(engine_ranks: EnginePool) -> None:
+@pytest.mark.deep(when=lambda recipe: recipe == "delayed")  # its weights are held against their updates above
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_experts_in_fp8(engine_ranks, recipe):
     """Their gradients are those of bfloat16 but for the rounding, where other rows would be off by more than their size."""
-    experts = {"num_experts": 4, "router_topk": 4}  # all: a choice may turn on a rounding
-    case = fp8_case("tensorwise", num_layers=1, experts=experts)
+    case = fp8_case(recipe, num_layers=1, experts={"num_experts": 4, "router_topk": 4})  # all: a choice may turn on a rounding
     (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in (case, replace(case, fp8_recipe=None)))
     of_experts = [key for key in expected.gradients if ".mlp.experts." in key[1]]
     assert len(of_experts) == 4 * 2
