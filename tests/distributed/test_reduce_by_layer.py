@@ -117,10 +117,10 @@ CASE = TrainingCase(STAGED_GRAPH, build_plan(STAGED_GRAPH, vision=(2, 1, 1), llm
 
 def losses(case: TrainingCase, is_staged: bool, is_on_device: bool) -> tuple[list[float], int, int]:
     """The losses of two steps; how many messages were copied behind their receives, and blocks of collectives taken apart."""
-    wait = message_channel.StagedReceive.wait
+    finish = message_channel.finish_staged
     with (
         mock.patch.object(message_channel, "needs_staging", return_value=is_staged),
-        mock.patch.object(message_channel.StagedReceive, "wait", autospec=True, side_effect=wait) as copied,
+        mock.patch.object(message_channel, "finish_staged", side_effect=finish) as copied,
         mock.patch.object(param_and_grad_buffer, "_coalescing_manager", param_and_grad_buffer._coalescing_manager),
         mock.patch.object(gradients, "is_by_gloo_on_device", return_value=is_on_device),
         mock.patch.object(gradients, "call_one_by_one", side_effect=gradients.call_one_by_one) as apart,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.runtime.communication.message_channel import Arrival, MessageChannel
+from megatron.runtime.communication.message_channel import MessageChannel, Wait
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.attention.device_values import CPU, DerivedValues, map_tensors
 from multimodal.plan.communicators import track_of
@@ -207,7 +207,7 @@ class _Incoming:
     link: Link
     buffer: Tensor
     first_row: int
-    waiting: Sequence[Arrival]
+    waits: Sequence[Wait]
 
 
 class Broker:
@@ -253,21 +253,21 @@ class Broker:
             if piece.target_rank == self._rank and piece.source_rank != self._rank
         ]
         sends = self._unsent.pop(key, [])
-        waiting = self._start(key, sends=sends, receives=receives) if sends or receives else []
-        self._incoming[key] = _Incoming(link, buffer, first_row, waiting)
+        waits = self._start(key, sends=sends, receives=receives) if sends or receives else []
+        self._incoming[key] = _Incoming(link, buffer, first_row, waits)
         return buffer.numel() * buffer.element_size()
 
     def _start(
         self, key: MessageKey, *, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]] = ()
-    ) -> Sequence[Arrival]:
+    ) -> Sequence[Wait]:
         assert self._channel is not None, "a rank alone sends no messages"
         return self._channel.start(track_of(key.direction, key.source, key.target), sends=sends, receives=receives)
 
     def wait(self, key: MessageKey) -> Tensor:
         """Wait for this rank's pieces; returns the buffer, to be completed by `complete`."""
         incoming = self._incoming[key]
-        for work in incoming.waiting:
-            work.wait()
+        for wait in incoming.waits:
+            wait()
         for piece, rows in self._kept.pop(key, ()):
             incoming.buffer[piece.first_row - incoming.first_row : piece.last_row - incoming.first_row] = rows
         return incoming.buffer

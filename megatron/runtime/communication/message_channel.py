@@ -1,8 +1,8 @@
 """Point-to-point messages between ranks: asynchronous, without shape exchange, first in first out per track."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,14 @@ MOST_BLOCKS = 8
 """Multiprocessors that a message may hold, mostly while it waits for its other end, beside computations."""
 
 
-class Arrival(Protocol):
-    """A pending receive: a dist.Work, or one followed by a copy."""
-
-    def wait(self) -> object:
-        """Let later work on this stream, or without streams this thread, wait for it."""
+Wait = Callable[[], object]
+"""Lets later work on this stream, or without streams this thread, wait for a receive."""
 
 
-class StagedReceive:
-    """A receive into host memory, and the copy from there to the buffer of a device, on the stream that waits for it."""
-
-    def __init__(self, work: dist.Work, *, landing: Tensor, buffer: Tensor) -> None:
-        self._work, self._landing, self._buffer = work, landing, buffer
-
-    def wait(self) -> None:
-        """Wait for the receive, and start the copy."""
-        self._work.wait()
-        self._buffer.copy_(self._landing, non_blocking=True)
+def finish_staged(work: dist.Work, *, landing: Tensor, buffer: Tensor) -> None:
+    """Wait for a receive into host memory, and start the copy to the buffer of a device, on the stream that waits for it."""
+    work.wait()
+    buffer.copy_(landing, non_blocking=True)
 
 
 def needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -64,7 +55,7 @@ class MessageChannel:
 
     def start(
         self, track: Track, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
-    ) -> Sequence[Arrival]:
+    ) -> Sequence[Wait]:
         """Start a message: sent tensors, unchanged until they have left, with target ranks; contiguous buffers with sources."""
         group, tag = self._groups[track], self._tags[track]
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
@@ -81,9 +72,9 @@ class MessageChannel:
         self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
         self._sent += [(work, [tensor for tensor, _ in kept]) for work in (works if is_one_work else works[: len(kept)])]
         if is_one_work:
-            return works
+            return [work.wait for work in works]
         return [
-            work if landing is buffer else StagedReceive(work, landing=landing, buffer=buffer)
+            work.wait if landing is buffer else partial(finish_staged, work, landing=landing, buffer=buffer)
             for work, landing, (buffer, _) in zip(works[len(kept) :], landings, receives, strict=True)
         ]
 
@@ -112,8 +103,8 @@ class MessageChannel:
             targets, sources = map(sorted, partners[track])
             bytes_of = torch.zeros(len(targets) + len(sources), 1, dtype=torch.uint8, device=device).unbind()
             sends = list(zip(bytes_of, targets, strict=False))
-            for work in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
-                work.wait()
+            for wait in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
+                wait()
         self.finish_sends()
 
 

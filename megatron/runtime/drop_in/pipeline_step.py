@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
-from megatron.runtime.communication.message_channel import Arrival, MessageChannel
+from megatron.runtime.communication.message_channel import MessageChannel, Wait
 from megatron.runtime.drop_in.modules_on_ranks import LoopInputs, acting_as
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.split_backward import find_overlapped, prepare_split, without_overlap
@@ -110,7 +110,7 @@ class ShapeTellingBroker(Broker):
         super().__init__(**arguments)
         self._shapes: dict[MessageKey, tuple[int, ...]] = {}
         """Shapes of gradients to come, by message."""
-        self._told: dict[MessageKey, tuple[Tensor, Link, list[Arrival]]] = {}
+        self._told: dict[MessageKey, tuple[Tensor, Link, Sequence[Wait]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
         """Start sending a tensor; an activation's shape goes first."""
@@ -128,8 +128,7 @@ class ShapeTellingBroker(Broker):
         assert self._channel is not None
         told = torch.empty(NUM_DIMENSIONS, dtype=torch.int64, device=self._device)
         teller = next(rank for rank in link.source_ranks if self._rank in _told_by(link, rank))
-        arriving = self._channel.start(_shape_track(key), receives=[(told, teller)])
-        self._told[key] = told, link, list(arriving)
+        self._told[key] = told, link, self._channel.start(_shape_track(key), receives=[(told, teller)])
         return 0
 
     def wait(self, key: MessageKey) -> Tensor:
@@ -138,9 +137,9 @@ class ShapeTellingBroker(Broker):
             way = _shape_track(key), self._told[key][1].source_ranks
             before = [each for each, (_, link, _) in self._told.items() if (_shape_track(each), link.source_ranks) == way]
             for each in before[: before.index(key) + 1]:
-                told, link, arriving = self._told.pop(each)
-                for arrival in arriving:
-                    arrival.wait()
+                told, link, waits = self._told.pop(each)
+                for wait in waits:
+                    wait()
                 super().post_receive(each, replace(link, shape=tuple(size for size in told.tolist() if size >= 0)))
         return super().wait(key)
 

@@ -39,17 +39,11 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
             f"the environment variable WORLD_SIZE must be the number of processes, found '{size}'; launch with torchrun"
         )
     rank = _whole_number(environ, "RANK", default=0)
-    if rank >= size:
-        raise ConfigError(
-            f"the environment variable RANK is {rank} but WORLD_SIZE is {size}: ranks count from 0 to {size - 1}; "
-            "launch with torchrun"
-        )
     local_rank = _whole_number(environ, "LOCAL_RANK", default=rank)
-    if local_rank >= size:
-        raise ConfigError(
-            f"the environment variable LOCAL_RANK is {local_rank} but WORLD_SIZE is {size}: a node has no more ranks than a run; "
-            "launch with torchrun"
-        )
+    for name, number in (("RANK", rank), ("LOCAL_RANK", local_rank)):
+        if number >= size:
+            fix = f"ranks count from 0 to {size - 1}; launch with torchrun"
+            raise ConfigError(f"the environment variable {name} is {number} but WORLD_SIZE is {size}: {fix}")
     port = _whole_number(environ, "MASTER_PORT", default=0 if size == 1 else 29500)
     if port > 65535:
         raise ConfigError(f"the environment variable MASTER_PORT is {port}, expected a port: 1 to 65535")

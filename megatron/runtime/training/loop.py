@@ -52,11 +52,7 @@ def train(run: Run) -> None:
 
 
 class _StoppedError(Exception):
-    """All ranks have agreed to stop before the last step."""
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(reason.describe())
-        self.reason = reason
+    """All ranks have agreed to stop before the last step, for the reason in `args`."""
 
 
 def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
@@ -86,7 +82,7 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
                 save_adapter(flags.save_adapter, session=run.session, like=like)
                 reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
     except _StoppedError as stopped:
-        progress.stop = stopped.reason
+        (progress.stop,) = stopped.args
         _save_last(run, progress)
 
 

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -160,18 +161,16 @@ class ProducedItems:
                 self._lose(address, problem)
 
     def _connect(self, address: str) -> Connection:
-        for _ in range(_MOST_REFUSALS - 1):
-            # A producer that many strangers call may cut off a rank that has not proven its token yet.
-            with suppress(RefusedError):
-                return self._connect_once(address)
-        return self._connect_once(address)
-
-    def _connect_once(self, address: str) -> Connection:
         # The process's own context, which is another after a fork. The end of one made here would wait for its sockets, in
         # whichever thread collects garbage.
-        return Connection(
-            self._addresses[address], context=zmq.Context.instance(), keys=self._keys, data_set=self._data_set, local=self._local
+        place = self._addresses[address]
+        connect = partial(
+            Connection, place, context=zmq.Context.instance(), keys=self._keys, data_set=self._data_set, local=self._local
         )
+        for _ in range(_MOST_REFUSALS - 1):
+            with suppress(RefusedError):  # many strangers call the producer: it may cut off who has not proven the token yet
+                return connect()
+        return connect()
 
     def _receive(self, address: str) -> None:
         """Take an item of a producer; give the producer up if there is none."""
