@@ -107,10 +107,27 @@ def _only_among_several(original: Callable[..., Any]) -> Callable[..., Any]:
     return coalesce
 
 
+def _with_fewer_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, mscale: float = 1.0, **kwargs: Any) -> Any:
+        if t.shape[-1] != freqs.shape[-1] or any((*args, *kwargs.values(), mscale != 1.0)):
+            return original(t, freqs, *args, mscale=mscale, **kwargs)
+        from multimodal.model.rotary import rotated
+
+        return rotated(t, freqs)
+
+    return rotate
+
+
 REPLACEMENTS: tuple[Replacement, ...] = (
     Replacement("torch.cuda:current_device", lambda original: lambda: CPU, "parameters and buffers are made there"),
     Replacement("torch.cuda:synchronize", _do_nothing, "checkpointing synchronizes the device before it writes"),
     Replacement("torch.cuda:current_stream", _do_nothing, "from 0.19 on, reducing gradients waits there for graph replays"),
+    Replacement(
+        "megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd",
+        _with_fewer_copies,
+        "it copies all that it rotates once more for channels that pass, also where there are none, which kernels on CUDA do not",
+    ),
     Replacement("megatron.core.optimizer.optimizer:torch", CpuTorch, 'the optimizer keeps its flags on device="cuda"'),
     Replacement(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",

@@ -19,6 +19,7 @@ from multimodal.balance.exchange.module_exchange import exchange_rows
 from multimodal.model.collectives import RankLink, TensorParallelWaits, gather_for_products, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.grouped_linear import build_engine_linear, grouped_linear, has_grouped_kernel
+from multimodal.model.swiglu import swiglu
 from multimodal.values.units.transformer import Experts
 
 
@@ -209,6 +210,8 @@ class Expert(Module):
         """Return what the second product multiplies."""
         if not self.is_gated:
             return self.activation(inner)
+        if self.activation is torch.nn.functional.silu:
+            return swiglu(inner)
         gate, value = inner.chunk(2, dim=-1)
         return self.activation(gate) * value
 

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rotary_frequencies(
@@ -80,3 +82,35 @@ def _slowed(inverse: Tensor, scaling: Sequence[float]) -> Tensor:
     num_turns = length * inverse / (2 * math.pi)
     share = ((num_turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * inverse / factor + share * inverse
+
+
+def rotated(rows: Tensor, angles: Tensor) -> Tensor:
+    """Return rows * cos + (-second half, first half) * sin, as megatron-core does, with fewer copies.
+
+    rows: [..., channels], all of which rotate; angles: broadcast against them. Layers that share the angles share their cosines.
+    """
+    if not hasattr(angles, "cosines") or angles.cosines.dtype != rows.dtype:
+        angles.cosines, angles.sines = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)  # type: ignore[attr-defined]
+    found: Tensor = _Rotation.apply(rows, angles.cosines, *angles.sines.chunk(2, dim=-1))  # type: ignore[attr-defined]
+    return found
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, cosines: Tensor, first_sines: Tensor, second_sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, first_sines, second_sines)
+        return _turned(rows, cosines, first_sines, second_sines)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cosines, first_sines, second_sines = ctx.saved_tensors
+        return _turned(gradient, cosines, -second_sines, -first_sines), None, None, None
+
+
+def _turned(rows: Tensor, cosines: Tensor, first_sines: Tensor, second_sines: Tensor) -> Tensor:
+    turned = rows * cosines
+    (first, second), (found_first, found_second) = rows.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+    found_first.sub_(second * first_sines)
+    found_second.add_(first * second_sines)
+    return turned

@@ -26,6 +26,7 @@ from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, D
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
+from multimodal.model.swiglu import swiglu
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -85,6 +86,10 @@ class TransformerKind(LayerKind):
             config.tp_comm_bulk_dgrad = config.tp_comm_bulk_wgrad = False
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
         _name_fused_norms(layer)
+        if isinstance(layer.mlp, MLP) and not config.bias_activation_fusion and context.unit.transformer.activation == "swiglu":
+            layer.mlp.config = copy.copy(config)
+            layer.mlp.config.use_te_activation_func = True  # asks for one function of gate and value, whoever has it
+            layer.mlp.activation_func = swiglu
         # Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own.
         tensor_parallel_size = context.groups.tp.size()
         layer.overlaps = overlaps_of(layer), buffer_rows // tensor_parallel_size  # type: ignore[assignment]

@@ -187,6 +187,20 @@ def test_every_kernel_gives_what_one_sequence_at_a_time_gives(monkeypatch, adapt
     assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_sequences_of_one_length_attend_together(is_causal):
+    choice = AttentionChoice(MaskRule(is_causal=is_causal), AttentionShape(), backend="sequences", alone="sequences")
+    attention, generator = CoreAttention(choice=choice), torch.Generator().manual_seed(1)
+    inputs = [torch.randn(9, 1, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(9, 1, 32, generator=generator)
+    together = attention(*inputs, None, packed_seq_params=PackedLengths(lengths=(3, 3, 3)))
+    rows = zip(*(each.split(3) for each in inputs), strict=True)
+    alone = torch.cat([attention(*each, None, packed_seq_params=PackedLengths(lengths=(3,))) for each in rows])
+    assert torch.equal(together, alone)
+    for one, other in zip(*(torch.autograd.grad(each, inputs, weights) for each in (together, alone)), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_torchs_kernel_is_the_one_that_is_adapted_to():
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has it from 2.10 on")
     known = list(inspect.signature(varlen.varlen_attn).parameters)

@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from multimodal.model.layers import backbone_ends
 from multimodal.model.layers.backbone_ends import vocab_parallel_cross_entropy
 from multimodal.model.norm import Norm
+from multimodal.model.swiglu import swiglu
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config, gelu_tanh
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.rank_groups import LiveBytes
@@ -95,6 +96,20 @@ def test_the_fused_kernels_compute_gelu_by_tanh_and_residual_sums():
             found.append([output, *(each.grad for each in leaves if each.grad is not None)])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_swiglu_gives_the_bits_of_its_definition(dtype):
+    draw = torch.Generator().manual_seed(3)
+    stacked, gradient = (torch.randn(7, 1, size, generator=draw).to(dtype) for size in (34, 17))
+    found = []
+    for function in (swiglu, lambda given: torch.nn.functional.silu(given[..., :17]) * given[..., 17:]):
+        leaf = stacked.clone().requires_grad_()
+        output = function(leaf)
+        output.backward(gradient)
+        found.append((output, leaf.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_bfloat16_logits_give_float32_losses_and_bfloat16_gradients(world_of_one):

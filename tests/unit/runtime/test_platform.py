@@ -1,3 +1,5 @@
+import inspect
+
 import pytest
 import torch
 
@@ -66,3 +68,20 @@ def test_every_target_exists_in_the_installed_megatron_core_and_has_a_reason():
         assert replacement.target.startswith(("megatron.core.", "torch."))
         owner, name = platform._resolve(replacement.target)
         assert hasattr(owner, name) and replacement.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_rotated", [8, 4])
+def test_rotation_gives_megatrons_bits(dtype, num_rotated):
+    owner, name = platform._resolve("megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd")
+    original = inspect.unwrap(getattr(owner, name))
+    draw = torch.Generator().manual_seed(1)
+    stacked, gradient = (torch.randn(6, 1, 3, size, generator=draw).to(dtype) for size in (24, 8))
+    angles, found = 9 * torch.randn(6, 1, 1, num_rotated, generator=draw), []
+    for rotate in (original, platform._with_fewer_copies(original)):
+        leaf = stacked.clone().requires_grad_()
+        rotated = rotate(rotate(leaf[..., :8], angles, rotary_interleaved=False), angles, mscale=1.0)
+        rotated.backward(gradient)
+        found.append((rotated, leaf.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
