@@ -87,11 +87,9 @@ def _slowed(inverse: Tensor, scaling: Sequence[float]) -> Tensor:
 def rotated(rows: Tensor, angles: Tensor) -> Tensor:
     """Return rows * cos + (-second half, first half) * sin, as megatron-core does, with fewer copies.
 
-    rows: [..., channels], all of which rotate; angles: broadcast against them. Layers that share the angles share their cosines.
+    rows: [..., channels], all of which rotate; angles: broadcast against them.
     """
-    if not hasattr(angles, "cosines") or angles.cosines.dtype != rows.dtype:
-        angles.cosines, angles.sines = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)  # type: ignore[attr-defined]
-    found: Tensor = _Rotation.apply(rows, angles.cosines, *angles.sines.chunk(2, dim=-1))  # type: ignore[attr-defined]
+    found: Tensor = _Rotation.apply(rows, angles.cos().to(rows.dtype), *angles.sin().to(rows.dtype).chunk(2, dim=-1))
     return found
 
 

@@ -94,13 +94,15 @@ class TransformerLayer(Layer):
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
         """Bytes per token of the MLP: first product, torch's intermediate values, inputs of products with trained weights.
 
-        A fused kernel keeps only the first product; torch keeps SwiGLU's input, both of its factors and their product.
+        A fused kernel keeps only the first product; SwiGLU here also the gate's activation, and other gated functions both of
+        their factors.
         """
         shape = self.unit.transformer
         if is_fused:
             inner = shape.ffn_hidden_size * (2 if shape.is_gated else 1)
         else:
-            inner = shape.ffn_hidden_size * ((4 if shape.is_gated else 1) + shape.activation.startswith("quick"))
+            num_gated = 3 if shape.activation == "swiglu" else 4
+            inner = shape.ffn_hidden_size * ((num_gated if shape.is_gated else 1) + shape.activation.startswith("quick"))
         inputs = shape.ffn_hidden_size if trains else 0
         return ActivationBytes(float(size * shape.hidden_size if trains else 0), float(size * (inner + inputs)))
 
@@ -126,7 +128,7 @@ class TransformerLayer(Layer):
 
         Rotated queries and keys and the cosines and sines of both; keys and values repeated to as many heads as queries have
         (without repetition the values are a view that keeps the whole qkv product); the attention's output, once as its kernel
-        made it and once as the projection's input; norms as `norm_bytes`.
+        made it and (unless all sequences are of one length) once as the projection's input; norms as `norm_bytes`.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
