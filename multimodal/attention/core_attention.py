@@ -114,8 +114,8 @@ class CoreAttention(torch.nn.Module):
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
         if len(set(packed.lengths)) == 1:  # [num_tokens, 1, heads, channels] -> [num_sequences, heads, length, channels]
-            batch = (tensor[:, 0].unflatten(0, (len(packed.lengths), -1)).transpose(1, 2) for tensor in (query, key, value))
-            together = scaled_dot_product_attention(*batch, is_causal=rule.is_causal, scale=scale)
+            q, k, v = (each[:, 0].unflatten(0, (len(packed.lengths), -1)).transpose(1, 2) for each in (query, key, value))
+            together = scaled_dot_product_attention(q, k, v, is_causal=rule.is_causal, scale=scale)
             return together.transpose(1, 2).flatten(0, 1).flatten(1)[:, None]
         # [num_tokens, 1, heads, channels] -> per sequence [1, heads, length, channels]
         sequences = zip(*(tensor.permute(1, 2, 0, 3).split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
