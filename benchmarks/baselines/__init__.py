@@ -1,7 +1,7 @@
 """Planners that only papers' comparisons ask for, by name: no search tries their plans, so that a run needs none of them."""
 
 from collections import ChainMap
-from functools import partial
+from functools import partial, wraps
 
 from benchmarks.baselines.cornstarch import plan_cornstarch
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
@@ -9,6 +9,27 @@ from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
 from benchmarks.baselines.entrain import plan_entrain
 from benchmarks.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import Planner
+from multimodal.schedule.builders import fed_encoders
+from multimodal.values.errors import PlanError
+
+
+def _without_fed_encoders(plan: Planner) -> Planner:
+    """Return a planner that raises PlanError for models in which an encoder feeds another one."""
+
+    @wraps(plan)
+    def checked(request: PlanningRequest) -> PlannedRun:
+        if fed := fed_encoders(request.graph):
+            raise PlanError(
+                f"it is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other encoders give; choose "
+                "another planner"
+            )
+        return plan(request)
+
+    return checked
+
 
 _ROWS = (
     PlannerRow(
@@ -26,17 +47,15 @@ _ROWS = (
     PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
     PlannerRow(
         "encoders-colocated",
-        plan_encoders_colocated,
+        _without_fed_encoders(plan_encoders_colocated),
         "all encoders fused in the same first stages",
         "Cornstarch 2",
-        takes_fed_encoders=False,
     ),
     PlannerRow(
         "encoders-replicated",
-        plan_encoders_replicated,
+        _without_fed_encoders(plan_encoders_replicated),
         "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
         "Cornstarch 2",
-        takes_fed_encoders=False,
     ),
     PlannerRow(
         "cornstarch-unaware",
@@ -47,5 +66,7 @@ _ROWS = (
 )
 
 BASELINES = {row.name: row for row in _ROWS}
+WITHOUT_FED_ENCODERS = frozenset({"encoders-colocated", "encoders-replicated"})
+"""Those that are only for models in which no encoder feeds another one."""
 COMPARED = ChainMap(BASELINES, PLANNERS)
 """Every planner that a comparison can name: those of `PLANNERS`, also added ones, and then these."""

@@ -181,9 +181,8 @@ def holders_of_layer(unit: UnitPlan, layer: int) -> list[VirtualStage]:
 
 def holders_of_embeddings(unit: UnitPlan) -> list[VirtualStage]:
     """Return the stages that hold tied word embeddings: the first and the last of every replica."""
-    return [
-        stage for replica in unit.replicas for stage in dict.fromkeys((replica.virtual_stages[0], replica.virtual_stages[-1]))
-    ]
+    ends = ((replica.virtual_stages[0], replica.virtual_stages[-1]) for replica in unit.replicas)
+    return [stage for pair in ends for stage in dict.fromkeys(pair)]
 
 
 def weight_parts(unit: UnitPlan, holders: Sequence[VirtualStage]) -> list[WeightPart]:

@@ -20,7 +20,6 @@ from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, m
 from multimodal.plan.planners.search.trials import plan_tuned
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
-from multimodal.schedule.builders import fed_encoders
 from multimodal.values.errors import BraidError, NothingFitsError, PlanError
 from multimodal.values.plan import MOST_RANKS
 
@@ -38,8 +37,6 @@ class PlannerRow:
     source: str = ""
     searches_others: bool = False
     """True if it also judges the other planners' plans, so that none of them is better than its own."""
-    takes_fed_encoders: bool = True
-    """False if it is only for models in which no encoder feeds another one."""
 
     def plan_best(self, request: PlanningRequest) -> PredictedRun:
         """Plan as well as its user would (`plan_tuned`: best microbatch size and balancer); raises PlanError if nothing fits."""
@@ -48,11 +45,6 @@ class PlannerRow:
     def __call__(self, request: PlanningRequest) -> PlannedRun:
         """Plan, place units without work (`place_idle_units`), and record name and time; raises PlanError with the name."""
         started = time.perf_counter()
-        if (fed := fed_encoders(request.graph)) and not self.takes_fed_encoders:
-            raise PlanError(
-                f"planner '{self.name}' is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other "
-                "encoders give; choose another planner"
-            )
         try:
             run = self._plan_experts(request)
         except PlanError as problem:

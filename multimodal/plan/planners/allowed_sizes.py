@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 
-from multimodal.plan.planners.planning_request import (
-    BLOCK_SIZE,
-    CONTEXT_PARALLEL_SIZES,
-    LEAST_PART_TOKENS,
-    MICRO_BATCH_SIZES,
-    MOST_MICRO_BATCH_TOKENS,
-    PlanningRequest,
-    StageSize,
-)
+from multimodal.plan.planners.planning_request import BLOCK_SIZE, CONTEXT_PARALLEL_SIZES, PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Microbatch sizes that a planner may choose from if the user leaves the size open."""
+MOST_MICRO_BATCH_TOKENS = 32_768
+"""Most average tokens of a unit for microbatches of several samples; beyond, efficiency no longer improves."""
+LEAST_PART_TOKENS = 8 * BLOCK_SIZE
 
 
 def tensor_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...]:
@@ -28,15 +26,12 @@ def tensor_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...
     widths += [request.vocab_size] if described.role is Role.BACKBONE else []
     fixed = request.fixed(unit).tensor_parallel_size
     widths += [1] if described.module is not None else []
-    sizes = [
-        size
-        for size in range(1, request.cluster.gpus_per_node + 1)
-        if request.cluster.gpus_per_node % size == 0 and not any(width % size for width in widths)
-    ]
+    per_node = request.cluster.gpus_per_node
+    sizes = [size for size in range(1, per_node + 1) if not (per_node % size or any(width % size for width in widths))]
     if fixed is not None and fixed not in sizes:
         raise PlanError(
-            f"unit '{unit}': tensor parallel size {fixed} is fixed, but it must divide the {request.cluster.gpus_per_node} GPUs "
-            f"of a node and {', '.join(map(str, widths))}; choose from {', '.join(map(str, sizes))}"
+            f"unit '{unit}': tensor parallel size {fixed} is fixed, but it must divide the {per_node} GPUs of a node and "
+            f"{', '.join(map(str, widths))}; choose from {', '.join(map(str, sizes))}"
         )
     return (fixed,) if fixed is not None else tuple(size for size in sizes if size <= request.num_gpus)
 
@@ -62,12 +57,9 @@ def context_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ..
     if fixed is not None:
         return (fixed,)
     average = request.default_micro_batch_size * request.loads.mean[unit][0]
-    most = min(
-        request.most_context_parallel,
-        request.num_gpus,
-        int(max(average, request.loads.of_samples[unit][:, 0].max()) / request.least_share_tokens),
-        int(average / BLOCK_SIZE),
-    )
+    largest = max(average, request.loads.of_samples[unit][:, 0].max())
+    shares = int(largest / request.least_share_tokens), int(average / BLOCK_SIZE)
+    most = min(request.most_context_parallel, request.num_gpus, *shares)
     described = request.graph.unit(unit)
     longest = 0 if described.is_causal else request.loads.longest_items.get(unit, 0)
     parts = min(longest / max(1.0, average), longest / LEAST_PART_TOKENS, request.most_context_parallel, request.num_gpus)
@@ -135,12 +127,8 @@ def micro_batch_sizes(request: PlanningRequest) -> list[int]:
     """Return the fixed microbatch size, or those that divide the global batch and make no overlong microbatches."""
     if request.micro_batch_size is not None:
         return [request.micro_batch_size]
-    longest = max(loads[0] for loads in request.loads.mean.values())
-    return [
-        size
-        for size in MICRO_BATCH_SIZES
-        if size == 1 or (request.global_batch_size % size == 0 and size * longest <= MOST_MICRO_BATCH_TOKENS)
-    ]
+    batch, longest = request.global_batch_size, max(loads[0] for loads in request.loads.mean.values())
+    return [size for size in MICRO_BATCH_SIZES if size == 1 or (batch % size == 0 and size * longest <= MOST_MICRO_BATCH_TOKENS)]
 
 
 def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int) -> Sequence[int]:

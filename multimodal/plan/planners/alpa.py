@@ -26,9 +26,8 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
     options = {unit.name: list_options(request, unit.name, max_gpus=request.num_gpus - len(units) + 1) for unit in units}
     if all(map(len, options.values())):
         for seconds, rows in sorted(_pipelines(options, request), key=lambda each: each[0]):
-            candidate = Candidate(
-                {unit.name: options[unit.name].layout(row, unit) for unit, row in zip(units, rows, strict=True)}
-            )
+            layouts = {unit.name: options[unit.name].layout(row, unit) for unit, row in zip(units, rows, strict=True)}
+            candidate = Candidate(layouts)
             if candidate.fits(request):
                 return candidate.to_run(request, seconds=seconds)
     raise infeasible(request)

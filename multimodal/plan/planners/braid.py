@@ -11,24 +11,10 @@ from multimodal.balance import Placement
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
+from multimodal.plan.planners.search import run_variants
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe
-from multimodal.plan.planners.search.run_variants import (
-    Form,
-    Placed,
-    climb,
-    first_balances,
-    fitting_schedules,
-    formed,
-    neighbours,
-    other_balances,
-    other_partitions,
-    other_passes,
-    other_schedules,
-    other_sizes,
-    overlapped,
-    placements,
-)
+from multimodal.plan.planners.search.run_variants import Form, Placed, formed
 from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING, Fidelity
 from multimodal.plan.planners.search.trials import Trials, judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
@@ -88,7 +74,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
         search.rank_others(others)
         search.vary_best()
     except KeyboardInterrupt:
-        if not search.best(1):
+        if not search.trials.expected():
             raise
         search.is_interrupted = True
     best = search.choose()
@@ -122,10 +108,10 @@ class PlanSearch:
         """Simulate the most promising layouts quickly while the budget lasts, and the best of them more closely."""
         for scale in MEMORY_SCALES:
             self._look_at_layouts(self.request.changed(memory_scale=scale * self.request.memory_scale))
-            if self.best(1):
+            if self.trials.expected():
                 break
         for each in self.trials.expected()[:NUM_OVERLAPPED]:
-            for variant in overlapped(each.run, self.request):
+            for variant in run_variants.overlapped(each.run, self.request):
                 self._glance(variant)
         for _ in range(NUM_RANKED):
             waiting = (each for each in self.trials.expected() if (each.run.key, RANKING) not in self.trials.found)
@@ -150,24 +136,19 @@ class PlanSearch:
         self.num_estimated += sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
+        least: dict[str, float] = {}
         forms: dict[Placed, Form] = {}
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
+
+        def expected(index: int) -> float:
+            layout = kinds[index][position[index]]
+            ratio = fmean(ratios[index]) if index in ratios else least.get(layout.form.placement, 1.0)
+            return penalties[index] * layout.seconds * ratio
+
         while position and trials.left(LAYOUTS_UNTIL) > 0:
-            least = {
-                placement: min(
-                    (min(ratios[index]) for index in ratios if kinds[index][0].form.placement == placement), default=1.0
-                )
-                for placement in {kind[0].form.placement for kind in kinds}
-            }
-            expected = {
-                index: penalties[index]
-                * kinds[index][place].seconds
-                * (fmean(ratios[index]) if index in ratios else least[kinds[index][place].form.placement])
-                for index, place in position.items()
-            }
-            index = min(position, key=lambda each: (expected[each], each))
-            if expected[index] > FAR * best:
+            index = min(position, key=expected)
+            if expected(index) > FAR * best:
                 break
             layout, found = kinds[index][position[index]], None
             run = layout.to_run()
@@ -182,7 +163,9 @@ class PlanSearch:
                     trials.try_run(found.run, RANKING)
                 seconds *= trials.corrections().get(placed, 1.0)
                 best = min(best, seconds)
-                ratios.setdefault(index, []).append(seconds / layout.seconds)
+                ratio, placement = seconds / layout.seconds, layout.form.placement
+                ratios.setdefault(index, []).append(ratio)
+                least[placement] = min(least.get(placement, math.inf), ratio)
             else:
                 penalties[index] *= PENALTY
             position[index] += 1
@@ -202,13 +185,14 @@ class PlanSearch:
         Rows say which suit: if units share ranks and have equally many replicas, a sample's items can stay with it, and ranks
         only meet at the end of the step; otherwise units are balanced separately and run in phases, so that they rarely meet.
         """
-        for placement in placements(run, self.request):
-            balances = first_balances(placement, self.request)
+        for placement in run_variants.placements(run, self.request):
+            balances = run_variants.first_balances(placement, self.request)
             if placement is Placement.PHASES:
                 yield from ((self._phased(run, balance), balance) for balance in balances)
                 continue
             is_apart = placement is Placement.OWN_RANKS
-            first = [name for name, row in fitting_schedules(run, self.request) if is_apart and row.is_tried_first]
+            fitting = run_variants.fitting_schedules(run, self.request)
+            first = [name for name, row in fitting if is_apart and row.is_tried_first]
             yield from ((schedule, balance) for balance in balances for schedule in (*first, run.schedule))
 
     def _phased(self, run: PlannedRun, balance: str) -> str:
@@ -237,8 +221,8 @@ class PlanSearch:
         while (chosen := self.next_to_vary()) is not None:
             run = chosen
             self.trials.try_run(run, RANKING)
-            forms = (overlapped, other_sizes, other_balances, other_schedules)
-            for kind in (*forms, self._other_layouts, other_passes, other_partitions):
+            forms = run_variants.overlapped, run_variants.other_sizes, run_variants.other_balances, run_variants.other_schedules
+            for kind in (*forms, self._other_layouts, run_variants.other_passes, run_variants.other_partitions):
                 glances = []
                 for variant in kind(run, self.request):
                     if trials.spent_seconds > until:
@@ -250,7 +234,7 @@ class PlanSearch:
 
     def next_to_vary(self) -> PlannedRun | None:
         """Return the best run of a kind of plan without varied runs, if it is close to the best run; else one of the best."""
-        best = self.best(len(self.trials.found))
+        best = self.trials.expected()
         waiting = [each.run for each in best[:NUM_FINALISTS] if each.run.key not in self.varied]
         close = (each.run for each in best if each.prediction.iteration_seconds <= CLOSE * best[0].prediction.iteration_seconds)
         others = (run for run in close if self.trials.placed(run) not in self.varied.values())
@@ -258,7 +242,7 @@ class PlanSearch:
 
     def _other_layouts(self, run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
         """Yield the best runs of other plans with the schedule and balancer of the best run, which a variant may have found."""
-        best = next(iter(self.best(1)), None)
+        best = next(iter(self.trials.expected()), None)
         if best is None or best.run.plan != run.plan:
             return
         form = best.run.schedule, best.run.balance
@@ -287,13 +271,9 @@ class PlanSearch:
         found = min(filter(None, closer), key=lambda each: each.key, default=None)
         return found if found and (ranked is None or found.key < ranked.key) else None
 
-    def best(self, count: int) -> list[PredictedRun]:
-        """Return the best simulated runs by their expected seconds."""
-        return self.trials.expected()[:count]
-
     def second(self, best: PlannedRun) -> PlannedRun | None:
         """Return the best run of another plan for the same processes, whose weights lie alike, so that a run can change to it."""
-        others = (each.run for each in self.best(len(self.trials.found)) if each.run.plan != best.plan)
+        others = (each.run for each in self.trials.expected() if each.run.plan != best.plan)
         alike = (best.num_gpus, best.sharding, best.transformer_impl)
         return next((run for run in others if (run.num_gpus, run.sharding, run.transformer_impl) == alike), None)
 
@@ -329,7 +309,8 @@ class PlanSearch:
             is_near = near is not None and near.prediction.iteration_seconds <= enough
             return self.trials.try_run(run, FINAL) if is_near else None
 
-        settled, self.num_neighbours = climb(best, near=partial(neighbours, request=self.request), judge=judge)
+        near = partial(run_variants.neighbours, request=self.request)
+        settled, self.num_neighbours = run_variants.climb(best, near=near, judge=judge)
         return settled
 
     def _least_seconds(self, fidelity: Fidelity) -> float:
@@ -354,7 +335,7 @@ class PlanSearch:
 
     def _judge_next(self) -> bool:
         """Judge the search's best run that has not been judged; False if none is left that may be better than the best judged."""
-        waiting = (each for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
+        waiting = (each for each in self.trials.expected() if each.run.key not in self.judged)
         found = min(waiting, key=lambda each: self.trials.found.get((each.run.key, RANKING)) is None, default=None)
         if found is None or found.prediction.iteration_seconds > CLOSE * self._least_seconds(FINAL):
             return False

@@ -80,9 +80,8 @@ def objective_seconds(
     """
     data, slowest, chain = llm
     count = problem.num_microbatches / data
-    return np.asarray(
-        chain / problem.virtual_stages + data * chain_seconds + (count - 1) * np.maximum(slowest, data * stage_seconds)
-    )
+    steady = (count - 1) * np.maximum(slowest, data * stage_seconds)
+    return np.asarray(chain / problem.virtual_stages + data * chain_seconds + steady)
 
 
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
@@ -150,12 +149,8 @@ def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> Al
     merged = merged.take((merged.behind <= llm.in_flight_downstream[row]) & (merged.in_flight >= in_flight + merged.behind))
     if not len(merged.gpus):
         return None
-    seconds = objective_seconds(
-        problem,
-        llm=(float(llm.data[row]), float(llm.stage_seconds[row]), float(llm.chain_seconds[row])),
-        stage_seconds=merged.stage_seconds,
-        chain_seconds=merged.chain_seconds,
-    )
+    of_llm = float(llm.data[row]), float(llm.stage_seconds[row]), float(llm.chain_seconds[row])
+    seconds = objective_seconds(problem, llm=of_llm, stage_seconds=merged.stage_seconds, chain_seconds=merged.chain_seconds)
     index = int(np.lexsort((merged.gpus, seconds))[0])
     rows = dict(zip(problem.others, merged.rows[index].tolist(), strict=True))
     return AllocationChoice(float(seconds[index]), row, rows)
@@ -242,13 +237,9 @@ def _fill_sooner(
         if options.data[own] <= llm.data[row]:
             continue
         others = sum(int(problem.others[other].gpus[each]) for other, each in choice.other_rows.items() if other != name)
-        in_flight = options.data * options.pipeline
-        is_possible = (options.gpus <= problem.num_gpus - int(llm.gpus[row]) - others) & (
-            options.in_flight_downstream >= options.in_flight_downstream[own]
-            if name in problem.upstream
-            else in_flight <= in_flight[own]
-        )
-        rows = np.flatnonzero(is_possible)
+        # At least as much in flight downstream of an encoder as before; in a generator, at most as much.
+        most = options.in_flight_downstream if name in problem.upstream else -options.data * options.pipeline
+        rows = np.flatnonzero((options.gpus <= problem.num_gpus - int(llm.gpus[row]) - others) & (most >= most[own]))
         chosen = options.take(rows)
         kept = rows[pareto_rows(chosen.gpus, chosen.stage_seconds / chosen.data, chosen.chain_seconds)]
         changed = (replace(choice, other_rows={**choice.other_rows, name: each}) for each in kept.tolist())
@@ -274,11 +265,5 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
     llm = options.pop(backbone)
     most_stages = request.graph.backbone.num_inner_layers // virtual_stages
     can_interleave = (llm.pipeline <= most_stages) & ((llm.pipeline > 1) | (virtual_stages == 1))
-    return AllocationProblem(
-        llm=llm.take(can_interleave),
-        others=options,
-        upstream=frozenset(unit.name for unit in request.graph.encoders),
-        num_gpus=request.num_gpus,
-        num_microbatches=request.num_microbatches,
-        virtual_stages=virtual_stages,
-    )
+    encoders, count = frozenset(unit.name for unit in request.graph.encoders), request.num_microbatches
+    return AllocationProblem(llm.take(can_interleave), options, encoders, request.num_gpus, count, virtual_stages)

@@ -22,13 +22,10 @@ def without_idle_units(request: PlanningRequest) -> PlanningRequest:
     idle = request.loads.idle_units
     if not idle:
         return request
-    graph = replace(
-        request.graph,
-        units=tuple(unit for unit in request.graph.units if unit.name not in idle),
-        edges=tuple(edge for edge in request.graph.edges if idle.isdisjoint(edge)),
-    )
+    units = tuple(unit for unit in request.graph.units if unit.name not in idle)
+    edges = tuple(edge for edge in request.graph.edges if idle.isdisjoint(edge))
     fixed = {name: sizes for name, sizes in request.fixed_sizes.items() if name not in idle}
-    return replace(request, graph=graph, fixed_sizes=fixed)
+    return replace(request, graph=replace(request.graph, units=units, edges=edges), fixed_sizes=fixed)
 
 
 def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:

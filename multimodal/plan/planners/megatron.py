@@ -4,12 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice, product
 
-from multimodal.plan.planners.allowed_sizes import (
-    data_parallel_sizes,
-    pipeline_parallel_sizes,
-    shared_data_parallel_sizes,
-    shared_stage_sizes,
-)
+from multimodal.plan.planners import allowed_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
 from multimodal.plan.planners.estimate.grid import cut_grid, list_shapes
 from multimodal.plan.planners.estimate.step_estimate import choose_near, choose_run
@@ -38,14 +33,15 @@ def _megatron_grids(request: PlanningRequest, *, replicates: bool) -> Iterator[C
     graph, backbone = request.graph, request.graph.backbone.name
     tensor_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).tensor_parallel_size]
     data_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).data_parallel_size]
-    sizes = shared_stage_sizes(request, [backbone] if replicates else tensor_sharing, context_of=graph.unit_names)
+    alike = [backbone] if replicates else tensor_sharing
+    sizes = allowed_sizes.shared_stage_sizes(request, alike, context_of=graph.unit_names)
 
     def is_even(layouts: Mapping[str, UnitLayout]) -> bool:  # every replica gets equally many microbatches
-        return all(each.data_parallel_size in data_parallel_sizes(request, unit) for unit, each in layouts.items())
+        return all(each.data_parallel_size in allowed_sizes.data_parallel_sizes(request, unit) for unit, each in layouts.items())
 
-    data_sizes = shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
+    data_sizes = allowed_sizes.shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
     for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
-        for pipeline in pipeline_parallel_sizes(request, backbone):
+        for pipeline in allowed_sizes.pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_on_grid, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
             llm_gpus = size.tensor * size.context * pipeline
             largest_first = [data for data in reversed(data_sizes) if data * llm_gpus <= request.num_gpus]
@@ -80,11 +76,8 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     nothing fits.
     """
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
-    grids = (
-        cut_grid(request, shape, virtual_stages=virtual_stages)
-        for shape, virtual_stages in product(list_shapes(request), (fixed,) if fixed else _VIRTUAL_STAGES)
-        if shape.can_hold(virtual_stages)
-    )
+    pairs = product(list_shapes(request), (fixed,) if fixed else _VIRTUAL_STAGES)
+    grids = (cut_grid(request, shape, virtual_stages=number) for shape, number in pairs if shape.can_hold(number))
     grid, seconds = choose_near(request, grids, seconds=lambda request, grid: grid.seconds(request))[0]
     return grid.to_run(request, seconds=seconds)
 
@@ -99,8 +92,8 @@ def plan_fsdp(request: PlanningRequest) -> PlannedRun:
         sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_stages
         if any(size not in (None, 1) for size in sizes):
             raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
-    data_sizes, candidates = shared_data_parallel_sizes(asked, names), list[Candidate]()
-    for context in (size.context for size in shared_stage_sizes(asked, names) if size.tensor == 1):
+    data_sizes, candidates = allowed_sizes.shared_data_parallel_sizes(asked, names), list[Candidate]()
+    for context in (size.context for size in allowed_sizes.shared_stage_sizes(asked, names) if size.tensor == 1):
         layouts = {unit.name: even_layout(unit, 1, 1, 1, context=context) for unit in request.graph.units}
         candidates += with_replicas(asked, layouts, data_sizes, groups=(names,))
     return choose_run(asked, candidates)

@@ -7,13 +7,7 @@ from functools import partial
 from itertools import product
 
 from multimodal.balance.encoder_pipelines import keep_beside_llm
-from multimodal.plan.planners.allowed_sizes import (
-    data_parallel_sizes,
-    largest_fitting,
-    pipeline_parallel_sizes,
-    stage_sizes,
-    tensor_parallel_sizes,
-)
+from multimodal.plan.planners import allowed_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, even_layout, layer_times, stage_times
@@ -112,13 +106,14 @@ class _Search:
         # Of each rank if all encoders are spread over all ranks, at the sizes that wait least.
         encoding_seconds = 0.0
         for unit in (unit.name for unit in self.graph.encoders):
-            sizes = tensor_parallel_sizes(request, unit)
+            sizes = allowed_sizes.tensor_parallel_sizes(request, unit)
             encoding_seconds += min(size * sum(layer_times(request, unit, StageSize(size)).total) for size in sizes)
         encoding_seconds *= request.num_microbatches
-        data_sizes = data_parallel_sizes(request, backbone.name)
-        for size, pipeline in product(stage_sizes(request, backbone.name), pipeline_parallel_sizes(request, backbone.name)):
+        data_sizes = allowed_sizes.data_parallel_sizes(request, backbone.name)
+        sizes_of_stages = allowed_sizes.stage_sizes(request, backbone.name)
+        for size, pipeline in product(sizes_of_stages, allowed_sizes.pipeline_parallel_sizes(request, backbone.name)):
             ranks = size.tensor * size.context * pipeline
-            for data in largest_fitting(data_sizes, gpus_per_replica=ranks, num_gpus=request.num_gpus):
+            for data in allowed_sizes.largest_fitting(data_sizes, gpus_per_replica=ranks, num_gpus=request.num_gpus):
                 for virtual in self._virtual_stages(pipeline):
                     layouts = {unit.name: self._cut(unit, size, data, pipeline, virtual) for unit in following}
                     whole = {name: layout for name, layout in layouts.items() if layout is not None}
@@ -198,7 +193,8 @@ class _Search:
         """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, those with few stages first (4.5)."""
         request, fixed = self.request, self.request.fixed(unit.name)
         context = fixed.context_parallel_size or 1
-        for pipeline, tensor in product(pipeline_parallel_sizes(request, unit.name), tensor_parallel_sizes(request, unit.name)):
+        pipelines = allowed_sizes.pipeline_parallel_sizes(request, unit.name)
+        for pipeline, tensor in product(pipelines, allowed_sizes.tensor_parallel_sizes(request, unit.name)):
             divides = llm.pipeline_parallel_size % pipeline == 0 and llm.ranks_per_stage % (tensor * context) == 0
             data = llm.num_ranks // (tensor * context * pipeline)
             if divides and fixed.data_parallel_size in (None, data):

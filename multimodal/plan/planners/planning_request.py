@@ -28,16 +28,11 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import LengthBatch, SampleLengths, draw_length_batches
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Microbatch sizes that a planner may choose from if the user leaves the size open."""
-MOST_MICRO_BATCH_TOKENS = 32_768
-"""Most average tokens of a unit for microbatches of several samples; beyond, efficiency no longer improves."""
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 """Context parallel sizes that a planner may choose from if sequences are long."""
 BLOCK_SIZE = 128
 """Default number of tokens that are dealt to context parallel ranks at a time."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
-LEAST_PART_TOKENS = 8 * BLOCK_SIZE
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 SEED = 0
@@ -82,11 +77,8 @@ class DataLoads:
     @cached_property
     def of_samples(self) -> Mapping[str, NDArray[np.float64]]:
         """Unit -> [num_samples, 4]: the load of each sample, with the columns of `UnitLoad`."""
-        width = len(UnitLoad._fields)
-        return {
-            unit.name: np.array([sample_load(unit, sample) for sample in self.lengths], dtype=np.float64).reshape(-1, width)
-            for unit in self.graph.units
-        }
+        rows = {unit.name: [sample_load(unit, sample) for sample in self.lengths] for unit in self.graph.units}
+        return {unit: np.array(loads, np.float64).reshape(-1, len(UnitLoad._fields)) for unit, loads in rows.items()}
 
     @cached_property
     def vary(self) -> bool:
@@ -298,10 +290,8 @@ class PlanningRequest:
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
         """Passes of every planned run: they hide collectives over replicas, unless these share weights, which hides them."""
-        has_copies = any(
-            unit.data_parallel_size * unit.context_parallel_size > 1 and unit_is_trainable(self.graph, name)
-            for name, unit in plan.units.items()
-        )
+        trained = (unit for name, unit in plan.units.items() if unit_is_trainable(self.graph, name))
+        has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in trained)
         if not has_copies or self.zero_stage == 3:
             return ()
         zero_stage = self.zero_stage if plan.has_alike_copies else 0
@@ -327,12 +317,11 @@ class PlanningRequest:
         """Unit -> the number of trained weights in all layers before each one, and in all layers."""
         sums = {}
         for unit in self.graph.units:
-            weights = {
-                kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_trained_weights
-                if self.backward_need(unit.name, kind).trains_weights
-                else 0
-                for kind in dict.fromkeys(unit.layers)
-            }
+            weights = dict[str, int]()
+            for kind in dict.fromkeys(unit.layers):
+                layer = describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size)
+                is_trained = self.backward_need(unit.name, kind).trains_weights
+                weights[kind] = layer.num_trained_weights if is_trained else 0
             sums[unit.name] = tuple(accumulate(map(weights.__getitem__, unit.layers), initial=0))
         return sums
 

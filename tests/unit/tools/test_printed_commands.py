@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from benchmarks.baselines import COMPARED
+from benchmarks.baselines import COMPARED, WITHOUT_FED_ENCODERS
 from megatron.runtime.flags import flag_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.data.length_table import write_length_table
@@ -66,9 +66,8 @@ class Asked(NamedTuple):
 def draw(seed: int) -> Asked:
     choose = random.Random(seed)
     planner = list(COMPARED)[seed % len(COMPARED)]
-    model = choose.choice(
-        [name for name, graph in MODELS.items() if COMPARED[planner].takes_fed_encoders or not fed_encoders(graph)]
-    )
+    takes_fed = planner not in WITHOUT_FED_ENCODERS
+    model = choose.choice([name for name, graph in MODELS.items() if takes_fed or not fed_encoders(graph)])
     others = [name for name in MODELS[model].unit_names if name not in ("llm", *fed_encoders(MODELS[model]))]
     idle = frozenset(name for name in others if choose.random() < 0.4)
     options = f"{choose.choice(OPTIONS)} {choose.choice(SIZES) if planner != 'fsdp' else ''}"

@@ -114,9 +114,8 @@ class Candidate:
         """Return True if the estimated peak under a schedule, by default the candidate's, is within the planned memory."""
         peaks, working = {}, {}
         for unit, layout in self.layouts.items():
-            samples = [
-                self.samples_in_flight(request, unit, stage, schedule=schedule) for stage in range(layout.pipeline_parallel_size)
-            ]
+            stages = range(layout.pipeline_parallel_size)
+            samples = [self.samples_in_flight(request, unit, stage, schedule=schedule) for stage in stages]
             peaks[unit] = max(stage_bytes(request, unit, layout, stage, num_samples=each) for stage, each in enumerate(samples))
             working[unit] = working_bytes(request, unit, layout.stage_size)
         return all(

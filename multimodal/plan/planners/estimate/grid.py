@@ -2,19 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.estimate import step_estimate
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
-from multimodal.plan.planners.estimate.step_estimate import (
-    exposed_reduction_seconds,
-    heaviest_seconds,
-    reduction_seconds,
-    slowdown,
-)
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.plans_of_sizes import place_stages
@@ -101,10 +97,12 @@ class Grid(Candidate):
         count, slowest, through_all = self.num_microbatches(request), max(self.stage_seconds), sum(self.stage_seconds)
         ends = (through_all - slowest) / self.virtual_stages
         if not has_spread:
-            return ends + count * slowest + max(reduction_seconds(request, *each) for each in self.layouts.items())
-        waits = slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
-        heaviest = max(heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
-        exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in self.layouts.items())
+            reducing = max(step_estimate.reduction_seconds(request, *each) for each in self.layouts.items())
+            return ends + count * slowest + reducing
+        waits = step_estimate.slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
+        heaviest = max(step_estimate.heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
+        exposed_seconds = partial(step_estimate.exposed_reduction_seconds, request, stage_seconds=slowest)
+        exposed = max(exposed_seconds(*each) for each in self.layouts.items())
         return max(ends + count * slowest * waits, heaviest, through_all) + exposed
 
     def fits(self, request: PlanningRequest, *, schedule: str | None = None) -> bool:

@@ -6,6 +6,7 @@ three standard deviations more than the mean, but no sample more than the heavie
 
 import math
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from multimodal.balance.algorithms.post_balance import partition_longest_first
 from multimodal.cost.layers.collectives import LAYERS_AHEAD, held_key_bytes
-from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
+from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Implementation
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import layer_static_bytes
@@ -64,14 +65,9 @@ class LayerMemory(NamedTuple):
             (trained / self.num_sharers, True, self.num_sharers),
             ((self.num_shared - trained) / self.num_sharers, False, self.num_sharers),
         )
+        bytes_of = partial(layer_static_bytes, zero_stage=self.zero_stage, bytes_per_element=self.bytes_per_element)
         return sum(
-            layer_static_bytes(
-                num_weights,
-                is_trained=is_trained,
-                data_parallel_size=max(1, data_parallel_size // num_sharers),
-                zero_stage=self.zero_stage,
-                bytes_per_element=self.bytes_per_element,
-            )
+            bytes_of(num_weights, is_trained=is_trained, data_parallel_size=max(1, data_parallel_size // num_sharers))
             for num_weights, is_trained, num_sharers in shares
         )
 
@@ -148,19 +144,9 @@ def layer_memory(request: PlanningRequest, unit: str, kind: str, *, is_recompute
     described, need = request.graph.unit(unit), request.backward_need(unit, kind)
     load = UnitLoad(*map(math.ceil, request.loads.mean[unit]))
     layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
-    case = ActivationCase(
-        need,
-        request.cluster.bytes_per_element,
-        "local" if described.needs_local_layers else request.implementation(plain_schedule()),
-        request.recompute if is_recomputed else None,
-    )
-    return LayerMemory(
-        layer.num_held_weights,
-        layer.num_trained_weights if need.trains_weights else 0,
-        layer.num_expert_weights,
-        request.experts_of(unit),
-        layer.activation_bytes(load, case),
-        layer.activation_bytes(load, case._replace(is_spread=True)),
-        request.cluster.bytes_per_element,
-        request.zero_stage,
-    )
+    layers: Implementation = "local" if described.needs_local_layers else request.implementation(plain_schedule())
+    case = ActivationCase(need, request.cluster.bytes_per_element, layers, request.recompute if is_recomputed else None)
+    num_trained = layer.num_trained_weights if need.trains_weights else 0
+    shared = layer.num_expert_weights, request.experts_of(unit)
+    kept = layer.activation_bytes(load, case), layer.activation_bytes(load, case._replace(is_spread=True))
+    return LayerMemory(layer.num_held_weights, num_trained, *shared, *kept, case.bytes_per_element, request.zero_stage)

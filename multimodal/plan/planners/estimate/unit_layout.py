@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
@@ -67,13 +68,8 @@ def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_sta
 
 def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
     """Lay one unit out on consecutive ranks (`place_stages`)."""
-    return place_stages(
-        dict(enumerate(layout.stages)),
-        tensor=layout.tensor_parallel_size,
-        context=layout.context_parallel_size,
-        data=layout.data_parallel_size,
-        first_rank=first_rank,
-    )
+    (tensor, context), data = layout.stage_size, layout.data_parallel_size
+    return place_stages(dict(enumerate(layout.stages)), tensor=tensor, context=context, data=data, first_rank=first_rank)
 
 
 class LayerTimes(NamedTuple):
@@ -99,18 +95,11 @@ def layer_times(request: PlanningRequest, unit: str, size: StageSize) -> LayerTi
 
 def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> dict[str, tuple[float, float]]:
     """Return kind of layer -> seconds of its forward and backward; layers of one kind in a unit are alike."""
-    seconds = {}
-    num_ranks = size.tensor * size.context
+    seconds, num_ranks = {}, size.tensor * size.context
+    expert_ranks = tuple(range(0, num_ranks * request.experts_of(unit), num_ranks))
+    seconds_of = partial(request.layer_costs.seconds, unit, recompute=request.recompute, expert_ranks=expert_ranks)
     for kind in dict.fromkeys(request.graph.unit(unit).layers):
-        one = request.layer_costs.seconds(
-            unit,
-            kind,
-            load,
-            tensor_parallel_size=size.tensor,
-            context_parallel_size=size.context,
-            recompute=request.recompute,
-            expert_ranks=tuple(range(0, num_ranks * request.experts_of(unit), num_ranks)),
-        )
+        one = seconds_of(kind, load, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
         seconds[kind] = one.forward, one.backward(kind, request.backward_need(unit, kind))
     return seconds
 

@@ -54,11 +54,8 @@ def list_options(request: PlanningRequest, unit: str, *, max_gpus: int) -> UnitO
     """
     axes = np.array(data_parallel_sizes(request, unit)), np.array(pipeline_parallel_sizes(request, unit))
     data, pipeline = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
-    columns = [
-        _of_stage_size(request, unit, size, data, pipeline)
-        for size in stage_sizes(request, unit)
-        if size.tensor * size.context <= max_gpus or size.context == 1
-    ]
+    sizes = [size for size in stage_sizes(request, unit) if size.tensor * size.context <= max_gpus or size.context == 1]
+    columns = [_of_stage_size(request, unit, size, data, pipeline) for size in sizes]
     merged = UnitOptions(*map(np.concatenate, zip(*(vars(part).values() for part in columns), strict=True)))
     return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))
 
@@ -75,16 +72,9 @@ def _of_stage_size(request: PlanningRequest, unit: str, size: StageSize, data: I
     one, allows = np.ones_like(pipeline), partial(_in_flight_downstream, request, unit, size, data)
     of_ends = np.minimum(allows((kinds[0],), most, pipeline), allows((kinds[-1],), least, one))
     allowed = np.where(pipeline == 1, allows((kinds[0], kinds[-1]), most, one), of_ends)
-    return UnitOptions(
-        size.tensor * one,
-        size.context * one,
-        data,
-        pipeline,
-        size.tensor * size.context * data * pipeline,
-        slowest,
-        np.full(len(slowest), sum(seconds)),
-        np.where(allowed >= 0, allowed, -1.0),
-    )
+    tensor, context, chain = size.tensor * one, size.context * one, np.full(len(slowest), sum(seconds))
+    gpus, in_flight = tensor * context * data * pipeline, np.where(allowed >= 0, allowed, -1.0)
+    return UnitOptions(tensor, context, data, pipeline, gpus, slowest, chain, in_flight)
 
 
 def _in_flight_downstream(

@@ -11,17 +11,10 @@ import numpy as np
 from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.partition_layers import Range
+from multimodal.plan.planners.estimate import step_estimate
 from multimodal.plan.planners.estimate.grid import Grid, GridShape, build_grid, chain_pieces, cut_grid, list_shapes
 from multimodal.plan.planners.estimate.memory_estimate import heaviest_share, heavy_count, range_bytes, working_bytes
-from multimodal.plan.planners.estimate.step_estimate import (
-    ChainRange,
-    chain_seconds,
-    chunks_in_flight,
-    heaviest_seconds,
-    num_nodes,
-    replicas_seconds,
-    slowdown,
-)
+from multimodal.plan.planners.estimate.step_estimate import ChainRange
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 
@@ -100,7 +93,7 @@ def _move_cuts(request: PlanningRequest, scored: ScoredGrid) -> ScoredGrid:
     draw, (best, grid) = Random(SEED), scored
     pieces, shape = chain_pieces(request, grid.shape.size), grid.shape
     cuts, count = [0, *accumulate(map(len, grid.ranges))], grid.num_microbatches(request)
-    nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
+    nodes = step_estimate.num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
     for _ in range(min(NUM_MOVES, MOST_NODES // nodes) if len(cuts) > 2 else 0):
         first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
         end = min(len(cuts) - 1, first + 1 + int(draw.expovariate(1 / MEAN_MOVED)))
@@ -131,11 +124,10 @@ def grid_estimate(request: PlanningRequest, grid: Grid) -> float:
         if key not in known:
             known[key] = _chain_range(request, grid, position)
         ranges.append(known[key])
-    count = grid.num_microbatches(request)
-    seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
-    chunks = grid.virtual_stages
-    waits = slowdown(request, grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
-    return max(seconds * waits, *(heaviest_seconds(request, unit, grid.shape.size) for unit in grid.layouts))
+    count, lanes, chunks = grid.num_microbatches(request), grid.num_stages, grid.virtual_stages
+    seconds = step_estimate.chain_seconds(ranges, num_lanes=lanes, num_microbatches=count)
+    waits = step_estimate.slowdown(request, grid.layouts, num_stages=lanes, num_microbatches=count, num_chunks=chunks)
+    return max(seconds * waits, *(step_estimate.heaviest_seconds(request, unit, grid.shape.size) for unit in grid.layouts))
 
 
 @memoized
@@ -157,7 +149,7 @@ def fits(request: PlanningRequest, grid: Grid) -> bool:
 
 def _lane_bytes(request: PlanningRequest, grid: Grid, lane: int) -> float:
     held, count = grid.ranges[lane :: grid.num_stages], grid.num_microbatches(request)
-    states = chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
+    states = step_estimate.chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
     most, size = int(states.max()), request.default_micro_batch_size
     # A few samples may be heavier on average than many.
     heavy = {
@@ -182,12 +174,8 @@ def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRa
     first_rank = position % grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
     before = request.trained_weights
     weights = [before[unit][end] - before[unit][first] for unit, (first, end), *_ in pieces]
-    cost = partial(replicas_seconds, request, layout=layout, first_rank=first_rank)
+    cost = partial(step_estimate.replicas_seconds, request, layout=layout, first_rank=first_rank)
     forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_seconds", "backward_seconds"))
-    reducing = cost(GRADIENT_BYTES * sum(weights))
-    return ChainRange(
-        forward,
-        backward,
-        cost(request.cluster.bytes_per_element * sum(weights)),
-        max(cost(GRADIENT_BYTES * weights[0]), reducing - backward),
-    )
+    gathering = cost(request.cluster.bytes_per_element * sum(weights))
+    reducing = max(cost(GRADIENT_BYTES * weights[0]), cost(GRADIENT_BYTES * sum(weights)) - backward)
+    return ChainRange(forward, backward, gathering, reducing)

@@ -117,17 +117,11 @@ def _disaggregated(request: PlanningRequest, problem: AllocationProblem) -> list
     scored = []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = build_candidate(request, problem, choice)
-        layouts = {
-            name: balanced_layout(
-                request,
-                request.graph.unit(name),
-                layout.stage_size,
-                data=layout.data_parallel_size,
-                num_stages=layout.pipeline_parallel_size,
-                virtual_stages=layout.virtual_stages,
-            )
-            for name, layout in even.layouts.items()
-        }
+        layouts = {}
+        for name, old in even.layouts.items():
+            stages = {"num_stages": old.pipeline_parallel_size, "virtual_stages": old.virtual_stages}
+            unit, data = request.graph.unit(name), old.data_parallel_size
+            layouts[name] = balanced_layout(request, unit, old.stage_size, data=data, **stages)
         balanced = replace(even, layouts=layouts)
         if chosen := next((each for each in (balanced, even) if each.fits(request)), None):
             scored.append((chosen, estimate_seconds(request, chosen, has_spread=True)))

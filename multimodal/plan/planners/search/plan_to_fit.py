@@ -58,9 +58,8 @@ def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
     """Yield the request with increasing concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
     spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
-    differs = any(
-        context_parallel_sizes(spread, unit) != context_parallel_sizes(request, unit) for unit in request.graph.unit_names
-    )
+    units = request.graph.unit_names
+    differs = any(context_parallel_sizes(spread, unit) != context_parallel_sizes(request, unit) for unit in units)
     for given, recompute in product((request, spread) if differs else (request,), recomputes):
         yield given.changed(recompute=recompute)
 

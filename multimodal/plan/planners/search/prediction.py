@@ -168,16 +168,12 @@ def _of_batch(
     bubbles = {kind: continued(each, smaller.bubble_seconds[kind]) for kind, each in larger.bubble_seconds.items()}
     idle = sum(each for kind, each in bubbles.items() if kind not in PART_OF_IDEAL)
     scale = max(0.0, seconds - ideal) / idle if idle > 0 else 0.0  # corrections of the slope count as waiting
-    return _Step(
-        seconds,
-        ideal,
-        continued(larger.floor_seconds, smaller.floor_seconds),
-        min(seconds, continued(larger.busiest_seconds, smaller.busiest_seconds)),
-        continued(larger.peak_seconds, smaller.peak_seconds),
-        float(_num_tokens(lengths)),
-        {kind: each if kind in PART_OF_IDEAL else scale * each for kind, each in bubbles.items()},
-        larger.peak_memory_bytes + round(weight * max(0, larger.peak_memory_bytes - smaller.peak_memory_bytes) * keeps_all),
-    )
+    bubbles = {kind: each if kind in PART_OF_IDEAL else scale * each for kind, each in bubbles.items()}
+    floor, peak = continued(larger.floor_seconds, smaller.floor_seconds), continued(larger.peak_seconds, smaller.peak_seconds)
+    busiest = min(seconds, continued(larger.busiest_seconds, smaller.busiest_seconds))
+    growth = max(0, larger.peak_memory_bytes - smaller.peak_memory_bytes) * keeps_all
+    num_bytes = larger.peak_memory_bytes + round(weight * growth)
+    return _Step(seconds, ideal, floor, busiest, peak, float(_num_tokens(lengths)), bubbles, num_bytes)
 
 
 def _like(lengths: Sequence[SampleLengths], count: int) -> list[SampleLengths]:
@@ -237,17 +233,10 @@ def _simulate(
     if run.recompute is not None and is_checked:
         plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
         floor_seconds = float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean())
-    seconds = found.iteration_seconds
-    return _Step(
-        seconds,
-        found.ideal_seconds,
-        floor_seconds,
-        float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0)),
-        found.mfu * seconds,
-        float(_num_tokens(lengths)),
-        {kind: share * seconds for kind, share in found.bubble.items()},
-        found.peak_memory_bytes,
-    )
+    seconds, ideal, tokens = found.iteration_seconds, found.ideal_seconds, float(_num_tokens(lengths))
+    busiest = float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0))
+    bubbles = {kind: share * seconds for kind, share in found.bubble.items()}
+    return _Step(seconds, ideal, floor_seconds, busiest, found.mfu * seconds, tokens, bubbles, found.peak_memory_bytes)
 
 
 def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
@@ -259,12 +248,9 @@ def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
 
 def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     """Return the optimizer's seconds, which the simulation leaves out."""
-    return update_seconds(
-        StageLayers(request.graph, run.plan, request.vocab_size),
-        options=request.run_options(run),
-        cluster=request.cluster,
-        profile=request.profile.step if request.profile is not None else None,
-    )
+    layers, profile = StageLayers(request.graph, run.plan, request.vocab_size), request.profile
+    measured = profile.step if profile is not None else None
+    return update_seconds(layers, options=request.run_options(run), cluster=request.cluster, profile=measured)
 
 
 def _step_costs(

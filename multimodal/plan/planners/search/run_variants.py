@@ -162,13 +162,12 @@ def other_cuts(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun
                     moves.append((seconds[taker[1]] - seconds[giver[1]], bound, left, right))
         for _, bound, left, right in sorted(moves)[:MOST_CUTS]:
             cut = {left[1:]: (left[0][0], bound), right[1:]: (bound, right[0][1])}
+            held = [
+                tuple(cut.get((stage, at), pair) for at, pair in enumerate(each.layer_ranges))
+                for stage, each in enumerate(stages)
+            ]
             replicas = tuple(
-                Replica(
-                    tuple(
-                        replace(held, layer_ranges=tuple(cut.get((stage, at), pair) for at, pair in enumerate(held.layer_ranges)))
-                        for stage, held in enumerate(replica.stages)
-                    )
-                )
+                Replica(tuple(replace(stage, layer_ranges=own) for stage, own in zip(replica.stages, held, strict=True)))
                 for replica in unit.replicas
             )
             yield replace(run, plan=Plan({**run.plan.units, name: replace(unit, replicas=replicas)}))
@@ -275,9 +274,5 @@ def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelin
     of_llm = unit_plan_times(like_run, name, llm)
     turns = turns_of(own.microbatch_shares or (1,) * num_pipelines)
     shares = np.bincount(turns[np.arange(count) % len(turns)], minlength=num_pipelines)
-    return _Pipelines(
-        groups=groups,
-        llm_seconds=tuple(count * max(of_llm[stage] for stage in stages) for stages in groups),
-        microbatch_seconds=max(unit_plan_times(like_run, unit, own)),
-        shares=tuple(shares.tolist()),
-    )
+    llm_seconds = tuple(count * max(of_llm[stage] for stage in stages) for stages in groups)
+    return _Pipelines(groups, llm_seconds, max(unit_plan_times(like_run, unit, own)), tuple(shares.tolist()))

@@ -46,17 +46,12 @@ def plan_instances(
 
 def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
     """Return the run of a set's first instances: 1F1B, passes that cost nothing, a balancer that keeps samples whole."""
-    run = PlannedRun(
-        plan_instances(templates, templates.instances, llm=request.graph.backbone.name),
-        planner=planner,
-        balance=next(
-            name for name, row in BALANCERS.items() if row.keeps_samples_whole and Placement.CHAIN in row.tried_first_on
-        ),
-        micro_batch_size=templates.micro_batch_size,
-        recompute="full" if templates.recompute_granularity == "full" else request.recompute,
-        objective_seconds=templates.step_seconds,
-    )
-    return replace(run, passes=request.passes(run.plan), transformer_impl=request.implementation(run.schedule))
+    whole = (name for name, row in BALANCERS.items() if row.keeps_samples_whole and Placement.CHAIN in row.tried_first_on)
+    plan = plan_instances(templates, templates.instances, llm=request.graph.backbone.name)
+    run = PlannedRun(plan, planner=planner, balance=next(whole), micro_batch_size=templates.micro_batch_size)
+    recompute = "full" if templates.recompute_granularity == "full" else request.recompute
+    run = replace(run, recompute=recompute, objective_seconds=templates.step_seconds)
+    return replace(run, passes=request.passes(plan), transformer_impl=request.implementation(run.schedule))
 
 
 def _ranks(template: PipelineTemplate, first_ranks: Sequence[int]) -> list[tuple[int, ...]]:

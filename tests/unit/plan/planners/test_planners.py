@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.baselines import COMPARED
+from benchmarks.baselines import COMPARED, WITHOUT_FED_ENCODERS
 from benchmarks.baselines.encoders_replicated import repeat_encoders
 from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
@@ -50,8 +50,8 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
     asked = request(GRAPHS[graph], **small)
     if context:
         asked = replace(asked, num_gpus=16, fixed_sizes={"llm": FixedSizes(context_parallel_size=context)})
-    if fed_encoders(asked.graph) and not COMPARED[name].takes_fed_encoders:
-        with pytest.raises(PlanError, match=f"planner '{name}' is for models whose encoders all feed the LLM, but joint takes"):
+    if fed_encoders(asked.graph) and name in WITHOUT_FED_ENCODERS:
+        with pytest.raises(PlanError, match=f"'{name}': it is for models whose encoders all feed the LLM, but joint takes"):
             COMPARED[name](asked)
         return
     run, prediction = plan_to_fit(COMPARED[name], asked)
