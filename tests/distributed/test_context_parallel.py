@@ -69,7 +69,8 @@ def attend_on_rank(case: Case) -> list[NDArray[np.generic]]:
     return [positions.numpy(), *(tensor.numpy() for tensor in found)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.deep(when=lambda num_ranks: num_ranks == 2)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     "case",
     [

@@ -134,12 +134,14 @@ def test_a_bucket_trains_as_its_copy(tmp_path, monkeypatch):
         assert f"{bucket}/1.png does not exist" in done.output
 
 
-def test_a_server_that_fails_ends_all_ranks(tmp_path):
+@pytest.mark.deep(when=lambda bad_sample: bad_sample == "error")
+@pytest.mark.parametrize("bad_sample", ["error", "skip"])
+def test_a_server_that_fails_ends_all_ranks(bad_sample, tmp_path):
     """Whichever rank reads the file; a server that does not answer later on is nothing to leave out."""
     write_working_files(tmp_path)
     with serve_folder(tmp_path / "data") as server:
         flags = {**working_flags(tmp_path), "--data-path": server.address, "--data-cache-path": tmp_path / "kept"}
-        flags |= {"--data-retries": 1, "--bad-sample": "skip", "--num-workers": 1, "--train-iters": 4}
+        flags |= {"--data-retries": 1, "--bad-sample": bad_sample, "--num-workers": 1, "--train-iters": 4}
         server.overloaded = "1.png"
         done = launch(flags, num_ranks=2)
     message = f"{server.address}/1.png: cannot be read, tried 2 times (503"
@@ -193,10 +195,15 @@ def figures_of(
     return found, done.output
 
 
-def test_what_cannot_be_read_counts_nothing_on_any_plan(damaged):
+SPREAD = {"--llm-pp": 2, "--painter-tp": 2, "--sequence-parallel": None, "--num-workers": 1}
+
+
+@pytest.mark.deep(when=lambda flags: flags == SPREAD)
+@pytest.mark.parametrize("flags", [SPREAD, DECODED], ids=["spread", "decoded"])
+def test_what_cannot_be_read_counts_nothing_on_any_plan(damaged, flags):
     expected, _ = figures_of(damaged, ("only", "rest"), {"--global-batch-size": 2}, num_ranks=3)
     assert list(map(len, expected)) == [5, 5, 3]
-    found, said = figures_of(damaged, ("first", "second"), {**SKIP, **DECODED, "--global-batch-size": 4}, num_ranks=5)
+    found, said = figures_of(damaged, ("first", "second"), {**SKIP, **flags, "--global-batch-size": 4}, num_ranks=5)
     assert found == [pytest.approx(each, rel=0, abs=1e-9) for each in expected], said
     assert "left out 1 samples that cannot be read" in said and "gone.png does not exist" in said
     assert said.count("left out a sample that cannot be read") == 6 and "1.png cannot be decoded as an image" in said

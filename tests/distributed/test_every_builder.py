@@ -162,11 +162,13 @@ def test_batches_rearranged_over_nodes(ranks: RankPool, model: str, exchanges_sa
     assert_matches(replace(case, assignment=arranged), ranks)
 
 
-def test_units_of_declared_costs(ranks: RankPool) -> None:
+@pytest.mark.deep(when=lambda name: name != "orchmllm")  # the others weigh units by the same costs
+@pytest.mark.parametrize("name", [name for name, row in BALANCERS.items() if row.weighs_units])
+def test_units_of_declared_costs(ranks, name):
     """The encoders as if they padded (Alg. 4 and 5), the LLM with attention's square (Alg. 2's other form)."""
     costs = {"vision": "padded", "audio": "padded-attention:0.1", "llm": "linear+quadratic:0.01"}
     declared = {unit: LengthCost.from_text(text) for unit, text in costs.items()}
-    assert_matches(balanced_case("orchmllm", "two encoders and LLM", unit_costs=declared), ranks)
+    assert_matches(balanced_case(name, "two encoders and LLM", unit_costs=declared), ranks)
 
 
 FLAGS = {**SIZED_OTHERWISE, "--num-workers": LEFT_OUT, "--global-batch-size": 4, "--llm-tp": 2, "--colocate-units": None}
