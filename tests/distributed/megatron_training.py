@@ -21,25 +21,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.runtime.platform import CpuTorch
-from tests.distributed.braid_training import (
-    BETAS,
-    CLIP_GRAD,
-    EPSILON,
-    LEARNING_RATE,
-    MICRO_BATCH_SIZE,
-    NUM_STEPS,
-    VOCAB_SIZE,
-    WEIGHT_DECAY,
-    ComparedCase,
-)
+from tests.distributed import braid_training
 from tests.distributed.random_source import RandomSource
 
 
-def megatron_losses(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
+def megatron_losses(case: braid_training.ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
     """Train 20 steps on this rank, a pipeline stage of as many as there are ranks; returns the losses that it has summed up."""
     with one_pipeline(), megatron_without_cuda():
         training = MegatronTraining(case, weights)
-        return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(NUM_STEPS)]
+        return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(braid_training.NUM_STEPS)]
 
 
 @contextmanager
@@ -71,7 +61,7 @@ def megatron_without_cuda() -> Iterator[None]:
 class MegatronTraining:
     """One rank of a run, whose pipeline stages are all ranks; `parallel_state` is set up for it."""
 
-    def __init__(self, case: ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, case: braid_training.ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
         self.case, self.model = case, _build_model(case, weights)
         self.optimizer = build_optimizer(self.model)
 
@@ -88,7 +78,7 @@ class MegatronTraining:
             model=self.model,
             num_microbatches=len(microbatches),
             seq_length=self.case.sequence_length,
-            micro_batch_size=MICRO_BATCH_SIZE,
+            micro_batch_size=braid_training.MICRO_BATCH_SIZE,
         )
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         assert len(gradients) == len(list(self.model.parameters()))
@@ -97,7 +87,7 @@ class MegatronTraining:
         return sum(found) / num_targets
 
 
-def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:
+def language_config(case: braid_training.ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:
     shape = case.graph.backbone.transformer
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -123,17 +113,17 @@ def language_config(case: ComparedCase, *, num_stages: int, **more: Any) -> Tran
     )
 
 
-def language_arguments(case: ComparedCase) -> dict[str, Any]:
+def language_arguments(case: braid_training.ComparedCase) -> dict[str, Any]:
     return {
         "transformer_layer_spec": get_gpt_layer_local_spec(normalization="RMSNorm"),
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": braid_training.VOCAB_SIZE,
         "max_sequence_length": case.sequence_length,
         "position_embedding_type": "rope",
         "rotary_base": int(case.graph.backbone.transformer.rotary_base),
     }
 
 
-def load_language_weights(model: GPTModel, case: ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
+def load_language_weights(model: GPTModel, case: braid_training.ComparedCase, weights: Mapping[str, np.ndarray]) -> None:
     """Give a pipeline stage the weights that Braid's LLM begins with, and rotary angles in float64.
 
     Tensor parallel ranks all get the first of them.
@@ -148,7 +138,7 @@ def load_language_weights(model: GPTModel, case: ComparedCase, weights: Mapping[
             parameter.copy_(whole[tuple(map(slice, parameter.shape))])
 
 
-def _build_model(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> GPTModel:
+def _build_model(case: braid_training.ComparedCase, weights: Mapping[str, np.ndarray]) -> GPTModel:
     model = GPTModel(
         language_config(case, num_stages=dist.get_world_size()),
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -159,7 +149,7 @@ def _build_model(case: ComparedCase, weights: Mapping[str, np.ndarray]) -> GPTMo
     return model
 
 
-def _braid_name(name: str, case: ComparedCase, *, first_layer: int) -> str:
+def _braid_name(name: str, case: braid_training.ComparedCase, *, first_layer: int) -> str:
     head = f"layers.{case.graph.backbone.transformer.num_layers + 1}"
     parts = name.split(".")
     if parts[0] == "embedding":
@@ -174,15 +164,18 @@ def _braid_name(name: str, case: ComparedCase, *, first_layer: int) -> str:
 def build_optimizer(model: Module) -> torch.optim.Optimizer:
     """Return AdamW, with weight decay for matrices."""
     groups = [
-        {"params": [p for p in model.parameters() if (p.dim() > 1) == decays], "weight_decay": WEIGHT_DECAY * decays}
+        {
+            "params": [p for p in model.parameters() if (p.dim() > 1) == decays],
+            "weight_decay": braid_training.WEIGHT_DECAY * decays,
+        }
         for decays in (True, False)
     ]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
+    return torch.optim.AdamW(groups, lr=braid_training.LEARNING_RATE, betas=braid_training.BETAS, eps=braid_training.EPSILON)
 
 
 def _microbatches(source: RandomSource) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for first in range(0, len(source), MICRO_BATCH_SIZE):
-        texts = [source.text(index) for index in range(first, first + MICRO_BATCH_SIZE)]
+    for first in range(0, len(source), braid_training.MICRO_BATCH_SIZE):
+        texts = [source.text(index) for index in range(first, first + braid_training.MICRO_BATCH_SIZE)]
         columns = ("token_ids", "labels", "is_target")
         token_ids, labels, is_target = (torch.from_numpy(np.stack([getattr(t, column) for t in texts])) for column in columns)
         yield token_ids, labels, is_target
@@ -212,7 +205,7 @@ def scale_gradients(gradients: Sequence[tuple[Sequence[Tensor], int]], *, num_ta
             gradient.div_(num_targets)
             square += gradient.square().sum() / num_copies
     dist.all_reduce(square)
-    coefficient = CLIP_GRAD / (float(square.sqrt()) + 1e-6)
+    coefficient = braid_training.CLIP_GRAD / (float(square.sqrt()) + 1e-6)
     assert coefficient < 1, "clipping must matter, or it is not compared"
     for each, _ in gradients:
         for gradient in each:

@@ -37,16 +37,8 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from tests.distributed import megatron_training
 from tests.distributed.braid_training import MICRO_BATCH_SIZE, NUM_STEPS, ComparedCase, Weights
-from tests.distributed.megatron_training import (
-    build_optimizer,
-    language_arguments,
-    language_config,
-    load_language_weights,
-    megatron_without_cuda,
-    scale_gradients,
-    summed_loss,
-)
 from tests.distributed.random_source import RandomSource
 
 LANGUAGE = MIMO_LANGUAGE_MODULE_KEY
@@ -110,7 +102,7 @@ def mimo_without_cuda() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
     parallel_state._set_global_memory_buffer()
     try:
-        with megatron_without_cuda(), patch.object(bridge_communicator, "dist", Gloo()):
+        with megatron_training.megatron_without_cuda(), patch.object(bridge_communicator, "dist", Gloo()):
             yield
     finally:
         BridgeCommunicator.destroy_bridge_pgs()
@@ -132,7 +124,7 @@ class MimoTraining:
             self.chunks = self._build_chunks(weights)
         else:
             self._place_modules(weights, groups)
-        self.optimizer = build_optimizer(torch.nn.ModuleList(self.chunks))
+        self.optimizer = megatron_training.build_optimizer(torch.nn.ModuleList(self.chunks))
 
     def _place_modules(self, weights: Weights, groups: Mapping[str, ProcessGroupCollection] | None) -> None:
         case, layout = self.case, self.layout
@@ -198,7 +190,7 @@ class MimoTraining:
             gradients.append(([parameter.grad for module in modules for parameter in module.parameters()], groups.dp.size()))
             for gradient in gradients[-1][0]:
                 dist.all_reduce(gradient, group=groups.dp)
-        scale_gradients(gradients, num_targets=num_targets)
+        megatron_training.scale_gradients(gradients, num_targets=num_targets)
         self.optimizer.step()
         return sum(found) / num_targets
 
@@ -209,7 +201,7 @@ class MimoTraining:
         num_stages, num_chunks = self.layout.llm_pp, self.layout.llm_chunks
         language_groups = self.groups.get(LANGUAGE, next(iter(self.groups.values())))
         stage = language_groups.pp.rank() + index * num_stages
-        config = language_config(
+        config = megatron_training.language_config(
             self.case,
             num_stages=num_stages,
             virtual_pipeline_model_parallel_size=num_chunks if num_chunks > 1 else None,
@@ -225,7 +217,7 @@ class MimoTraining:
             "post_process": stage == num_stages * num_chunks - 1,
             "vp_stage": index if num_chunks > 1 else None,
             "pg_collection": language_groups,
-            **language_arguments(self.case),
+            **megatron_training.language_arguments(self.case),
         }
         encoders = {
             name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups.get(name), "name": name})
@@ -244,7 +236,7 @@ class MimoTraining:
         ).double()
         for name in self.groups:
             if name == LANGUAGE:
-                load_language_weights(model.language_model, self.case, weights["llm"])
+                megatron_training.load_language_weights(model.language_model, self.case, weights["llm"])
             elif name in encoders:
                 model.modality_submodules[name].encoders["vit"].load(weights[name])
         return model
@@ -335,4 +327,4 @@ def forward_step(batches: Iterator[MimoMicrobatch], model: MimoModel) -> tuple[A
     batch = next(batches)
     positions = torch.arange(batch.token_ids.shape[1]).expand_as(batch.token_ids)
     output, _ = model(batch.token_ids, positions, None, labels=batch.labels, modality_inputs=batch.images)
-    return output, partial(summed_loss, batch.is_target)
+    return output, partial(megatron_training.summed_loss, batch.is_target)

@@ -28,18 +28,9 @@ from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import ImageInput, ModelGraph, Transformer, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import SlotMode
+from tests.distributed import gradient_case
 from tests.distributed.dealt_case import UNITS, dealt, dealt_case, source_of, unit_plan
 from tests.distributed.drop_in_training import LoopCase, LoopResult, train_on_schedule
-from tests.distributed.gradient_case import (
-    GradientCase,
-    build_session,
-    plan_case,
-    reference_of,
-    run_on_rank,
-    run_reference,
-    single_rank_plan,
-    whole_weights,
-)
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import RATE, Comparison, FromFolder, Plans, case_of
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -114,7 +105,7 @@ def narrow(graph: ModelGraph) -> ModelGraph:
     return replace(graph, units=tuple(_narrow_unit(unit, num_layers) for unit in graph.units))
 
 
-def case_of_example(name: str, option: str) -> GradientCase:
+def case_of_example(name: str, option: str) -> gradient_case.GradientCase:
     """Layers of Transformer Engine under an option, on two ranks or on one."""
     graph = narrow(read_model(EXAMPLES / f"{name}.yaml"))
     if option == "LoRA":
@@ -126,21 +117,23 @@ def case_of_example(name: str, option: str) -> GradientCase:
     source = RandomSource(graph, (*shapes, SampleShape((), 4, 2)), VOCABULARY)
     sizes = {unit.name: UnitSizes(tensor, stages if unit is graph.backbone else 1) for unit in graph.units}
     plan = plan_colocated(graph, sizes=sizes, world_size=1 if option == "FP8" else 2)
-    return GradientCase(graph, plan, dealt(source, plan, ([0], [1, 2])), source, transformer_impl="transformer_engine", **changes)
+    return gradient_case.GradientCase(
+        graph, plan, dealt(source, plan, ([0], [1, 2])), source, transformer_impl="transformer_engine", **changes
+    )
 
 
-def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float, dict[str, np.ndarray]]:
+def second_step(case: gradient_case.GradientCase, folder: Path, resumes: bool) -> tuple[float, dict[str, np.ndarray]]:
     """Return the loss of the second step of AdamW, and the weights behind it; a checkpoint of the first is saved, or resumed."""
     optimizer = build_optimizer_config(
         lr=RATE, min_lr=RATE, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
     )
-    session = build_session(case, optimizer=optimizer)
+    session = gradient_case.build_session(case, optimizer=optimizer)
     build_scheduler(OptimizerSettings(lr=RATE, min_lr=RATE), session, train_iters=2)
     if resumes:
         load_checkpoint(folder, session=session, load_optimizer=True, load_rng=True)
     for number in range(int(resumes), 2):
         session.zero_gradients()
-        step = plan_case(case)
+        step = gradient_case.plan_case(case)
         loss = sum(session.forward_backward(step).loss_sums.values())
         session.finish_gradients()
         session.step_optimizers(session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
@@ -155,7 +148,7 @@ def second_step(case: GradientCase, folder: Path, resumes: bool) -> tuple[float,
                 keep_last=1,
                 background=None,
             )
-    with whole_weights(session):
+    with gradient_case.whole_weights(session):
         named = {f"{unit} {name}": each for (unit, _), stage in session.stages.items() for name, each in stage.named_parameters()}
         return loss, {name: each.detach().double().numpy() for name, each in named.items()}
 
@@ -166,11 +159,11 @@ Weights = dict[str, tuple[np.ndarray, np.ndarray]]
 """Name of a module that multiplies in FP8 -> its weight as a step found it, and as its products multiplied with it."""
 
 
-def train_in_fp8(case: GradientCase, num_steps: int) -> list[Weights]:
+def train_in_fp8(case: gradient_case.GradientCase, num_steps: int) -> list[Weights]:
     optimizer = build_optimizer_config(
         lr=LEARNING_RATE, min_lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.9), eps=1e-8, clip_grad=0.0, dtype=case.dtype
     )
-    session = build_session(case, optimizer=optimizer)
+    session = gradient_case.build_session(case, optimizer=optimizer)
     build_scheduler(OptimizerSettings(lr=LEARNING_RATE, min_lr=LEARNING_RATE, weight_decay=0.0), session, train_iters=num_steps)
     found = []
     for _ in range(num_steps):
@@ -178,7 +171,7 @@ def train_in_fp8(case: GradientCase, num_steps: int) -> list[Weights]:
         modules = {name: module for stage in session.stages.values() for name, module in stage.named_modules()}
         multiplies = {name: module for name, module in modules.items() if hasattr(module, "_fp8_workspaces")}
         before = {name: _values(module.weight) for name, module in multiplies.items() if hasattr(module, "weight")}
-        session.forward_backward(plan_case(case))
+        session.forward_backward(gradient_case.plan_case(case))
         session.finish_gradients()
         used = {name: weight for name in before if (weight := modules[name]._fp8_workspaces.get("weight")) is not None}
         found.append({name: (before[name], _values(numbers_of(weight))) for name, weight in used.items()})
@@ -218,7 +211,7 @@ def _case(
     shape: Mapping[str, Any] | None = None,
     units: Mapping[str, Any] | None = None,
     **options: Any,
-) -> GradientCase:
+) -> gradient_case.GradientCase:
     """An encoder on one stage beside an LLM of two stages and one or, without tensor parallelism, two replicas.
 
     experts: expert parallel size.
@@ -263,9 +256,9 @@ def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> No
     assert_matches(CASES[name], engine_ranks)
 
 
-def count_overlapped(case: GradientCase) -> int:
+def count_overlapped(case: gradient_case.GradientCase) -> int:
     before = CommOverlap.num_products
-    run_on_rank(case)
+    gradient_case.run_on_rank(case)
     return CommOverlap.num_products - before
 
 
@@ -377,10 +370,10 @@ def test_a_step_of_every_example(engine_ranks: EnginePool, option: str, name: st
     if option != "FP8":
         assert_matches(case, engine_ranks)
         return
-    exact = replace(reference_of(case), dtype=torch.float64, fp8_recipe=None)
+    exact = replace(gradient_case.reference_of(case), dtype=torch.float64, fp8_recipe=None)
     (found,), (expected,) = (
-        engine_ranks.run(run_on_rank, case, world_size=1),
-        engine_ranks.run(run_reference, exact, world_size=1),
+        engine_ranks.run(gradient_case.run_on_rank, case, world_size=1),
+        engine_ranks.run(gradient_case.run_reference, exact, world_size=1),
     )
     assert found.loss_sums == pytest.approx(expected.loss_sums, rel=0.05)
     gradients, right = (np.concatenate([each.gradients[key].ravel() for key in expected.gradients]) for each in (found, expected))
@@ -400,11 +393,11 @@ def test_every_example_resumes(engine_ranks: EnginePool, tmp_path: Path, option:
         assert all(np.array_equal(found[key], value) for key, value in weights.items())
 
 
-def fp8_case(recipe: str, **described: Any) -> GradientCase:
+def fp8_case(recipe: str, **described: Any) -> gradient_case.GradientCase:
     """An LLM of sizes that FP8 can have, on one rank."""
     shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 4}
     units = {"llm": {**UNITS["llm"], **shape, **described}}
-    plan = single_rank_plan(source_of(units).graph)
+    plan = gradient_case.single_rank_plan(source_of(units).graph)
     return dealt_case(units, plan, transformer_impl="transformer_engine", dtype=torch.bfloat16, fp8_recipe=recipe)
 
 
@@ -444,7 +437,7 @@ def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, des
     """All of a layer's: then its gradients are those of a run in bfloat16. Or those of its MLP: the others are in FP8."""
     narrow = {"hidden_size": 136, "ffn_hidden_size": 76, "num_layers": 1, **described}
     cases = [fp8_case("tensorwise", **narrow), replace(fp8_case("tensorwise", **narrow), fp8_recipe=None)]
-    (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in cases)
+    (found,), (expected,) = (engine_ranks.run(gradient_case.run_on_rank, each, world_size=1) for each in cases)
     for key, gradient in expected.gradients.items():
         assert np.abs(found.gradients[key] - gradient).max() <= 0.01 * np.abs(gradient).max(), key
     (steps,) = engine_ranks.run(train_in_fp8, fp8_case("tensorwise", **{**narrow, "hidden_size": 128}), 1, world_size=1)
@@ -456,7 +449,9 @@ def test_products_of_narrow_widths_are_in_bfloat16(engine_ranks: EnginePool, des
 def test_experts_in_fp8(engine_ranks, recipe):
     """Their gradients are those of bfloat16 but for the rounding, where other rows would be off by more than their size."""
     case = fp8_case(recipe, num_layers=1, experts={"num_experts": 4, "router_topk": 4})  # all: a choice may turn on a rounding
-    (found,), (expected,) = (engine_ranks.run(run_on_rank, each, world_size=1) for each in (case, replace(case, fp8_recipe=None)))
+    (found,), (expected,) = (
+        engine_ranks.run(gradient_case.run_on_rank, each, world_size=1) for each in (case, replace(case, fp8_recipe=None))
+    )
     of_experts = [key for key in expected.gradients if ".mlp.experts." in key[1]]
     assert len(of_experts) == 4 * 2
     for key in of_experts:

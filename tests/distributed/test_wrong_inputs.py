@@ -17,35 +17,26 @@ import pytest
 from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from tests.distributed.conftest import Once
 from tests.distributed.launch import launch
+from tests.distributed.mutations import table
 from tests.distributed.mutations.files import replaced, rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.mutations.run import run_mutation, save_given
-from tests.distributed.mutations.table import (
-    Change,
-    both,
-    draw_mutations,
-    list_mutations,
-    name_producer,
-    named,
-    other_file,
-    rank_mutations,
-)
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
 
-def flags(*, without: str = "", ranks: int = NUM_RANKS, **given: object) -> Change:
+def flags(*, without: str = "", ranks: int = NUM_RANKS, **given: object) -> table.Change:
     """Give flags, written as names (None: a switch), and leave some out."""
 
     def change(inputs: Inputs) -> None:
         for flag in without.split():
             del inputs.flags[flag]
-        inputs.flags |= named(given)
+        inputs.flags |= table.named(given)
         inputs.num_ranks = ranks
 
     return change
 
 
-def model(place: str, value: object, *, ranks: int = NUM_RANKS) -> Change:
+def model(place: str, value: object, *, ranks: int = NUM_RANKS) -> table.Change:
     """Write another value into the model file; place: keys from a unit's name on."""
 
     def change(inputs: Inputs) -> None:
@@ -55,11 +46,11 @@ def model(place: str, value: object, *, ranks: int = NUM_RANKS) -> Change:
     return change
 
 
-def data(name: str, change: Callable[[bytes], bytes]) -> Change:
+def data(name: str, change: Callable[[bytes], bytes]) -> table.Change:
     return partial(rewrite, find=lambda inputs: inputs.folder / "data" / name, change=change)
 
 
-def manifest(old: bytes, new: bytes) -> Change:
+def manifest(old: bytes, new: bytes) -> table.Change:
     return data("manifest.jsonl", lambda text: text.replace(old, new))
 
 
@@ -84,7 +75,7 @@ def save_where_this_process_does(inputs: Inputs) -> None:
     (save / MARK_NAME).write_text(json.dumps(asdict(Writer.of_this_process({}))))
 
 
-def under_a_file(flag: str, name: str) -> Change:
+def under_a_file(flag: str, name: str) -> table.Change:
     """Name a folder where one cannot be made."""
 
     def change(inputs: Inputs) -> None:
@@ -95,7 +86,7 @@ def under_a_file(flag: str, name: str) -> Change:
 
 LARGE = {**MODEL["units"]["llm"], "hidden_size": 32768, "ffn_hidden_size": 131072, "num_layers": 64}
 OF_LATENTS = {"patch_size": 16, "merge_size": 1, "latents": {"directory": "no/such"}}
-OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
+OF_ALL: dict[str, tuple[table.Change, tuple[str, ...]]] = {
     "no model": (flags(without="--model"), ("--model",)),
     "misspelt flag": (flags(trian_iters=3), ("--trian-iters", "--train-iters")),
     "two backbones": (model("other", MODEL["units"]["llm"]), ("exactly one", "backbone")),
@@ -117,7 +108,7 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "manifest line truncated": (data("manifest.jsonl", lambda text: text[:-40]), ("manifest.jsonl", "4")),
     "no sample that the model takes": (manifest(b'"image"', b'"audio"'), ("audio",)),
     "image behind text under prefix": (
-        both(data("manifest.jsonl", put_images_last), flags(attention_mask="prefix")),
+        table.both(data("manifest.jsonl", put_images_last), flags(attention_mask="prefix")),
         ("line 1", "'0'", "0.png", "images first", "--attention-mask embedded"),
     ),
     "image missing": (lambda inputs: (inputs.folder / "data" / "2.png").unlink(), ("2.png",)),
@@ -137,7 +128,7 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "report under a file": (under_a_file("--tensorboard-dir", "board"), ("--tensorboard-dir", "board", "another folder")),
     "no producer there": (
-        partial(name_producer, address="127.0.0.1:9"),
+        partial(table.name_producer, address="127.0.0.1:9"),
         ("--producers 127.0.0.1:9: ", "start it with python tools/producer.py --listen"),
     ),
     "a weight of none": (
@@ -155,7 +146,7 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "save into a file": (under_a_file("--save", ""), ("model.yaml",)),
     "loss becomes infinite": (flags(lr="1e30", clip_grad=0, train_iters=6, without="--exit-interval"), ("--lr",)),
 }
-OF_A_CHECKPOINT: dict[str, tuple[Change, tuple[str, ...]]] = {
+OF_A_CHECKPOINT: dict[str, tuple[table.Change, tuple[str, ...]]] = {
     "truncated": (truncate_largest, ("step_00000002",)),
     "of other data": (data("manifest.jsonl", reverse_lines), ("step_00000002", "--data-path", "--finetune")),
     "of another model": (model("llm.hidden_size", 64), ("hidden_size",)),
@@ -169,7 +160,7 @@ WRONG = [
         Mutation(f"checkpoint: {name}", change, names, must_be_refused=True, given=Given.CHECKPOINT)
         for name, (change, names) in OF_A_CHECKPOINT.items()
     ),
-    *rank_mutations(),
+    *table.rank_mutations(),
 ]
 
 
@@ -188,7 +179,7 @@ def test_the_run_that_is_made_wrong_works(tmp_path: Path) -> None:
 
 def test_what_changes_nothing_may_differ(tmp_path: Path) -> None:
     """One rank reads a copy of the manifest, counts on another peak, and writes a log of its own."""
-    same = other_file("--data-path", lambda inputs: inputs.manifest.read_text())
+    same = table.other_file("--data-path", lambda inputs: inputs.manifest.read_text())
 
     def change(inputs: Inputs) -> None:
         same(inputs)
@@ -198,8 +189,8 @@ def test_what_changes_nothing_may_differ(tmp_path: Path) -> None:
     assert not (outcome.is_refused or outcome.problems), f"{outcome.problems}\n{outcome.output}"
 
 
-AREAS = {mutation.area for mutation in list_mutations()}
-MUTATIONS = draw_mutations(len(AREAS), seed=12)
+AREAS = {mutation.area for mutation in table.list_mutations()}
+MUTATIONS = table.draw_mutations(len(AREAS), seed=12)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -209,5 +200,5 @@ def test_a_mutated_run_is_refused_with_a_message_or_trains_as_one_process(mutati
 
 
 def test_there_are_enough_kinds() -> None:
-    assert len(list_mutations()) >= 500
+    assert len(table.list_mutations()) >= 500
     assert {mutation.area for mutation in MUTATIONS} == AREAS

@@ -20,23 +20,15 @@ from multimodal.attention.core_attention import AttentionChoice, CoreAttention, 
 from multimodal.attention.flex_attention import attend_by_flex_attention
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
 from multimodal.values.errors import ConfigError
-from tests.unit.attention.mask_cases import (
-    MASKS,
-    build_mask,
-    draw_inputs,
-    largest_error,
-    named_mask,
-    output_and_gradients,
-    random_masks,
-)
+from tests.unit.attention import mask_cases
 from tests.unit.golden_answers import Kinds, golden_test
 
 EMBEDDED = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED)
 
 
 def test_the_reference_attends_by_definition():
-    mask = build_mask(MASKS["embedded"][1], mode="embedded")
-    query, key, value, _ = draw_inputs(mask, heads=4, groups=2)
+    mask = mask_cases.build_mask(mask_cases.MASKS["embedded"][1], mode="embedded")
+    query, key, value, _ = mask_cases.draw_inputs(mask, heads=4, groups=2)
     found = attend_densely(query, key, value, mask=mask, softmax_scale=0.3)
     seen_by = mask.tokens.to_dense()
     for token, head in ((0, 0), (6, 1), (40, 2), (63, 3)):
@@ -44,26 +36,26 @@ def test_the_reference_attends_by_definition():
         assert torch.allclose(found[token, head], scores.softmax(0) @ value[seen_by[token], head // 2], rtol=0, atol=1e-14)
 
 
-@given(mask=random_masks())
+@given(mask=mask_cases.random_masks())
 @settings(max_examples=40)
 def test_blocks_give_the_references_output_and_gradients(mask):
-    inputs = draw_inputs(mask, heads=4, groups=2)
-    expected = output_and_gradients(attend_densely, inputs, mask)
-    assert largest_error(output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
+    inputs = mask_cases.draw_inputs(mask, heads=4, groups=2)
+    expected = mask_cases.output_and_gradients(attend_densely, inputs, mask)
+    assert mask_cases.largest_error(mask_cases.output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
 
 
 def test_blocks_in_bfloat16_are_summed_in_float32():
-    mask = build_mask(MASKS["embedded"][1], mode="embedded")
-    inputs = tuple(tensor.bfloat16().double() for tensor in draw_inputs(mask))
-    expected = output_and_gradients(attend_densely, inputs, mask)
-    found = output_and_gradients(attend_by_blocks, inputs, mask, torch.bfloat16)
+    mask = mask_cases.build_mask(mask_cases.MASKS["embedded"][1], mode="embedded")
+    inputs = tuple(tensor.bfloat16().double() for tensor in mask_cases.draw_inputs(mask))
+    expected = mask_cases.output_and_gradients(attend_densely, inputs, mask)
+    found = mask_cases.output_and_gradients(attend_by_blocks, inputs, mask, torch.bfloat16)
     assert {tensor.dtype for tensor in found} == {torch.bfloat16}
-    assert largest_error(found, expected) < 0.03
+    assert mask_cases.largest_error(found, expected) < 0.03
 
 
 def test_blocks_touch_what_is_visible_only():
-    mask = build_mask(MASKS["packed, empty modalities"][1], mode="embedded", query_blocks=(0,))
-    query, key, value, _ = draw_inputs(mask)
+    mask = mask_cases.build_mask(mask_cases.MASKS["packed, empty modalities"][1], mode="embedded", query_blocks=(0,))
+    query, key, value, _ = mask_cases.draw_inputs(mask)
     key[16:], value[16:] = math.nan, math.nan
     assert attend_by_blocks(query, key, value, mask=mask, softmax_scale=None).isfinite().all()
 
@@ -72,18 +64,18 @@ def test_blocks_touch_what_is_visible_only():
     ("name", "query_blocks"), [("embedded", None), ("packed, empty modalities", (0, 2)), ("window of 20", (1, 4))]
 )
 def test_flex_attention_gives_the_references_output(name, query_blocks):
-    mask = named_mask(name, query_blocks=query_blocks)
-    query, key, value, _ = draw_inputs(mask, heads=4, groups=2)
+    mask = mask_cases.named_mask(name, query_blocks=query_blocks)
+    query, key, value, _ = mask_cases.draw_inputs(mask, heads=4, groups=2)
     mask.softcap = 0.5
     with torch.no_grad():
         found = attend_by_flex_attention(query, key, value, mask=mask, softmax_scale=0.2)
     expected = attend_densely(query, key, value, mask=mask, softmax_scale=0.2)
-    assert largest_error((found,), (expected,)) < 1e-13
+    assert mask_cases.largest_error((found,), (expected,)) < 1e-13
 
 
 def test_flex_attention_does_not_train_on_a_cpu():
-    mask = build_mask(MASKS["causal"][1], mode="causal")
-    query, key, value, _ = draw_inputs(mask)
+    mask = mask_cases.build_mask(mask_cases.MASKS["causal"][1], mode="causal")
+    query, key, value, _ = mask_cases.draw_inputs(mask)
     with pytest.raises(ConfigError, match="no backward there; choose --attention-backend blocks"):
         attend_by_flex_attention(query.requires_grad_(), key, value, mask=mask, softmax_scale=None)
 

@@ -11,14 +11,7 @@ from multimodal.cost.layers.adapters import resolve_adapters
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import CheckpointSize, checkpoint_size
-from multimodal.plan.communicators import (
-    BETWEEN_UNITS,
-    Track,
-    group_ranks,
-    max_communicators_per_rank,
-    message_partners,
-    track_of,
-)
+from multimodal.plan import communicators
 from multimodal.plan.partition_layers import partition_layers, partition_unit, range_seconds, unit_pieces
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
@@ -37,12 +30,14 @@ DIRECTIONS = {ActionKind.SEND_FORWARD: "forward", ActionKind.SEND_BACKWARD: "bac
 @given(built=built_cases())
 def test_every_message_goes_between_partners_on_a_track_of_the_plan(built: tuple[StepShape, str]) -> None:
     case, builder = built
-    partners = {rank: message_partners(case.graph, case.plan, rank=rank) for lane in case.plan.lanes for rank in lane}
+    partners = {
+        rank: communicators.message_partners(case.graph, case.plan, rank=rank) for lane in case.plan.lanes for rank in lane
+    }
     assert len({tuple(tracks) for tracks in partners.values()}) == 1, "all ranks make the same communicators in one order"
     for lane in insert_communication(BUILDERS[builder](case)).lanes:
         for action in lane.actions:
             if action.kind in DIRECTIONS and action.peer is not None:
-                track = track_of(DIRECTIONS[action.kind], action.place, action.peer)
+                track = communicators.track_of(DIRECTIONS[action.kind], action.place, action.peer)
                 targets = case.plan.virtual_stage(*action.peer[:3]).ranks
                 sources = case.plan.virtual_stage(*action.place[:3]).ranks
                 for source, target in zip(sources, targets, strict=action.unit == action.peer.unit):
@@ -58,13 +53,13 @@ def test_partners_are_stages_beside_a_rank_and_everybody_at_the_other_end_of_an_
         "llm": UnitSizes(pipeline_parallel_size=2, data_parallel_size=2),
     }
     plan = plan_disaggregated(graph, sizes=sizes, world_size=6)
-    found = message_partners(graph, plan, rank=2)  # first stage of the first replica; 4 is its second
-    assert found[Track("forward", 0)] == ({4}, frozenset())
-    assert found[Track("backward", 0)] == (frozenset(), {4})
-    assert found[Track("forward", BETWEEN_UNITS)] == (frozenset(), {0, 1})
-    assert found[Track("backward", BETWEEN_UNITS)] == ({0, 1}, frozenset())
-    assert {(0, 1), (2, 3), (4, 5)} <= set(group_ranks(graph, plan))
-    assert max_communicators_per_rank(graph, plan) == 1 + 4 + 1
+    found = communicators.message_partners(graph, plan, rank=2)  # first stage of the first replica; 4 is its second
+    assert found[communicators.Track("forward", 0)] == ({4}, frozenset())
+    assert found[communicators.Track("backward", 0)] == (frozenset(), {4})
+    assert found[communicators.Track("forward", communicators.BETWEEN_UNITS)] == (frozenset(), {0, 1})
+    assert found[communicators.Track("backward", communicators.BETWEEN_UNITS)] == ({0, 1}, frozenset())
+    assert {(0, 1), (2, 3), (4, 5)} <= set(communicators.group_ranks(graph, plan))
+    assert communicators.max_communicators_per_rank(graph, plan) == 1 + 4 + 1
 
 
 def test_thousands_of_ranks_have_as_few_communicators_as_some() -> None:
@@ -76,7 +71,7 @@ def test_thousands_of_ranks_have_as_few_communicators_as_some() -> None:
         "llm": UnitSizes(tensor_parallel_size=8, context_parallel_size=2, pipeline_parallel_size=4, data_parallel_size=32),
     }
     plan = plan_disaggregated(graph, sizes=sizes, world_size=3072)
-    assert max_communicators_per_rank(graph, plan) <= 16
+    assert communicators.max_communicators_per_rank(graph, plan) <= 16
 
 
 WIDTH, INNER, VOCABULARY = 8, 32, 40

@@ -6,19 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from multimodal.values import sample_lengths
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
-from multimodal.values.sample_lengths import (
-    ItemLengths,
-    LengthArrays,
-    SampleLengths,
-    count_llm_tokens,
-    first_joined_token,
-    list_conditions,
-    pass_item,
-    pass_items,
-)
 
 SHAPE = "num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32"
 TEXT = f"""\
@@ -83,13 +74,15 @@ def test_an_item_has_lengths_in_all_its_encoders() -> None:
     graph = graph_of()
     assert ModelGraph.from_dict(graph.to_dict()) == graph
     assert [unit.name for unit in graph.item_encoders] == ["one"] and graph.item_units("two") == ("one", "two", "joint")
-    item = pass_item(graph, ItemLengths("one", 24, 6))
+    item = sample_lengths.pass_item(graph, sample_lengths.ItemLengths("one", 24, 6))
     assert item[:3] == ("one", 24, 3) and item.units == ("one", "two", "joint")
     assert [item.inside(name)[1:3] for name in item.units] == [(24, 6), (24, 6), (12, 3)]
-    assert count_llm_tokens(graph, graph.unit("one"), (4, 6)) == 3
-    assert [first_joined_token(graph, "joint", item, source=name) for name in ("one", "two")] == [0, 6]
-    arrays = LengthArrays.of([SampleLengths(7, (item, item), 5, 2), SampleLengths(8, (item,), 1, 1)])
-    assert arrays.num_tokens.tolist() == [11, 4] and SampleLengths(7, (item, item), 5, 2).num_tokens == 11
+    assert sample_lengths.count_llm_tokens(graph, graph.unit("one"), (4, 6)) == 3
+    assert [sample_lengths.first_joined_token(graph, "joint", item, source=name) for name in ("one", "two")] == [0, 6]
+    arrays = sample_lengths.LengthArrays.of(
+        [sample_lengths.SampleLengths(7, (item, item), 5, 2), sample_lengths.SampleLengths(8, (item,), 1, 1)]
+    )
+    assert arrays.num_tokens.tolist() == [11, 4] and sample_lengths.SampleLengths(7, (item, item), 5, 2).num_tokens == 11
     rows = arrays.items_of("joint")
     assert arrays.index_of_item[rows].tolist() == [0, 1, 0] and arrays.num_item_tokens[rows].tolist() == [12, 12, 12]
     assert arrays.take(np.array([1])).num_tokens.tolist() == [4]
@@ -99,14 +92,14 @@ def test_features_side_by_side_are_as_many() -> None:
     plain = {**ENTRY, "has_projector": False}
     joint = {**JOINT, "join": "features", "hidden_size": 128, "queries": None}
     graph = graph_of(one=plain, two={**plain, "queries": None}, joint=joint)
-    item = pass_item(graph, ItemLengths("one", 24, 6))
+    item = sample_lengths.pass_item(graph, sample_lengths.ItemLengths("one", 24, 6))
     assert item.inside("joint")[1:3] == (6, 6) and graph.width_behind("one", 2) == 64
     alike = {**ENTRY, "hidden_size": 32, "has_projector": False, "image": {**IMAGE, "merge_size": 1}}
     graph = graph_of(
         one=alike, two={**alike, "image": {**alike["image"], "class_token": "kept"}}, joint={**joint, "hidden_size": 64}
     )
     with pytest.raises(DataError, match=r"one, two give \[24, 25\] tokens of an item; use join: sequence"):
-        pass_item(graph, ItemLengths("one", 24, 24))
+        sample_lengths.pass_item(graph, sample_lengths.ItemLengths("one", 24, 24))
 
 
 def test_an_encoder_that_encoders_feed_may_be_a_projector_alone() -> None:
@@ -136,14 +129,14 @@ def test_images_are_made_beside_the_tokens_of_the_items_before_them():
     graph = ModelGraph.from_dict({"units": wide, "edges": edges})
     assert graph.conditions("painter") == ("vision",) and graph.passes_items_on and not graph.gives_items_once("vision")
     assert graph.width_behind("vision", 3) == 16, "what the LLM takes"
-    seen, made = ItemLengths("vision", 24, 6), ItemLengths("painter", 9, 0)
-    items = pass_items(graph, [made, seen, made, seen, made])
+    seen, made = sample_lengths.ItemLengths("vision", 24, 6), sample_lengths.ItemLengths("painter", 9, 0)
+    items = sample_lengths.pass_items(graph, [made, seen, made, seen, made])
     assert [item[:3] for item in items] == [each[:3] for each in (made, seen, made, seen, made)]
     assert [item.inside("painter")[1:3] for item in items if item.unit == "painter"] == [(9, 0), (15, 9), (21, 9)]
-    assert list(list_conditions(graph, "painter", items[:4])) == [(1, 6), (3, 6)]
-    assert pass_items(graph, items) == items, "whoever has passed them"
+    assert list(sample_lengths.list_conditions(graph, "painter", items[:4])) == [(1, 6), (3, 6)]
+    assert sample_lengths.pass_items(graph, items) == items, "whoever has passed them"
     plain = ModelGraph.from_dict({"units": wide, "edges": edges[1:]})
-    assert pass_items(plain, [seen, made]) == (seen, made) and not plain.passes_items_on
+    assert sample_lengths.pass_items(plain, [seen, made]) == (seen, made) and not plain.passes_items_on
 
 
 def test_a_frozen_generator_behind_a_trained_backbone_passes_gradients_on():

@@ -16,12 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from multimodal.attention.triton_kernels.backward import (
-    delta_kernel,
-    join_gradients_kernel,
-    key_value_gradient_kernel,
-    query_gradient_kernel,
-)
+from multimodal.attention.triton_kernels import backward
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
 from multimodal.attention.triton_kernels.options import TileSizes, choose_options
 from multimodal.model.layers.cross_entropy_kernels import MOST_COLUMNS, NUM_WARPS, gradient_kernel, row_sums_kernel
@@ -101,11 +96,11 @@ def main() -> None:
     options = choose_options(channels, dtype=torch.bfloat16, block_size=128, shared_memory_bytes=shared_memory_bytes)
     for kernel, tiles in (
         (forward_kernel, options.forward),
-        (query_gradient_kernel, options.query_gradient),
-        (key_value_gradient_kernel, options.key_value_gradient),
+        (backward.query_gradient_kernel, options.query_gradient),
+        (backward.key_value_gradient_kernel, options.key_value_gradient),
         (join_outputs_kernel, join),
-        (join_gradients_kernel, join),
-        (delta_kernel, join),
+        (backward.join_gradients_kernel, join),
+        (backward.delta_kernel, join),
         (row_sums_kernel, rows),
         (gradient_kernel, rows),
     ):

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.runtime.feed.data_sets import build_data_sets
-from megatron.runtime.flags.configuration import (
-    DataConfig,
-    ModelConfig,
-    OptimizerSettings,
-    ParallelismConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from megatron.runtime.flags import configuration
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
@@ -24,12 +17,12 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed (pip instal
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 8, "merge_size": 2, "in_channels": 1, "min_pixels": 256, "max_pixels": 4096}
-CONFIG = RunConfig(
-    model=ModelConfig(model=Path("model.yaml")),
-    parallelism=ParallelismConfig(),
-    training=TrainingConfig(global_batch_size=4, train_iters=10),
-    optimizer=OptimizerSettings(lr=0.1),
-    data=DataConfig(data_path=("digits",), program_samples=6),
+CONFIG = configuration.RunConfig(
+    model=configuration.ModelConfig(model=Path("model.yaml")),
+    parallelism=configuration.ParallelismConfig(),
+    training=configuration.TrainingConfig(global_batch_size=4, train_iters=10),
+    optimizer=configuration.OptimizerSettings(lr=0.1),
+    data=configuration.DataConfig(data_path=("digits",), program_samples=6),
 )
 
 
@@ -68,8 +61,8 @@ def open_samples(request):
 """
 
 
-def config_of(program: Path) -> RunConfig:
-    return replace(CONFIG, data=DataConfig(data_path=(str(program),), program_samples=6))
+def config_of(program: Path) -> configuration.RunConfig:
+    return replace(CONFIG, data=configuration.DataConfig(data_path=(str(program),), program_samples=6))
 
 
 def test_a_program_of_ones_own_makes_samples(tmp_path: Path) -> None:

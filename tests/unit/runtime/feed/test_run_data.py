@@ -14,14 +14,7 @@ from megatron.runtime.feed.data_sets import DataSet, DataSets, RunData, check_sa
 from megatron.runtime.feed.phase import Phase, find_phase
 from megatron.runtime.feed.sample_exchange import needed_pieces
 from megatron.runtime.feed.step_planner import NodeDecisions
-from megatron.runtime.flags.configuration import (
-    DataConfig,
-    ModelConfig,
-    OptimizerSettings,
-    ParallelismConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from megatron.runtime.flags import configuration
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import CheckpointError
@@ -32,20 +25,20 @@ from tests.unit.golden_answers import Kinds, golden_test
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path: Path) -> configuration.RunConfig:
     return config_in(tmp_path)
 
 
-def config_in(folder: Path) -> RunConfig:
+def config_in(folder: Path) -> configuration.RunConfig:
     """A run over a manifest, with a tokenizer's file."""
     (folder / "manifest.jsonl").write_text("first\n")
     (folder / "tokenizer.json").write_text("{}")
-    return RunConfig(
-        model=ModelConfig(model=Path("model.yaml")),
-        parallelism=ParallelismConfig(),
-        training=TrainingConfig(global_batch_size=4, train_iters=10),
-        optimizer=OptimizerSettings(lr=0.1),
-        data=DataConfig(
+    return configuration.RunConfig(
+        model=configuration.ModelConfig(model=Path("model.yaml")),
+        parallelism=configuration.ParallelismConfig(),
+        training=configuration.TrainingConfig(global_batch_size=4, train_iters=10),
+        optimizer=configuration.OptimizerSettings(lr=0.1),
+        data=configuration.DataConfig(
             data_path=(str(folder / "manifest.jsonl"),),
             tokenizer_type="HuggingFaceTokenizer",
             tokenizer_model=str(folder / "tokenizer.json"),
@@ -53,14 +46,14 @@ def config_in(folder: Path) -> RunConfig:
     )
 
 
-def describe(config: RunConfig, num_samples: int = 9) -> RunData:
+def describe(config: configuration.RunConfig, num_samples: int = 9) -> RunData:
     samples: Any = range(num_samples)
     parts = (DataPart(num_samples),)
     return describe_data(config, DataSets(DataSet(samples, parts), DataSet(samples, parts), SimpleNamespace()))  # type: ignore[arg-type]
 
 
-def change(config: RunConfig, group: str, **values: Any) -> RunConfig:
-    changed: RunConfig = replace(config, **{group: replace(getattr(config, group), **values)})
+def change(config: configuration.RunConfig, group: str, **values: Any) -> configuration.RunConfig:
+    changed: configuration.RunConfig = replace(config, **{group: replace(getattr(config, group), **values)})
     return changed
 
 
@@ -78,7 +71,7 @@ test_what_may_change_is_as_written = golden_test("going_on.txt", GOING_ON)
 
 
 @pytest.mark.parametrize(("flag", "name"), [("--data-path", "data_path"), ("--tokenizer-model", "tokenizer_model")])
-def test_files_count_by_their_content(config: RunConfig, tmp_path: Path, flag: str, name: str) -> None:
+def test_files_count_by_their_content(config: configuration.RunConfig, tmp_path: Path, flag: str, name: str) -> None:
     saved = describe(config)
     is_data = name == "data_path"
     file = Path(config.data.data_path[0] if is_data else str(config.data.tokenizer_model))
@@ -97,7 +90,7 @@ def test_files_count_by_their_content(config: RunConfig, tmp_path: Path, flag: s
     assert f"this run has {moved} (content " in str(problem.value)
 
 
-def test_digits_have_no_file(config: RunConfig) -> None:
+def test_digits_have_no_file(config: configuration.RunConfig) -> None:
     digits = change(config, "data", data_path=("digits",), program_samples=50)
     saved = describe(digits)
     check_same_data("--load d", saved=saved, current=describe(change(digits, "data", split="1")))
@@ -107,7 +100,7 @@ def test_digits_have_no_file(config: RunConfig) -> None:
         check_same_data("--load d", saved=saved, current=describe(config))
 
 
-def test_what_an_older_checkpoint_does_not_know_is_not_compared(config: RunConfig) -> None:
+def test_what_an_older_checkpoint_does_not_know_is_not_compared(config: configuration.RunConfig) -> None:
     check_same_data("--load d", saved={"seed": 1234}, current=describe(config))
 
 

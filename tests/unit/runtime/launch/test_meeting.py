@@ -14,18 +14,9 @@ import pytest
 from torch.distributed import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.runtime.launch import failure
 from megatron.runtime.launch import meeting as meeting_module
 from megatron.runtime.launch.distributed_setup import World, agree_on_start
-from megatron.runtime.launch.failure import (
-    Ending,
-    InterruptedRunError,
-    RanksLostError,
-    StopReason,
-    StopRequests,
-    explain_lost_ranks,
-    report,
-    tell_launcher,
-)
 from megatron.runtime.launch.meeting import Meeting, ask_within, open_meeting
 from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError, find_rank_place
 from multimodal.values.errors import ConfigError
@@ -109,7 +100,7 @@ def test_the_keeper_of_the_store_leaves_last(meetings):
 )
 def test_a_lost_rank_is_named(meetings, problem, says):
     meetings[1].answer_roll("broker.py:1 wait")
-    explained = explain_lost_ranks(RuntimeError(problem), meetings[0])
+    explained = failure.explain_lost_ranks(RuntimeError(problem), meetings[0])
     assert str(explained).startswith(says)
     assert meetings[1].roll_is_called()
     assert problem in str(explained)
@@ -118,14 +109,14 @@ def test_a_lost_rank_is_named(meetings, problem, says):
 def test_a_hang_tells_what_every_rank_does(meetings):
     for meeting in meetings[1:]:
         meeting.answer_roll(f"broker.py:{meeting.place.rank} wait")
-    explained = str(explain_lost_ranks(RuntimeError("Timed out waiting 1000ms for recv"), meetings[0]))
+    explained = str(failure.explain_lost_ranks(RuntimeError("Timed out waiting 1000ms for recv"), meetings[0]))
     assert "a fault in Braid" in explained
     assert "rank 1: broker.py:1 wait\n  rank 2: broker.py:2 wait" in explained
 
 
 def test_another_error_is_left_as_it_is(meetings):
     problem = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert explain_lost_ranks(problem, meetings[0]) is problem
+    assert failure.explain_lost_ranks(problem, meetings[0]) is problem
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for():
@@ -138,7 +129,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for():
 def test_ranks_that_do_not_come_are_named(meetings):
     values = {"flags": {"seed": "with --seed 1"}}
     meetings[1].store.set("start/1", "agreed")
-    with pytest.raises(RanksLostError) as raised:
+    with pytest.raises(failure.RanksLostError) as raised:
         agree_on_start(meetings[0], values, timeout_seconds=0.5)
     assert str(raised.value).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
 
@@ -179,30 +170,30 @@ def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(
     assert order[0] == 0 and sorted(order) == [0, 1, 2]
 
 
-class RecordedEnding(Ending):
+class RecordedEnding(failure.Ending):
     def __init__(self) -> None:
         super().__init__()
-        self.problems: list[InterruptedRunError] = []
+        self.problems: list[failure.InterruptedRunError] = []
 
     def fail(self, problem: BaseException) -> None:  # type: ignore[override]
-        assert isinstance(problem, InterruptedRunError)
+        assert isinstance(problem, failure.InterruptedRunError)
         self.problems.append(problem)
 
 
 @pytest.mark.parametrize(
     ("is_training", "signals", "ends", "reason"),
     [
-        (False, {0: signal.SIGTERM}, ("ended by SIGTERM before training", 143), StopReason.NONE),
-        (True, {}, None, StopReason.NONE),
-        (True, {0: signal.SIGTERM, 1: signal.SIGTERM}, None, StopReason.SIGTERM),  # the same, from srun and from torchrun
-        (True, {0: signal.SIGTERM, 60: signal.SIGTERM}, ("ended by SIGTERM while training", 143), StopReason.SIGTERM),
-        (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), StopReason.NONE),
+        (False, {0: signal.SIGTERM}, ("ended by SIGTERM before training", 143), failure.StopReason.NONE),
+        (True, {}, None, failure.StopReason.NONE),
+        (True, {0: signal.SIGTERM, 1: signal.SIGTERM}, None, failure.StopReason.SIGTERM),  # the same, from srun and from torchrun
+        (True, {0: signal.SIGTERM, 60: signal.SIGTERM}, ("ended by SIGTERM while training", 143), failure.StopReason.SIGTERM),
+        (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), failure.StopReason.NONE),
     ],
 )
 def test_what_signals_end_and_what_they_ask_for(is_training, signals, ends, reason, monkeypatch):
     """signals: by the second in which they come; ends: what ends the process at once, and its exit code."""
     ending, now = RecordedEnding(), time.monotonic()
-    requests = StopRequests(ending)
+    requests = failure.StopRequests(ending)
     if is_training:
         requests.is_training = True
     for second, number in signals.items():
@@ -213,20 +204,20 @@ def test_what_signals_end_and_what_they_ask_for(is_training, signals, ends, reas
 
 
 def test_a_time_limit_is_reached(monkeypatch):
-    requests, now = StopRequests(RecordedEnding()), time.monotonic()
+    requests, now = failure.StopRequests(RecordedEnding()), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 119.0)
-    assert requests.reason(exit_duration_minutes=2) is StopReason.NONE
+    assert requests.reason(exit_duration_minutes=2) is failure.StopReason.NONE
     monkeypatch.setattr(time, "monotonic", lambda: now + 121.0)
-    assert requests.reason(exit_duration_minutes=2) is StopReason.DURATION
+    assert requests.reason(exit_duration_minutes=2) is failure.StopReason.DURATION
 
 
 def test_torchrun_ends_with_the_message_of_the_rank_that_failed_first(tmp_path, monkeypatch, capsys):
     for rank in (0, 1):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
         if rank == 1:
-            report(ConfigError("--lr is missing"), rank)
+            failure.report(ConfigError("--lr is missing"), rank)
         else:
-            tell_launcher("ended because another rank failed", seconds_later=1)
+            failure.tell_launcher("ended because another rank failed", seconds_later=1)
     failures = {rank: ProcessFailure(rank, 7, 2, str(tmp_path / f"{rank}.json")) for rank in (0, 1)}
     before, _, behind = str(ChildFailedError("pretrain_mllm.py", failures)).partition("Root Cause")
     assert "traceback : ended because another rank failed" in before

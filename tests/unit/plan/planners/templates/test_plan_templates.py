@@ -10,18 +10,11 @@ import pytest
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.templates import template_set
 from multimodal.plan.planners.templates.chain import Chain, StageTables, map_stages
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Pipeline
 from multimodal.plan.planners.templates.template_plan import plan_instances, plan_nodes
-from multimodal.plan.planners.templates.template_set import (
-    ChainUnit,
-    Instance,
-    PipelineTemplate,
-    PipelineTimes,
-    TemplateSet,
-    TemplateStage,
-)
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ActionKind
@@ -34,7 +27,7 @@ from tests.unit.without_kernels import without_kernels
 from tools.show_plans import describe_templates
 
 
-def simulate_1f1b(times: PipelineTimes, *, num_microbatches: int) -> float:
+def simulate_1f1b(times: template_set.PipelineTimes, *, num_microbatches: int) -> float:
     schedule = BUILDERS["1f1b"](one_unit(times.num_stages, num_microbatches))
     of_kind = {ActionKind.FORWARD: times.forward, ActionKind.BACKWARD: times.backward}
     seconds = [of_kind[each.kind][each.stage] if each.kind in of_kind else 0.0 for each in schedule.work.computed]
@@ -90,10 +83,10 @@ def test_the_set_survives_its_file(tmp_path):
     found = plan_templates(request(num_gpus=12), fault_tolerance=1)
     for name in ("set.yaml", "set.json"):
         found.to_file(tmp_path / name)
-        assert TemplateSet.from_file(tmp_path / name) == found
+        assert template_set.TemplateSet.from_file(tmp_path / name) == found
     plain = found.to_dict()
     with pytest.raises(PlanError, match="consecutive numbers of nodes"):
-        TemplateSet.from_dict({**plain, "templates": plain["templates"][::-1]})
+        template_set.TemplateSet.from_dict({**plain, "templates": plain["templates"][::-1]})
 
 
 def test_memory_decides_about_the_smallest_template():
@@ -161,7 +154,7 @@ def test_a_template_takes_as_long_as_the_simulator_says(size):
     asked = request(TEXT_ONLY, num_gpus=8, micro_batch_size=1, fixed_sizes=fixed, lengths=request(TEXT_ONLY).lengths[:1])
     planned = plan_templates(asked, fault_tolerance=0)
     for template in planned.templates:
-        plan = plan_instances(planned, [Instance(template.nodes, template.num_microbatches)], llm="llm")
+        plan = plan_instances(planned, [template_set.Instance(template.nodes, template.num_microbatches)], llm="llm")
         validate_plan(plan, graph=TEXT_ONLY, world_size=4 * template.nodes)
         run = PlannedRun(plan, micro_batch_size=1, transformer_impl=asked.implementation("1f1b"))
         simulated = predict_run(run, asked.changed(global_batch_size=template.num_microbatches))
@@ -179,17 +172,19 @@ GRAPH = ModelGraph((VISION, Unit("llm", Role.BACKBONE, Transformer(2, 16, 2, 32)
 """A chain of 3 + 4 layers."""
 
 
-def stage(first: int, last: int, *, node: int = 0, gpus: int = 1) -> TemplateStage:
-    return TemplateStage(first, last, gpus, node, 0.01, 0.02)
+def stage(first: int, last: int, *, node: int = 0, gpus: int = 1) -> template_set.TemplateStage:
+    return template_set.TemplateStage(first, last, gpus, node, 0.01, 0.02)
 
 
-def templates(*stages: tuple[TemplateStage, ...], num_nodes: int, fault_tolerance: int, gpus: int = 1) -> TemplateSet:
+def templates(
+    *stages: tuple[template_set.TemplateStage, ...], num_nodes: int, fault_tolerance: int, gpus: int = 1
+) -> template_set.TemplateSet:
     """Return a set whose smallest template is used at first."""
     least = 1 + max(each.node for each in stages[0])
-    made = tuple(PipelineTemplate(least + index, 4, 0.1, each) for index, each in enumerate(stages))
-    instances = tuple(Instance(least, 8 // (num_nodes // least)) for _ in range(num_nodes // least))
-    chain = (ChainUnit("vision", 3), ChainUnit("llm", 4))
-    return TemplateSet(num_nodes, gpus, fault_tolerance, 1, 8, None, chain, (1000,) * 7, instances, made)
+    made = tuple(template_set.PipelineTemplate(least + index, 4, 0.1, each) for index, each in enumerate(stages))
+    instances = tuple(template_set.Instance(least, 8 // (num_nodes // least)) for _ in range(num_nodes // least))
+    chain = (template_set.ChainUnit("vision", 3), template_set.ChainUnit("llm", 4))
+    return template_set.TemplateSet(num_nodes, gpus, fault_tolerance, 1, 8, None, chain, (1000,) * 7, instances, made)
 
 
 ONE_NODE = templates((stage(0, 4), stage(5, 6)), num_nodes=4, fault_tolerance=1, gpus=2)
@@ -291,7 +286,7 @@ def test_without_kernels_there_are_no_templates():
 
 def random_times(draw):
     forward = tuple(draw.uniform(0.1, 1.0) for _ in range(draw.randint(1, 8)))
-    return PipelineTimes(forward, tuple(2 * each for each in forward))
+    return template_set.PipelineTimes(forward, tuple(2 * each for each in forward))
 
 
 def test_seconds_are_the_simulated_ones_nearly_always():

@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate_trace import NodeChange, Pauses, read_trace, simulate_restarts, simulate_templates
+from multimodal.plan.planners.templates import reconfigure
 from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.reconfigure import (
-    Pipeline,
-    Reconfigurer,
-    change_least,
-    copy_seconds,
-    deal_copies,
-    instantiate,
-    share_batch,
-)
 from multimodal.plan.planners.templates.template_set import PipelineTimes
 from multimodal.values.errors import ConfigError, PlanError
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request, with_memory
@@ -27,7 +19,7 @@ NUM_NODES = 9
 @cache
 def reconfigurer(memory_gb=0.5, fault_tolerance=1, horizon=60.0):
     asked = with_memory(request(TEXT_ONLY, num_gpus=4 * NUM_NODES, micro_batch_size=1), memory_gb)
-    return Reconfigurer(plan_templates(asked, fault_tolerance=fault_tolerance), 25e9, horizon_seconds=horizon)
+    return reconfigure.Reconfigurer(plan_templates(asked, fault_tolerance=fault_tolerance), 25e9, horizon_seconds=horizon)
 
 
 def held_layers(one, pipelines):
@@ -98,7 +90,7 @@ def test_a_smaller_template_a_borrowed_node_and_a_merged_pipeline(left, num_join
     """Oobleck, Figure 2.8, with templates of 2 nodes and more."""
     one = reconfigurer()
     assert one.templates.least_nodes == 2
-    found = change_least(one.templates, left, num_joined)
+    found = reconfigure.change_least(one.templates, left, num_joined)
     assert (found is None) == (how is None) and (found is None or (found[0], sorted(found[1])) == (how, sizes))
 
 
@@ -123,7 +115,7 @@ def test_too_few_nodes_are_refused_with_what_they_lack():
 
 def test_layers_that_nobody_has_any_more_are_named():
     one = reconfigurer()
-    pipelines = (Pipeline(tuple(range(4)), 12), Pipeline(tuple(range(4, 9)), 12))
+    pipelines = (reconfigure.Pipeline(tuple(range(4)), 12), reconfigure.Pipeline(tuple(range(4, 9)), 12))
     held = held_layers(one, pipelines)
     owners = [node for node in held if 0 in held[node]]
     found = one.reconfigure(pipelines, lost=owners)
@@ -133,11 +125,11 @@ def test_layers_that_nobody_has_any_more_are_named():
 
 def test_copies_are_spread_over_those_that_have_a_layer():
     wanted = {0: [0, 1], 1: [0, 1], 2: [0, 1], 3: [0, 1]}
-    copies, missing = deal_copies(wanted, {0: [0, 1], 1: [0, 1]}, [100, 100])
+    copies, missing = reconfigure.deal_copies(wanted, {0: [0, 1], 1: [0, 1]}, [100, 100])
     assert not missing and len(copies) == 4
     assert sorted(copy.source for copy in copies) == [0, 0, 1, 1]
-    assert copy_seconds(copies, bytes_per_second=100.0) == 2.0
-    assert deal_copies({0: [0]}, {1: [1]}, [5, 5]) == ((), (0,))
+    assert reconfigure.copy_seconds(copies, bytes_per_second=100.0) == 2.0
+    assert reconfigure.deal_copies({0: [0]}, {1: [1]}, [5, 5]) == ((), (0,))
 
 
 def random_templates(draw, *, least):
@@ -166,7 +158,7 @@ def test_shares_are_the_best_of_all():
         times = random_templates(draw, least=1)
         sizes = [draw.choice(list(times)) for _ in range(draw.randint(1, 4))]
         count = draw.randint(len(sizes), 12)
-        found = share_batch(times, sizes, num_microbatches=count)
+        found = reconfigure.share_batch(times, sizes, num_microbatches=count)
         assert found.step_seconds == pytest.approx(least_step(times, sizes, count))
         assert sum(each.num_microbatches for each in found.instances) == count
         assert sorted(each.nodes for each in found.instances) == sorted(sizes)
@@ -186,10 +178,12 @@ def test_instances_are_the_best_of_all_combinations():
         ]
         if not combinations:
             with pytest.raises(PlanError):
-                instantiate(times, num_nodes, num_microbatches, least_replicas)
+                reconfigure.instantiate(times, num_nodes, num_microbatches, least_replicas)
             continue
-        wanted = min(share_batch(times, sizes, num_microbatches=num_microbatches).step_seconds for sizes in combinations)
-        found = instantiate(times, num_nodes, num_microbatches, least_replicas)
+        wanted = min(
+            reconfigure.share_batch(times, sizes, num_microbatches=num_microbatches).step_seconds for sizes in combinations
+        )
+        found = reconfigure.instantiate(times, num_nodes, num_microbatches, least_replicas)
         assert found.step_seconds == pytest.approx(wanted)
         assert sum(each.nodes for each in found.instances) == num_nodes
         assert len(found.instances) >= least_replicas
@@ -198,13 +192,13 @@ def test_instances_are_the_best_of_all_combinations():
 def test_what_cannot_be_is_refused_with_what_would_work():
     times = {2: PipelineTimes((1.0, 1.0), (2.0, 2.0))}
     with pytest.raises(PlanError, match="3 nodes cannot hold 2 replicas of at least 2 nodes each; use 4 nodes"):
-        instantiate(times, 3, 8, 2)
+        reconfigure.instantiate(times, 3, 8, 2)
     with pytest.raises(PlanError, match="1 microbatches cannot be shared by 2 replicas; make it at least 2"):
-        instantiate(times, 4, 1, 2)
+        reconfigure.instantiate(times, 4, 1, 2)
     with pytest.raises(PlanError, match="5 nodes cannot all be used by at most 8 replicas"):
-        instantiate(times, 5, 8)
+        reconfigure.instantiate(times, 5, 8)
     with pytest.raises(PlanError, match="make it at least 3 microbatches"):
-        share_batch(times, [2, 2, 2], num_microbatches=2)
+        reconfigure.share_batch(times, [2, 2, 2], num_microbatches=2)
 
 
 PAUSES = Pauses(recovery=3.0, restart=100.0, checkpoint_interval=50.0)
@@ -213,7 +207,7 @@ PAUSES = Pauses(recovery=3.0, restart=100.0, checkpoint_interval=50.0)
 @cache
 def reconfigurer_of_trace():
     asked = with_memory(request(TEXT_ONLY, num_gpus=24, micro_batch_size=1), 0.5)
-    return Reconfigurer(plan_templates(asked, fault_tolerance=1), 25e9)
+    return reconfigure.Reconfigurer(plan_templates(asked, fault_tolerance=1), 25e9)
 
 
 def test_spans_follow_each_other_and_a_loss_costs_the_running_step():
