@@ -35,27 +35,28 @@ def tiny(name: str, **config: Any) -> Callable[..., Any]:
     return partial(build, name, **config)
 
 
-_WRITTEN = yaml.safe_load((Path(__file__).parent / "tiny_models.yaml").read_text())
+WRITTEN = yaml.safe_load((Path(__file__).parent / "tiny_models.yaml").read_text())
 
 
 def filled(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the bases that it names, and those of its parts, filled in."""
     found: dict[str, Any] = {}
     for base in config.get("base", ()):
-        found |= filled(_WRITTEN["bases"][base])
+        found |= filled(WRITTEN["bases"][base])
     return found | {key: filled(part) if isinstance(part, dict) else part for key, part in config.items() if key != "base"}
 
 
 def written(kind: str) -> Mapping[str, Callable[..., Any]]:
     """Return the models of a kind; what they are called with changes their configuration."""
-    configs = {name: filled(config) for name, config in _WRITTEN[kind].items()}
+    configs = {name: filled(config) for name, config in WRITTEN[kind].items()}
     return {name: tiny(config.pop("class"), **config) for name, config in configs.items()}
 
 
 PLAIN, SHAPE, WINDOW, QWEN2, PATCHES, TO_THE_END = (
-    filled(_WRITTEN["bases"][name]) for name in ("plain", "shape", "window", "qwen2", "clip", "to the end")
+    filled(WRITTEN["bases"][name]) for name in ("plain", "shape", "window", "qwen2", "clip", "to the end")
 )
-TEXT_MODELS, MODELS_WITH_EXPERTS, LLAVAS = (written(kind) for kind in ("texts", "texts with experts", "images of one size"))
+KINDS = ("texts", "texts with experts", "images of one size", "towers")
+TEXT_MODELS, MODELS_WITH_EXPERTS, LLAVAS, TOWERS = map(written, KINDS)
 llama, mixtral = TEXT_MODELS["llama"], MODELS_WITH_EXPERTS["mixtral"]
 ROTATED = {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}, "hidden_act": "silu", "num_attention_heads": 2}
 pixtral = tiny(

@@ -28,11 +28,10 @@ from tests.distributed import test_opaque
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY, run_and_save
-from tests.distributed.hugging_face_models import MAX_TOKENS, llama, pixels_of
+from tests.distributed.hugging_face_models import MAX_TOKENS, TOWERS, llama, pixels_of
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankError
 from tests.distributed.test_hugging_face_families import CLIPS
-from tests.distributed.test_opaque import dinov2
 from tests.distributed.wide_transformers import double_precision, randomize_vectors
 
 case_of = partial(test_opaque.case_of, vocab_size=MULTIPLE)
@@ -41,46 +40,18 @@ case_of = partial(test_opaque.case_of, vocab_size=MULTIPLE)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of a Llama, two DINOv2, a SigLIP, a CLIP of which only the part that sees is wanted, and a Whisper."""
-    from transformers import (
-        CLIPConfig,
-        CLIPModel,
-        Dinov2Model,
-        Dinov2WithRegistersConfig,
-        Dinov2WithRegistersModel,
-        SiglipVisionConfig,
-        SiglipVisionModel,
-        WhisperConfig,
-        WhisperForConditionalGeneration,
-    )
-
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     llama().save_pretrained(folder / "llm")
-    Dinov2Model(dinov2()).save_pretrained(folder / "dinov2")
-    shape = {**dinov2().to_dict(), "hidden_dropout_prob": 0.0, "image_size": 12, "num_register_tokens": 2}
-    registers = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**{key: shape[key] for key in OF_REGISTERS}))
-    randomize_vectors(registers)
-    registers.save_pretrained(folder / "registers")
+    for name in ("dinov2", "registers", "siglip", "clip", "whisper"):
+        tower = TOWERS[name]()
+        if name in ("registers", "whisper"):
+            randomize_vectors(tower)
+        tower.save_pretrained(folder / name)
     (folder / "registers" / "preprocessor_config.json").write_text(json.dumps(SMALLER))
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision |= {"image_size": 8, "patch_size": 2}
-    text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
-    shape = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "num_mel_bins": 4}
-    beside = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20, "vocab_size": 30}
-    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
-    whisper = WhisperConfig(**shape, **beside, **ids, max_source_positions=MAX_TOKENS, init_std=0.3)
-    ear = WhisperForConditionalGeneration(whisper)
-    randomize_vectors(ear)
-    ear.save_pretrained(folder / "whisper")
-    SiglipVisionModel(SiglipVisionConfig(**vision)).save_pretrained(folder / "siglip")
-    CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)).save_pretrained(folder / "clip")
     return folder
 
 
-OF_REGISTERS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "mlp_ratio", "image_size", "patch_size", "num_register_tokens"),
-    *("initializer_range", "layerscale_value", "hidden_dropout_prob"),
-)
 SMALLER = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": True, "size": {"shortest_edge": 10}}
 SMALLER["crop_size"] = {"height": 8, "width": 8}
 """Than the images for which the DINOv2 with registers has positions."""

@@ -41,7 +41,7 @@ from tests.distributed.dealt_case import UNITS, dealt, unit_plan
 from tests.distributed.gradient_case import GradientCase, build_session, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import MULTIPLE, run_and_save
-from tests.distributed.hugging_face_models import llama
+from tests.distributed.hugging_face_models import WRITTEN, llama
 from tests.distributed.launch import launch, train
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError
@@ -65,24 +65,12 @@ IN_LAYERS = [("dit in layers", "epsilon"), ("sd3 in layers", "velocity"), ("sd3.
 
 def save_module(kind: str, folder: Path) -> Path:
     """A tiny U-Net, SD3 or DiT of random weights, also those that start as zeros."""
-    from diffusers import DiTTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+    import diffusers
 
     torch.manual_seed(3)
     kind, normed = kind.split()[0].replace(".5", ""), {"qk_norm": "rms_norm"} if ".5" in kind else {}
-    if kind == "unet":
-        blocks = {
-            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-        }
-        sizes = {"block_out_channels": (4, 8), "norm_num_groups": 2, "layers_per_block": 1, "attention_head_dim": 2}
-        module: Any = UNet2DConditionModel(**blocks, **sizes, in_channels=1, out_channels=1, cross_attention_dim=WIDTH)
-    elif kind == "dit":
-        sizes = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "num_embeds_ada_norm": 3}
-        module = DiTTransformer2DModel(**sizes, in_channels=1, out_channels=2, sample_size=8, patch_size=2)
-    else:
-        sizes = {"num_layers": 2, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16}
-        channels = {"in_channels": 1, "out_channels": 1, "joint_attention_dim": WIDTH, "pooled_projection_dim": 24}
-        module = SD3Transformer2DModel(**sizes, **channels, **normed, sample_size=8, patch_size=2, pos_embed_max_size=8)
+    config = {**WRITTEN["denoisers"][kind], **normed}
+    module: Any = getattr(diffusers, config.pop("class"))(**config)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -27,11 +27,11 @@ from multimodal.data.chat.text_settings import TextSettings
 from multimodal.model.initialization import initialize_parameters
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.hugging_face_models import MODELS_WITH_EXPERTS, TEXT_MODELS, llama
+from tests.distributed.hugging_face_models import MODELS_WITH_EXPERTS, TEXT_MODELS, TOWERS, llama
 from tests.distributed.launch import launch
 from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_hugging_face_runs import small_qwen2
-from tests.distributed.test_opaque import composed, hubert
+from tests.distributed.test_opaque import composed
 from tests.distributed.wide_transformers import build_wide_model
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
 from tools import generate
@@ -75,7 +75,7 @@ def test_next_tokens_are_those_of_the_training_forward(change, tmp_path):
 
 def test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears(tmp_path):
     llama().save_pretrained(tmp_path / "llm")
-    hubert().save_pretrained(tmp_path / "hubert")
+    TOWERS["hubert"]().save_pretrained(tmp_path / "hubert")
     graph = composed(tmp_path, tmp_path, "hubert")
     llm = replace(graph.backbone, vocab_size=None, weights=None)
     graph = replace(graph, units=tuple(llm if unit is graph.backbone else unit for unit in graph.units))

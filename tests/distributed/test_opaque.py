@@ -26,7 +26,7 @@ from tests.distributed.dealt_case import dealt
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import run_and_save
-from tests.distributed.hugging_face_models import llama
+from tests.distributed.hugging_face_models import TOWERS, llama
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.training_case import build_plan
 from tests.distributed.wide_transformers import double_precision
@@ -42,17 +42,7 @@ GROUPS = ([0, 1], [2, 3], [4])
 
 
 def dinov2() -> Any:
-    from transformers import Dinov2Config
-
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "mlp_ratio": 2,
-        "image_size": 8,
-        "patch_size": 2,
-    }
-    return Dinov2Config(**shape, initializer_range=0.3, layerscale_value=0.7, hidden_dropout_prob=0.1)
+    return TOWERS["dinov2"]().config
 
 
 @pytest.fixture
@@ -177,30 +167,10 @@ def test_programs_of_a_folder_never_run(tmp_path, monkeypatch):
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 
-CONVOLUTIONS = {"conv_dim": (8, 8, 8), "conv_kernel": (10, 3, 2), "conv_stride": (5, 2, 2)}
 SEEN, STEP, MOST = 30, 20, 12
 """Samples that a token is made of, samples from one to the next, tokens of the Whisper's longest clip."""
-SOUND_SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 CLIPS = {"hubert": (SEEN + 4 * STEP, SEEN + 9 * STEP + 7, SEEN + 5 * STEP + 19), "whisper": (9, 16, 2 * MOST)}
 """Samples, and frames."""
-
-
-def hubert() -> Any:
-    from transformers import HubertConfig, HubertModel
-
-    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    return HubertModel(HubertConfig(**SOUND_SHAPE, **CONVOLUTIONS, **positions, feat_extract_norm="group", initializer_range=0.3))
-
-
-def whisper() -> Any:
-    """A model that is no family here, with the encoder of one."""
-    from transformers import WhisperConfig, WhisperForAudioClassification
-
-    shape = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 4}
-    beside = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8, "vocab_size": 30}
-    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
-    config = WhisperConfig(**shape, **beside, **ids, max_source_positions=MOST, classifier_proj_size=4, init_std=0.3)
-    return WhisperForAudioClassification(config)
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +178,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     llama().save_pretrained(folder / "llm")
-    hubert().save_pretrained(folder / "hubert")
-    whisper().save_pretrained(folder / "whisper")
+    TOWERS["hubert"]().save_pretrained(folder / "hubert")
+    TOWERS["classifier of sound"]().save_pretrained(folder / "whisper")
     return folder
 
 
