@@ -71,6 +71,12 @@ class CompiledSchedule:
             np.add.at(filled, np.searchsorted(self.slots, self.inside.carrier_slots), self.carrier_times.durations)
         return self.tensor_parallel_seconds[self.arrays.lane_nodes] - filled
 
+    @cached_property
+    def rank_shares(self) -> Floats:
+        """[num_lanes] the share of all ranks that each lane has."""
+        num_ranks = np.array(list(map(len, self.schedule.shape.plan.lanes)), np.float64)
+        return num_ranks / num_ranks.sum()
+
     @property
     def computed_seconds(self) -> Floats:
         """Seconds of each of `computed`; a carrier's are those without the work inside beyond its waits."""

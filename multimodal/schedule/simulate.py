@@ -29,11 +29,11 @@ class Simulation:
     iteration_seconds: float
     """Seconds from the step's start until all work has ended, messages and collectives included."""
     ideal_seconds: float
-    """Total seconds of computations over the number of lanes: no schedule of these computations is shorter."""
+    """Seconds of computations of an average rank: no schedule of these computations is shorter."""
     mfu: float
     """The model's FLOPs over those that all ranks could do in this time at their peak; 0 if either is unknown."""
     bubble: Mapping[str, float]
-    """Kind (`BUBBLE_KINDS`) -> fraction of lane time; with `busy_fraction` they sum to 1."""
+    """Kind (`BUBBLE_KINDS`) -> fraction of the ranks' time; with `busy_fraction` they sum to 1."""
     busy_seconds: tuple[float, ...]
     """Per lane the time in which it computes; waits for tensor parallel collectives inside a layer are not counted."""
     peak_activation_bytes: tuple[int, ...]
@@ -54,8 +54,9 @@ class Simulation:
 
     @property
     def busy_fraction(self) -> float:
-        """Fraction of lane time in which lanes compute."""
-        return sum(self.busy_seconds) / (self.num_lanes * self.iteration_seconds) if self.iteration_seconds else 0.0
+        """Fraction of the ranks' time in which they compute."""
+        busy = float(np.dot(self.busy_seconds, self.compiled.rank_shares))
+        return busy / self.iteration_seconds if self.iteration_seconds else 0.0
 
     @property
     def peak_memory_bytes(self) -> int:
@@ -98,7 +99,7 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
     available_flops = costs.peak_flops_per_second * iteration_seconds
     return Simulation(
         iteration_seconds=iteration_seconds,
-        ideal_seconds=float(work.sum()) / arrays.num_lanes,
+        ideal_seconds=float(np.dot(work, compiled.rank_shares[compiled.lane_of_entry])),
         mfu=costs.model_flops / available_flops if available_flops else 0.0,
         bubble=bubble_fractions(compiled, times, iteration_seconds=iteration_seconds),
         busy_seconds=tuple(busy_seconds.tolist()),
@@ -232,7 +233,7 @@ BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown"
 
 
 def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration_seconds: float) -> Mapping[str, float]:
-    """Return kind -> fraction of lane time (lanes x iteration); every moment of every lane belongs to at most one kind.
+    """Return kind -> fraction of the ranks' time (ranks x iteration); every moment of a rank belongs to at most one kind.
 
     A lane's idle time before its first computation is warm-up, and between two computations `pp_other`; in both, the time until
     the parameters of the next computation are gathered is `dp_all_gather` instead. After its last computation a lane cools down
@@ -240,7 +241,7 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     replicas'; without reductions, all of it is cool-down. A lane without computations is idle for `pp_other`. `tp` is the part of
     computations in which a lane waits for a collective inside a layer and runs nothing else.
     """
-    arrays = compiled.arrays
+    arrays, shares = compiled.arrays, compiled.rank_shares
     num_lanes = arrays.num_lanes
     is_computed = arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE
     nodes, lanes = arrays.lane_nodes[is_computed], compiled.lane_of_entry[is_computed]
@@ -259,23 +260,23 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     computed_at = np.zeros(int(compiled.component_of_lane.max(initial=-1)) + 1)
     np.maximum.at(computed_at, compiled.component_of_lane[lanes], end)
     pipeline_end = computed_at[compiled.component_of_lane[lanes[is_last]]]
-    after = float(np.sum(iteration_seconds - pipeline_end))
+    shares_of_last = shares[lanes[is_last]]
+    after = float(np.dot(iteration_seconds - pipeline_end, shares_of_last))
     reduces = bool((compiled.schedule.work.kinds[compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]] == REDUCTION).any())
-    num_idle_lanes = num_lanes - int(is_last.sum())
+    idle_share = 1 - float(shares_of_last.sum())
     seconds = {
-        "dp_all_gather": float(gathering.sum()),
+        "dp_all_gather": float(np.dot(gathering, shares[lanes])),
         "dp_reduce_scatter": after if reduces else 0.0,
-        "pp_warmup": float(waiting[is_first].sum()),
-        "pp_cooldown": float(np.sum(pipeline_end - end[is_last])) + (0.0 if reduces else after),
-        "pp_other": float(waiting[~is_first].sum()) + num_idle_lanes * iteration_seconds,
-        "tp": float(compiled.unfilled_seconds[is_computed].sum()),
+        "pp_warmup": float(np.dot(waiting[is_first], shares[lanes[is_first]])),
+        "pp_cooldown": float(np.dot(pipeline_end - end[is_last], shares_of_last)) + (0.0 if reduces else after),
+        "pp_other": float(np.dot(waiting[~is_first], shares[lanes[~is_first]])) + idle_share * iteration_seconds,
+        "tp": float(np.dot(compiled.unfilled_seconds, shares[compiled.lane_of_entry])),
     }
-    lane_time = num_lanes * iteration_seconds
-    return {kind: seconds[kind] / lane_time if lane_time else 0.0 for kind in BUBBLE_KINDS}
+    return {kind: seconds[kind] / iteration_seconds if iteration_seconds else 0.0 for kind in BUBBLE_KINDS}
 
 
 def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:
-    """Summarise simulations of consecutive steps of one plan, in seconds, bytes and, for bubbles, fractions of lane time.
+    """Summarise simulations of consecutive steps of one plan, in seconds, bytes and, for bubbles, fractions of the ranks' time.
 
     Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
     `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds:

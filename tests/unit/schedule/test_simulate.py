@@ -61,6 +61,15 @@ def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_mi
     assert (found.num_lanes, found.num_microbatches) == (pp, num_microbatches)
 
 
+def test_each_rank_counts_alike_however_many_a_lane_has() -> None:
+    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 3)}
+    case = build_case(build_graph("vision"), sizes, {unit: deal(1, 1) for unit in sizes})
+    found = simulate_schedule(lower(case), UniformCosts(forward=1.25, backward=2.5))
+    assert found.iteration_seconds == pytest.approx(7.5)
+    waits = {"pp_warmup": 1.25 * 3, "pp_other": 3.75, "pp_cooldown": 2.5 * 3}  # of three LLM ranks, and the encoder's one
+    assert found.bubble == pytest.approx(dict.fromkeys(found.bubble, 0.0) | {kind: each / 30 for kind, each in waits.items()})
+
+
 def simulated(document: dict[str, Any]) -> str:
     """Say how long a step takes, which lanes idle why, what they keep at most and, where asked for, what happens when."""
     schedule = schedule_of({**document, "lowered": True})

@@ -130,13 +130,13 @@ class _Step:
     seconds: float
     ideal_seconds: float
     floor_seconds: float
-    """Seconds of an average lane's computations without waits and recomputation."""
+    """Seconds of an average rank's computations without waits and recomputation."""
     busiest_seconds: float
     peak_seconds: float
     """Seconds of the model's FLOPs at the GPUs' peak."""
     num_tokens: float
     bubble_seconds: Mapping[str, float]
-    """Kind -> seconds of an average lane."""
+    """Kind -> seconds of an average rank."""
     peak_memory_bytes: int
 
 
@@ -229,10 +229,10 @@ def _simulate(
 ) -> _Step:
     shape, assignment, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
     found = simulate_schedule(build_schedule(builder, shape, passes=passes, is_checked=is_checked, costs=costs), costs)
-    floor_seconds = sum(found.busy_seconds) / found.num_lanes
+    floor_seconds = found.busy_fraction * found.iteration_seconds
     if run.recompute is not None and is_checked:
         plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
-        floor_seconds = float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean())
+        floor_seconds = float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds) @ plain.rank_shares)
     seconds, ideal, tokens = found.iteration_seconds, found.ideal_seconds, float(_num_tokens(lengths))
     busiest = float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0))
     bubbles = {kind: share * seconds for kind, share in found.bubble.items()}
