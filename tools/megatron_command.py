@@ -51,8 +51,6 @@ _MODULES = {"LLM": "llm", "VISION": "encoder"}
 """Modules whose sizes Megatron-Bridge's examples of MegatronMIMO read from MIMO_MODULE_SIZE -> flags of the same."""
 _BRIDGE = {"freeze-language-model": "freeze-LM", "freeze-vision-model": "freeze-ViT", "sequence-length": "seq-length"}
 """Names that Megatron-Bridge's configuration has for flags."""
-
-
 _OWN = ("BASH_SOURCE", "HOME", "HOSTNAME", "PWD", "RANDOM", "SECONDS", "USER")
 """Variables that every shell has."""
 

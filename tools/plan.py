@@ -39,8 +39,6 @@ from tools.filling_report import report_filling, with_filling
 from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
 
 DEFAULT_FAULT_TOLERANCE = 1
-
-
 SIZE_NAMES = {
     "ep": "expert_parallel_size",
     "tp": "tensor_parallel_size",

@@ -91,8 +91,6 @@ def parse_split(split: str) -> list[float]:
 
 _TURNS = 10_000
 """Resolution of the weights of a mixture, as the inverse of a fraction."""
-
-
 MOST_JOINED = 2**16
 """Most samples in a sequence."""
 

@@ -17,8 +17,6 @@ from multimodal.values.model_graph import ModelGraph, Role
 
 CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
 """Places between modules where a user's function runs, in the order of a forward."""
-
-
 PROJECTORS: Mapping[str, str] = {"mlp": "none", "merger": "patches"}
 """Two products with a GELU between them and the LLM's width (LLaVA), or behind a norm with that of merged patches -> the norm."""
 _TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}

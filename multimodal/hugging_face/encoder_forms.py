@@ -30,8 +30,6 @@ _VIT_KEYS = shape_keys("num_hidden_layers", "hidden_size", "num_attention_heads"
 
 
 # Towers with learned positions: CLIP, SigLIP, DINOv2 with registers or without
-
-
 def _clip_names(last: Names) -> UnitNames:
     qkv = "self_attn.q_proj self_attn.k_proj self_attn.v_proj"
     return UnitNames(
@@ -159,8 +157,6 @@ def _dinov2(**more: Any) -> EncoderForm:
 
 
 # Pixtral's tower: images keep their size; a token of the text stands behind each row of patches
-
-
 def _read_pixtral(config: Config, where: str) -> dict[str, Any]:
     require(config, {"head_dim": (config["hidden_size"] // config["num_attention_heads"], None)}, where=where)
     rotary = config.get("rope_parameters") or {}

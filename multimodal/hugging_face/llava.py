@@ -172,8 +172,6 @@ LLAVA = Architecture(
     **_BESIDE_LLM,
     placeholders={"image": "image_token_index"},
 )
-
-
 _OF_INTERNVL: Mapping[str, tuple[Any, ...]] = {
     "downsample_ratio": (0.5,),
     "projector_hidden_act": ("gelu",),

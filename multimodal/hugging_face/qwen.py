@@ -135,7 +135,6 @@ def _audio_names(norm: str, product: str) -> UnitNames:
 
 
 def _convolution_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of both convolutions."""
     size, num_bins = unit.transformer.hidden_size, unit.audio.num_mel_bins if unit.audio is not None else 0
     return {f"{_AUDIO}conv1.weight": (size, num_bins, 3), f"{_AUDIO}conv2.weight": (size, size, 3)}
 

@@ -143,8 +143,6 @@ _WHISPER_ALLOWED: Mapping[str, tuple[Any, ...]] = {
     "scale_embedding": (False,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), NO_DROPOUT),
 }
-
-
 WHISPER = EncoderForm(
     shape_keys("encoder_layers", "d_model", "encoder_attention_heads", "encoder_ffn_dim"),
     (Key("num_mel_bins", "num_mel_bins"),),

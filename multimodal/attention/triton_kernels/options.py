@@ -10,8 +10,6 @@ MAX_CHANNELS = 256
 HOPPER_SHARED_MEMORY_BYTES = 227 * 1024
 LARGE_TILES_BYTES = 130 * 1024
 """Shared memory of the largest tiles below; GPUs of compute capability 8.6 and 8.9 have 99 KiB."""
-
-
 SHORTEST_LIMIT = 16
 """Blocks below which work is not cut: the best published sub-blocks have 16 to 32 (Cornstarch, thesis 3.3.2.2)."""
 PROGRAMS_PER_MULTIPROCESSOR = 2

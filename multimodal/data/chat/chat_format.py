@@ -111,7 +111,6 @@ class ChatFormat:
                 "(add_generation_prompt, or where {% generation %} begins), give another --chat-template FILE, or none"
             )
         self.placeholders = find_placeholders(folder, tokenizer)
-        """Those of a prompt, by kind of item."""
         self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
 
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:

@@ -203,7 +203,6 @@ def _add_biases(spec: ModuleSpec, unit: Unit) -> None:
 
 
 def _with_bias(linear: Any) -> Any:
-    """Return a linear layer, or its spec, with a bias."""
     if isinstance(linear, ModuleSpec):
         return ModuleSpec(_with_bias(linear.module), params=linear.params)
 
