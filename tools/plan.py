@@ -204,11 +204,10 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     """Return the flags of tools/simulate.py that reproduce the prediction; empty if units are frozen or adapted."""
     if flags.freeze or flags.freeze_projector or flags.lora_rank is not None:
         return ""
-    data = (
-        f"--lengths {flags.lengths} --seed {SEED} --num-iterations {flags.num_iterations}"
-        if flags.lengths
-        else f"--uniform-lengths {_uniform(flags)}"
-    )
+    if flags.lengths:
+        data = f"--lengths {flags.lengths} --seed {SEED} --num-iterations {flags.num_iterations}"
+    else:
+        data = f"--uniform-lengths {_uniform(flags)}"
     return (
         f"--model {flags.model} --cluster {flags.cluster} {data} --global-batch-size {flags.global_batch_size} "
         f"--vocab-size {request.vocab_size} {run.simulation_flags}"

@@ -133,12 +133,8 @@ def build_bitfield_mask(
             sample_ids.append(sample_id)
             item_ids.append(NO_ITEM if is_text else segment.item_index)
             num_tokens.append(segment.num_tokens)
-    return BitfieldMask(
-        np.repeat(np.array(bits, dtype=np.int64), num_tokens),
-        np.repeat(np.array(sample_ids, dtype=np.int32), num_tokens),
-        np.repeat(np.array(item_ids, dtype=np.int32), num_tokens),
-        window,
-    )
+    samples_of, items_of = (np.repeat(np.array(ids, dtype=np.int32), num_tokens) for ids in (sample_ids, item_ids))
+    return BitfieldMask(np.repeat(np.array(bits, dtype=np.int64), num_tokens), samples_of, items_of, window)
 
 
 def _join_prefix(segments: Sequence[MaskSegment], modality: str) -> Sequence[MaskSegment]:

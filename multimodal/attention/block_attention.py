@@ -83,13 +83,9 @@ class _BlockAttention(torch.autograd.Function):
             queries = _to_groups(query[row.queries], key.shape[1])
             keys, values = (tensor[row.keys].transpose(0, 1) for tensor in (key, value))
             if mask.softcap is None:
-                (group_mixed,) = scaled_dot_product_attention(
-                    queries[None],
-                    keys[None],
-                    values[None],
-                    attn_mask=None if row.is_visible is None else row.is_visible.repeat(heads_per_group, 1),
-                    scale=scale,
-                )
+                seen, inputs = row.is_visible, (queries[None], keys[None], values[None])
+                seen = None if seen is None else seen.repeat(heads_per_group, 1)
+                (group_mixed,) = scaled_dot_product_attention(*inputs, attn_mask=seen, scale=scale)
             else:
                 wide = torch.promote_types(query.dtype, torch.float32)
                 scores = capped(queries.to(wide) @ keys.transpose(1, 2).to(wide) * scale, mask.softcap)

@@ -168,12 +168,8 @@ def build_sample_lengths(
 def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
     """Shift tokens into labels; the last token has no successor, so its label is `pad_id` and never a target."""
     token_ids = conversation.token_ids.astype(np.int64)
-    return SampleText(
-        token_ids=token_ids,
-        labels=np.append(token_ids[1:], pad_id),
-        is_target=np.append(conversation.is_trained[1:], False),
-        item_starts=conversation.item_starts,
-    )
+    labels, is_target = np.append(token_ids[1:], pad_id), np.append(conversation.is_trained[1:], False)
+    return SampleText(token_ids, labels, is_target, conversation.item_starts)
 
 
 def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_TokenRun]:

@@ -110,12 +110,9 @@ class ManifestSource:
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample; `sample_id` is its index."""
         items = [self._samples.item(index, item_index) for item_index in range(self._samples.num_items(index))]
-        return build_sample_lengths(
-            self._samples.conversation(index),
-            sample_id=index,
-            units=[item.unit for item in items],
-            sizes=[input_of(self._graph.unit(item.unit)).num_tokens(item.grid) for item in items],
-        )
+        units = [item.unit for item in items]
+        sizes = [input_of(self._graph.unit(item.unit)).num_tokens(item.grid) for item in items]
+        return build_sample_lengths(self._samples.conversation(index), sample_id=index, units=units, sizes=sizes)
 
     def text(self, index: int) -> SampleText:
         """Tokens, labels and item positions of one sample."""

@@ -58,18 +58,9 @@ def read_llava(config: Config) -> dict[str, Any]:
             f"vision_feature_layer is {layer!r}, and only the output of one of the {num_layers} layers can be taken here; take a "
             "model of that kind"
         )
-    return {
-        "units": {
-            "vision": {
-                **vision,
-                "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
-                "num_layers": used,
-                "projector_hidden_size": llm["hidden_size"],
-                "projector_norm": "none",
-            },
-            "llm": llm,
-        }
-    }
+    vision |= {"image": {"merge_size": 1, **vision["image"], "class_token": class_token}, "num_layers": used}
+    vision |= {"projector_hidden_size": llm["hidden_size"], "projector_norm": "none"}
+    return {"units": {"vision": vision, "llm": llm}}
 
 
 def _class_token(config: Config, tower: EncoderForm) -> str | None:

@@ -20,6 +20,7 @@ from multimodal.model.collectives import RankLink, TensorParallelWaits, gather_f
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.grouped_linear import build_engine_linear, grouped_linear, has_grouped_kernel
 from multimodal.model.swiglu import swiglu
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.units.transformer import Experts
 
 
@@ -190,13 +191,9 @@ class Expert(Module):
     def __init__(self, config: TransformerConfig, inner_size: int, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.activation, self.is_gated = config.activation_func, config.gated_linear_unit
-        given: dict[str, Any] = {
-            "config": dataclasses.replace(config, sequence_parallel=False),
-            "init_method": config.init_method,
-            "bias": False,
-            "skip_bias_add": False,
-            "tp_group": groups.tp,
-        }
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        given: dict[str, Any] = {"config": whole, "init_method": config.init_method, "tp_group": groups.tp}
+        given |= {"bias": False, "skip_bias_add": False}
         outer, inner = config.hidden_size, inner_size * (2 if self.is_gated else 1)
         self.linear_fc1 = DeferrableColumnParallelLinear(outer, inner, gather_output=False, **given)
         self.linear_fc2 = DeferrableRowParallelLinear(inner_size, outer, input_is_parallel=True, **given)
@@ -245,10 +242,10 @@ class ExpertMLP(Module):
         self._losses: list[Tensor] = []
         """Losses that balance experts, of all backwards since they were last taken."""
 
-    def use_engine(self, *, accumulates: bool, delays: bool, row_multiple: int) -> None:
-        """Let Transformer Engine multiply; row_multiple: of the rows of each expert; others: see `build_engine_linear`."""
-        self.row_multiple = row_multiple
-        how = {"accumulates": accumulates, "delays": delays}
+    def use_engine(self, options: BuildOptions, *, accumulates: bool) -> None:
+        """Let Transformer Engine multiply, rows of each expert by `row_multiple`; accumulates: see `build_engine_linear`."""
+        self.row_multiple = options.row_multiple
+        how = {"accumulates": accumulates, "delays": options.delays_weight_gradients}
         self.engine = ModuleList(build_engine_linear(weights, **how) for weights in self._weights)
 
     @property
@@ -273,14 +270,9 @@ class ExpertMLP(Module):
             weights = attach_loss(weights, loss, weight=weight, note=self._losses.append)
         silent = link._replace(waits=None)
         rows = gather_for_products(hidden, link)[:, 0]
-        made = compute_by_experts(
-            rows,
-            silent.start_gathering(routing.experts).wait(),
-            gather_for_products(weights, silent),
-            num_experts=self.experts_shape.num_experts,
-            group=self.groups.ep,
-            compute=self._compute,
-        )
+        chosen, weights = silent.start_gathering(routing.experts).wait(), gather_for_products(weights, silent)
+        num_experts = self.experts_shape.num_experts
+        made = compute_by_experts(rows, chosen, weights, num_experts=num_experts, group=self.groups.ep, compute=self._compute)
         if self.shared_expert is not None:
             made = made + self.shared_expert(rows)
         return sum_rows(made.unsqueeze(1), link), None

@@ -40,17 +40,9 @@ def build_engine_linear(weights: Sequence[Tensor], *, accumulates: bool, delays:
     from transformer_engine.pytorch import GroupedLinear
 
     output_size, input_size = weights[0].shape
-    delay = {"delay_wgrad_compute": True} if delays else {}  # unknown before 2.3
-    module: Module = GroupedLinear(
-        len(weights),
-        input_size,
-        output_size,
-        bias=False,
-        params_dtype=weights[0].dtype,
-        device="meta",
-        fuse_wgrad_accumulation=accumulates,
-        **delay,
-    )
+    options: dict[str, Any] = {"params_dtype": weights[0].dtype, "fuse_wgrad_accumulation": accumulates}
+    options |= {"delay_wgrad_compute": True} if delays else {}  # unknown before 2.3
+    module: Module = GroupedLinear(len(weights), input_size, output_size, bias=False, device="meta", **options)
     for index, weight in enumerate(weights):
         setattr(module, f"weight{index}", weight)
     return module

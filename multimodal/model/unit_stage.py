@@ -295,6 +295,8 @@ class UnitStage(MegatronModule):
         shape, dtype = self.unit.transformer, self.options.rotary_dtype
         if local_base is not None:
             shape = replace(shape, rotary_base=local_base, rotary_scaling=(), rotary_factors=())
+        lengths, short = self._sequence_lengths(batch), shape.rotary_short_length or 0
+        factors = shape.rotary_factors, shape.rotary_long_factors
         frequencies = rotary_frequencies(
             batch.places,
             head_channels=shape.head_channels,
@@ -304,13 +306,7 @@ class UnitStage(MegatronModule):
             is_interleaved=shape.has_interleaved_sections,
             is_staggered=shape.has_staggered_axes,
             scaling=shape.rotary_scaling,
-            divisors=frequency_divisors(
-                shape.rotary_factors,
-                shape.rotary_long_factors,
-                short_length=shape.rotary_short_length or 0,
-                lengths=self._sequence_lengths(batch),
-                dtype=dtype,
-            ),
+            divisors=frequency_divisors(*factors, short_length=short, lengths=lengths, dtype=dtype),
         )
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
 

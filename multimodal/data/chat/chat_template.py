@@ -132,14 +132,9 @@ class ChatTemplate:
                 f"use --chat-template {NO_TEMPLATE}"
             ) from problem
         template = _FIXED_DATE + self.text if "strftime_now" in self.text else self.text
+        options = {"chat_template": template, "return_assistant_tokens_mask": self.marks_spans, **self.tokens}
         try:
-            rendered, spans = render_jinja_template(
-                [list(messages)],
-                chat_template=template,
-                return_assistant_tokens_mask=self.marks_spans,
-                add_generation_prompt=with_prompt,
-                **self.tokens,
-            )
+            rendered, spans = render_jinja_template([list(messages)], add_generation_prompt=with_prompt, **options)
         except Exception as problem:  # Jinja's, or any error of a template's expressions
             raise ConfigError(
                 f"{self.source}: the chat template fails ({type(problem).__name__}: {problem}); correct it, or give another "

@@ -35,12 +35,7 @@ class MoeTransformerKind(TransformerKind):
         layer = super().build(context, index)
         layer.mlp = mlp = ExpertMLP(context.config, shape.experts, shape.expert_hidden_size, context.groups)
         if context.implementation != "local":
-            options = context.options
-            mlp.use_engine(
-                accumulates=accumulates_in_engine(options),
-                delays=options.delays_weight_gradients,
-                row_multiple=options.row_multiple,
-            )
+            mlp.use_engine(context.options, accumulates=accumulates_in_engine(context.options))
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:
@@ -68,11 +63,8 @@ def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
     num_all = num_rows * (tensor.size() if mlp.is_sequence_parallel else 1)
     padded = torch.nn.functional.pad(numbers, (0, num_all - len(numbers)), value=-1)
     groups = [mlp.groups.cp, *([tensor] if mlp.is_sequence_parallel else [])]
-    return RowSequences(
-        padded.chunk(tensor.size())[tensor.rank()] if mlp.is_sequence_parallel else padded,
-        given.batch.lengths,
-        tuple(group for group in groups if group.size() > 1),
-    )
+    own = padded.chunk(tensor.size())[tensor.rank()] if mlp.is_sequence_parallel else padded
+    return RowSequences(own, given.batch.lengths, tuple(group for group in groups if group.size() > 1))
 
 
 class WindowedTransformerKind(TransformerKind):

@@ -95,13 +95,8 @@ def _norm_before(layer: Any, norm: Module, linear: Any) -> Callable[[Tensor], Te
     """Return the norm before a product, also where Transformer Engine fuses both."""
     if not hasattr(linear, "layer_norm_weight"):
         return norm
-    return partial(
-        normalised,
-        weight=linear.layer_norm_weight,
-        bias=linear.layer_norm_bias,
-        eps=layer.config.layernorm_epsilon,
-        offset=float(layer.config.layernorm_zero_centered_gamma),
-    )
+    epsilon, offset = layer.config.layernorm_epsilon, float(layer.config.layernorm_zero_centered_gamma)
+    return partial(normalised, weight=linear.layer_norm_weight, bias=linear.layer_norm_bias, eps=epsilon, offset=offset)
 
 
 class _Parts:
