@@ -10,6 +10,7 @@ Reads scripts of Megatron-LM (pretrain_gpt.py, pretrain_vlm.py, examples/multimo
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,7 @@ class Conversion:
         self.answered: set[str] = set()
         self.model = read_model(self.flags, command.program)
         self.graph = ModelGraph.from_dict(self.model)
-        for name in sorted(self.flags.read):
-            self.note(MODEL, name)
+        self.note(MODEL, *sorted(self.flags.read))
         for name in command.unset:
             self.report[TO_DO].append(f"the script uses {name}, which nothing sets: give it behind the script's name")
         if "recipe" in command.program:
@@ -94,24 +94,26 @@ class Conversion:
         multiple = self.flags.number("make-vocab-size-divisible-by", default=128)
         vocabulary = int(multiple * self._size_of(_SIZES, "tensor_parallel_size"))
         self.config["make-vocab-size-divisible-by"] = vocabulary
-        if "make-vocab-size-divisible-by" in self.flags:
-            self.note(RENAMED, "make-vocab-size-divisible-by", f"{vocabulary}: Megatron multiplies by the tensor parallel size")
+        what = f"{vocabulary}: Megatron multiplies by the tensor parallel size"
+        self.note(RENAMED, "make-vocab-size-divisible-by", what=what)
         self._lengths(command.program)
         self._data()
         self._checkpoints()
         self._sizes()
         self._others()
 
-    def note(self, section: str, name: str, what: str = "") -> None:
-        """Report a flag with its value."""
-        self.answered.add(name)
-        shown = " ".join((f"--{name}", *self.flags.get(name, ())))
-        self.report[section].append(f"{shown}: {what}" if what else shown)
+    def note(self, section: str, *names: str, what: str = "") -> None:
+        """Report those of these flags that are given, with their values."""
+        for name in names:
+            if name in self.flags:
+                self.answered.add(name)
+                shown = " ".join((f"--{name}", *self.flags[name]))
+                self.report[section].append(f"{shown}: {what}" if what else shown)
 
     def rename(self, name: str, key: str, value: Any) -> None:
         """Set a flag of Braid from one of Megatron."""
         self.config[key] = value
-        self.note(RENAMED, name, f"{key}: {value}")
+        self.note(RENAMED, name, what=f"{key}: {value}")
 
     def _lengths(self, program: str) -> None:
         flags, config = self.flags, self.config
@@ -131,12 +133,8 @@ class Conversion:
             length += image.num_output_tokens((rows, rows))
         if length:
             config["seq-length"] = int(length)
-        for name in ("micro-batch-size", "global-batch-size"):
-            if name in flags:
-                self.note(KEPT, name)
-        for name in _LENGTHS:
-            if name in flags:
-                self.note(RENAMED, name, f"seq-length: {config.get('seq-length')}, images included")
+        self.note(KEPT, "micro-batch-size", "global-batch-size")
+        self.note(RENAMED, *_LENGTHS, what=f"seq-length: {config.get('seq-length')}, images included")
 
     def _replicas(self) -> int:
         size = self._size_of(_SIZES, "tensor_parallel_size") * self._size_of(_SIZES, "pipeline_parallel_size")
@@ -149,15 +147,14 @@ class Conversion:
         flags, config = self.flags, self.config
         if flags.is_mock and not self.graph.encoders:
             config["data-path"] = MOCK
-            self.note(RENAMED, "mock-data", f"data-path: {MOCK}, some words that are written beside this report")
+            self.note(RENAMED, "mock-data", what=f"data-path: {MOCK}, some words that are written beside this report")
         elif flags.is_mock:
             config["data-path"] = "digits"
-            if "mock-data" in flags:
-                self.note(RENAMED, "mock-data", "data-path: digits, whose images have sizes of their own and one channel")
+            self.note(RENAMED, "mock-data", what="data-path: digits, whose images have sizes of their own and one channel")
         elif names := [name for name in ("data-path", "train-data-path", "dataset-root") if name in flags]:
             name = names[0]
             config["data-path"] = list(flags[name])
-            self.note(KEPT if name == "data-path" else RENAMED, name, "one of the forms of docs/data.md must be there")
+            self.note(KEPT if name == "data-path" else RENAMED, name, what="one of the forms of docs/data.md must be there")
             self.report[TO_DO].append("data: Energon's is read, Megatron's indexed data are not; see docs/data.md")
         kind = flags.text("tokenizer-type")
         if kind.startswith("Null") or flags.is_mock or not (kind or {"tokenizer-model", "vocab-file"} & flags.keys()):
@@ -166,15 +163,14 @@ class Conversion:
             config["tokenizer-type"] = "HuggingFaceTokenizer"
             config["tokenizer-model"] = flags.text("tokenizer-model", "vocab-file", default="TOKENIZER")
             self.report[TO_DO].append("tokenizer-model: give a folder with tokenizer.json on this machine; nothing is downloaded")
-        for name in ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"):
-            if name in flags:
-                self.note(RENAMED, name, f"tokenizer-type: {config['tokenizer-type']}")
+        own = "tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"
+        self.note(RENAMED, *own, what=f"tokenizer-type: {config['tokenizer-type']}")
         if flags.number("eval-iters"):
             shares = [share.strip(" .0") for share in flags.text("split", default="969,30,1").split(",")]
             if "split" in flags and not any(shares[1:2]):
                 self.rename("split", "split", "99,1,0")
         elif "split" in flags and config.get("data-path") == "digits":
-            self.note(NOT_NEEDED, "split", "a program holds out samples of its own")
+            self.note(NOT_NEEDED, "split", what="a program holds out samples of its own")
 
     def _checkpoints(self) -> None:
         flags = self.flags
@@ -214,11 +210,9 @@ class Conversion:
                 for unit in graph.encoders:
                     self._encoder_size(unit, llm["tensor_parallel_size"])
             self.world_size = self.world_size or _ranks(llm)
-        for name in (name for names in (*_SIZES.values(), *_ENCODER_SIZES.values()) for name in names):
-            if name in flags:
-                self.note(section, name, what)
+        self.note(section, *chain(*_SIZES.values(), *_ENCODER_SIZES.values()), what=what)
         if "sequence-parallel" in flags and max(llm["tensor_parallel_size"], own["tensor_parallel_size"]) == 1:
-            self.note(NOT_NEEDED, "sequence-parallel", "Megatron, too, leaves it out with tensor parallel size 1")
+            self.note(NOT_NEEDED, "sequence-parallel", what="Megatron, too, leaves it out with tensor parallel size 1")
 
     def _encoder_size(self, unit: Unit, size: int) -> None:
         """Cut an encoder as Megatron does, like the LLM, if its widths allow that."""
@@ -238,9 +232,9 @@ class Conversion:
                 continue
             value = _value(flags[name], is_list=name in ("freeze", "profile-ranks"))
             if value == _DEFAULTS.get(name):
-                self.note(NOT_NEEDED, name, "the default on CUDA" if isinstance(value, str) else "always so")
+                self.note(NOT_NEEDED, name, what="the default on CUDA" if isinstance(value, str) else "always so")
             elif name in _HOLDS:
-                self.note(NOT_NEEDED, name, _HOLDS[name])
+                self.note(NOT_NEEDED, name, what=_HOLDS[name])
             elif name in _BY_VALUE and flags[name]:
                 self.rename(name, _BY_VALUE[name], value)
             elif name == "fp16":
@@ -257,7 +251,8 @@ class Conversion:
                     self.rename(name, same[1], same[2] or True)
                     continue
                 section = next((section for start, section in _ANSWERS.items() if answer.startswith(start)), UNKNOWN)
-                self.note(section, name, re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer))
+                what = re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer)
+                self.note(section, name, what=what)
 
     def check(self, folder: Path) -> None:
         """Write config.yaml such that the run's own parser takes it, but for what is reported as left to do."""
@@ -275,7 +270,7 @@ class Conversion:
                 aside[name] = value
             elif "would be ignored" in message:
                 self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{name}\b(?!-)", line)]
-                self.note(NOT_NEEDED, name, message.partition("would be ignored: ")[2])
+                self.note(NOT_NEEDED, name, what=message.partition("would be ignored: ")[2])
             elif value is True and "expects one value" in message:
                 aside[name] = None
                 self.report[TO_DO].append(f"--{name} has no value in the script; set it")
