@@ -98,9 +98,8 @@ def build_layer(
 ) -> UnitStage:
     """Build a stage of the unit's first layer of a kind, with trainable weights or adapters; vocab_size: padded."""
     index = graph.unit(unit).layers.index(kind)
-    stage = UnitStage(
-        graph=graph, unit_name=unit, layers=range(index, index + 1), groups=groups, options=options, vocab_size=vocab_size
-    )
+    layers = range(index, index + 1)
+    stage = UnitStage(graph=graph, unit_name=unit, layers=layers, groups=groups, options=options, vocab_size=vocab_size)
     initialize_parameters(stage, seed=0)
     if not stage.unit.adapted_modules(index):
         stage.layers.requires_grad_(True)
@@ -162,13 +161,11 @@ def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | 
     attention = kind_of(stage.unit, index).core_attention(stage.layers[str(index)])
     if attention is None:
         return None
-    shape, num_shares = stage.unit.transformer, stage.groups.tp.size()
+    shape, tp = stage.unit.transformer, stage.groups.tp.size()
     device, dtype = torch.cuda.current_device(), stage.options.params_dtype
     heads = (shape.num_attention_heads, shape.query_groups, shape.query_groups)
     lengths = (size.num_tokens // size.num_sequences,) * size.num_sequences
-    inputs = [
-        torch.randn(size.num_tokens, 1, number // num_shares, shape.head_channels, device=device, dtype=dtype) for number in heads
-    ]
+    inputs = [torch.randn(size.num_tokens, 1, number // tp, shape.head_channels, device=device, dtype=dtype) for number in heads]
 
     def attend() -> None:
         with torch.no_grad():
@@ -262,10 +259,8 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     dtype = stage.options.params_dtype
     membership = Membership(stage.unit.name, 0, 0, 0, groups, None)
     gradients = UnitGradients({0: stage}, membership=membership, is_sharded=dtype != torch.float64)
-    config = build_optimizer_config(
-        lr=0.0, min_lr=0.0, weight_decay=0.01, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=dtype
-    )
-    ((_, optimizer),) = build_unit_optimizers(gradients, config=config)
+    adamw = build_optimizer_config(lr=0.0, min_lr=0.0, weight_decay=0.01, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=dtype)
+    ((_, optimizer),) = build_unit_optimizers(gradients, config=adamw)
 
     def update() -> None:
         optimizer.prepare_grads()

@@ -272,10 +272,8 @@ class Session:
         unit, is_double = self.plan.units[member.unit], self.options.build.params_dtype == torch.float64
         copies, shares = self.options.num_state_copies, None
         if self.options.shards_weights and member.groups.dp_cp.size() > 1:
-            reduces_once = self.options.reduces_once
-            return ShardedUnit(
-                own, graph=self.graph, membership=member, book=self._groups, num_copies=copies or 1, reduces_once=reduces_once
-            )
+            once, book = self.options.reduces_once, self._groups
+            return ShardedUnit(own, graph=self.graph, membership=member, book=book, num_copies=copies or 1, reduces_once=once)
         if member.is_unlike or copies is not None:
             copies = copies or (EVERY_REPLICA if is_double else 1)
             shares = StateShares(own, membership=member, unit=unit, book=self._groups, num_copies=copies)

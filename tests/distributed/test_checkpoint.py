@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.runtime.checkpoint import checkpoint as saving
+from megatron.runtime.checkpoint import storage
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import checkpoint_size, default_zero_stage
 from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
@@ -195,13 +195,13 @@ def test_steps_that_run_beside_a_save_are_not_in_it(ranks, tmp_path, shards_weig
 
 def train_while_saving(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
     may_write, is_complete = threading.Event(), "step_00000001"
-    write = saving.write_tensors
+    write = storage.write_tensors
 
     def write_late(*args: Any) -> Any:
         assert may_write.wait(60)
         return write(*args)
 
-    with mock.patch.object(saving, "write_tensors", write_late):
+    with mock.patch.object(storage, "write_tensors", write_late):
         training = Training(case)
         for number in range(num_before):
             training.train_step(number)

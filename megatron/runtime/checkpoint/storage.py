@@ -77,12 +77,10 @@ def choose_writers(offered: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
     return writers
 
 
-def write_tensors(
-    folder: Path, tensors: Sequence[HeldTensor], writers: Mapping[Place, int]
-) -> tuple[dict[str, int], TensorIndex]:
+def write_tensors(folder: Path, held: Sequence[HeldTensor], writers: Mapping[Place, int]) -> tuple[dict[str, int], TensorIndex]:
     """Write this rank's pieces into a file of its own; returns file name -> bytes, and the pieces' places. Raises OSError."""
     rank, written = dist.get_rank(), dict[str, SavedTensor]()
-    own = ((tensor, piece) for tensor in tensors if not tensor.is_copy for piece in tensor.pieces)
+    own = ((tensor, piece) for tensor in held if not tensor.is_copy for piece in tensor.pieces)
     chosen = [(tensor, piece) for tensor, piece in own if writers[tensor.key, piece.box] == rank]
     if not chosen:
         return {}, {}

@@ -77,14 +77,12 @@ def read_modules(communicator: Any, collection: Any, inputs: LoopInputs, units: 
             f"rank {dist.get_rank()} is in the modules {[*communicator.rank_module_map]}; give each module ranks of its own, or "
             "all modules the same ranks and no p2p_communicator"
         )
-    grids, topology = communicator.module_to_grid_map, communicator.topology
-    names = sorted(grids, key=lambda name: not topology[name])
-    if any(topology[name] != [names[-1]] for name in names[:-1]) or topology[names[-1]]:
-        raise ConfigError(
-            f"the topology of the modules is {topology}; let all modules but one send to that one, which has the loss"
-        )
+    grids, links = communicator.module_to_grid_map, communicator.topology
+    names = sorted(grids, key=lambda name: not links[name])
+    if any(links[name] != [names[-1]] for name in names[:-1]) or links[names[-1]]:
+        raise ConfigError(f"the topology of the modules is {links}; let all modules but one send to that one, which has the loss")
     chunks_of_llm = inputs.config.virtual_pipeline_model_parallel_size or 1
-    modules = tuple(LoopModule(each, _ranks_of_grid(grids[each]), 1 if topology[each] else chunks_of_llm) for each in names)
+    modules = tuple(LoopModule(each, _ranks_of_grid(grids[each]), 1 if links[each] else chunks_of_llm) for each in names)
     if units:
         check_modules(modules, units)
     (name,) = communicator.rank_module_map
@@ -126,9 +124,8 @@ def _ranks_of_grid(grid: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
     sizes = dict(zip(grid.dim_names, grid.shape, strict=True))
     ranks = grid.rank_offset + np.arange(grid.size).reshape(grid.shape[::-1])
     axes = [len(grid.shape) - 1 - grid.dim_names.index(name) for name in ("dp", "pp")]
-    return tuple(
-        tuple(map(tuple, replica.tolist())) for replica in np.moveaxis(ranks, axes, (0, 1)).reshape(sizes["dp"], sizes["pp"], -1)
-    )
+    placed = np.moveaxis(ranks, axes, (0, 1)).reshape(sizes["dp"], sizes["pp"], -1)
+    return tuple(tuple(map(tuple, replica)) for replica in placed.tolist())
 
 
 def modules_of_plan(units: Mapping[str, UnitPlan], model: Module) -> tuple[LoopModule, ...]:
@@ -168,10 +165,8 @@ def modules_of_plan(units: Mapping[str, UnitPlan], model: Module) -> tuple[LoopM
     return (*encoders, LoopModule(LANGUAGE, llm.replicas, num_chunks))
 
 
-def run_as_modules(
-    inputs: LoopInputs, modules: tuple[LoopModule, ...], groups: Mapping[str, ProcessGroupCollection]
-) -> LoopModules:
-    """Return how the plan's units run as modules of the loop's model. groups: of those that this rank is in, the LLM's last."""
+def run_as_modules(inputs: LoopInputs, modules: tuple[LoopModule, ...], own: Mapping[str, ProcessGroupCollection]) -> LoopModules:
+    """Return how the plan's units run as modules of the loop's model. own: this rank's groups, the LLM's last."""
     first = tuple(replica[:1] for replica in modules[-1].replicas)
     if not inputs.config.variable_seq_lengths and any(module.replicas != first for module in modules[:-1]):
         raise ConfigError(
@@ -184,9 +179,9 @@ def run_as_modules(
         is_by_module=is_by_module,
         takes_roles=True,
         batch_dimension=lambda module: int(not is_by_module or module == LANGUAGE),
-        tensor_parallel_groups={name: each.tp for name, each in groups.items()},
+        tensor_parallel_groups={name: each.tp for name, each in own.items()},
     )
-    return modules, groups.get(LANGUAGE) or next(iter(groups.values())), found
+    return modules, own.get(LANGUAGE) or next(iter(own.values())), found
 
 
 def divide_data(inputs: LoopInputs, modules: Sequence[LoopModule], of_modules: Mapping[str, DataIterator]) -> LoopInputs:

@@ -202,9 +202,8 @@ class PipelineStep(LaneRun):
         self.started: set[int] = set()
         self._gather_next()
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.has_messages else None
-        num_in_flight = max(
-            accumulate((each.kind is ActionKind.FORWARD) - (each.kind in BACKWARDS) for each in lane.actions), default=1
-        )
+        opened = ((each.kind is ActionKind.FORWARD) - (each.kind in BACKWARDS) for each in lane.actions)
+        num_in_flight = max(accumulate(opened), default=1)
         self.recomputed = {
             action: None if num_keeping is None else index % num_in_flight >= num_keeping for index, action in enumerate(forwards)
         }
@@ -303,9 +302,8 @@ class PipelineStep(LaneRun):
             else:
                 takes_type = "model_type" in inspect.signature(schedules.backward_step).parameters  # before megatron-core 0.17
                 types = {"model_type": get_model_type(inputs.chunks[0])} if takes_type else {}
-                of_input = schedules.backward_step(
-                    next(iter(opened.inputs.values()), None), opened.output, gradient, **types, config=inputs.config
-                )
+                given = next(iter(opened.inputs.values()), None)
+                of_input = schedules.backward_step(given, opened.output, gradient, **types, config=inputs.config)
                 found = dict.fromkeys(opened.inputs, of_input)
         for name, received in opened.inputs.items():
             # A microbatch without any trained parameters has no gradient, but the stage before waits for one.

@@ -105,10 +105,8 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
     if gathered is None:
         return None
     first = gathered[0]
-    starts = [
-        lane.origin_seconds + (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds)
-        for lane in gathered
-    ]
+    ahead = (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds for lane in gathered)
+    starts = [lane.origin_seconds + seconds for lane, seconds in zip(gathered, ahead, strict=True)]
     shifts = [start - min(starts) for start in starts]
     aligned = (
         event._replace(start_seconds=event.start_seconds + shift, end_seconds=event.end_seconds + shift)

@@ -212,10 +212,8 @@ class StepMessages(LaneRun):
 
     def _resized_link(self, key: MessageKey, *, width: int) -> Link:
         """Return the link between stages of different tensor parallel sizes; rows that only one end pads are zero."""
-        unit = key.source.unit
-        groups = (
-            self.executor.plan.units[unit].tensor_parallel_groups(self._virtual_stage(each)) for each in (key.source, key.target)
-        )
+        unit, plan = key.source.unit, self.executor.plan.units[key.source.unit]
+        groups = (plan.tensor_parallel_groups(self._virtual_stage(each)) for each in (key.source, key.target))
         source, target = (of_stage[self._context_rank(unit)] for of_stage in groups)
         if not self.executor.any_stage(unit).options.sequence_parallel:
             rows = self._hidden_shape(key.source, key.covers, width=width)[0]

@@ -38,13 +38,11 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     argv: without the program's name; environ: WORLD_SIZE is the number of processes. Raises BraidErrors, SystemExit for `--help`.
     """
     # These say which model and which units there are, and so which flags.
-    first_parser = argparse.ArgumentParser(
-        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
-    )
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False)
     for flag in ("--config", "--model", "--load-hf"):
-        first_parser.add_argument(flag)
+        early.add_argument(flag)
     try:
-        first = vars(first_parser.parse_known_args(list(argv))[0])
+        first = vars(early.parse_known_args(list(argv))[0])
     except argparse.ArgumentError as problem:
         raise ConfigError(str(problem)) from None
     config_path = Path(first["config"]) if "config" in first else None
@@ -236,20 +234,17 @@ def build_plan(
     A plan file is used as it is; `--colocate-units`, or one process with sizes of 1, shares all ranks; otherwise every unit gets
     ranks of its own. layer_seconds: by which size flags cut units into stages, once there is data. Raises PlanError.
     """
-    parallelism = config.parallelism
-    if parallelism.plan is not None and parallelism.elastic:
+    flags = config.parallelism
+    if flags.plan is not None and flags.elastic:
         from megatron.runtime.flags.schedule_checks import plan_of_start  # loads all planners
 
         return plan_of_start(config, graph, world_size)
-    if parallelism.plan is not None:
-        return read_plan(parallelism.plan, graph=graph, world_size=world_size)
-    is_alone = world_size == 1 and all(
-        sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
-    )
-    place = (
-        plan_colocated if parallelism.colocate_units or is_alone else partial(plan_disaggregated, ranks_per_node=ranks_per_node)
-    )
-    plan = place(graph, sizes=parallelism.units, world_size=world_size, layer_seconds=layer_seconds)
+    if flags.plan is not None:
+        return read_plan(flags.plan, graph=graph, world_size=world_size)
+    sizes = flags.units.values()
+    is_alone = world_size == 1 and all(each.ranks_per_replica == 1 and each.data_parallel_size in (None, 1) for each in sizes)
+    place = plan_colocated if flags.colocate_units or is_alone else partial(plan_disaggregated, ranks_per_node=ranks_per_node)
+    plan = place(graph, sizes=flags.units, world_size=world_size, layer_seconds=layer_seconds)
     return fold_stages(plan) if BUILDERS[config.training.schedule].is_folded else plan
 
 

@@ -91,9 +91,7 @@ def _flags_while_registered(group_name: str, names: tuple[tuple[str, ...], ...])
     """List a group's flags; names: those that its fields take now."""
     group = GROUPS[group_name]
     hints, helps = _field_hints(group), field_docstrings(group)
-    return tuple(
-        _field_flag(f, hints[f.name], helps[f.name], group_name) for f in fields(group) if not f.metadata.get("per_unit")
-    )
+    return tuple(_field_flag(f, hints[f.name], helps[f.name], group_name) for f in fields(group) if "per_unit" not in f.metadata)
 
 
 _field_hints = cache(get_type_hints)

@@ -130,10 +130,8 @@ class Answering:
         self._session, self.source, self.tokenizer, self.graph = session, source, tokenizer, session.graph
         self._backbone = session.stages[session.graph.backbone.name, 0]
         batches = GlobalBatches((DataPart(len(source)),), 1, seed=0, shuffle=False)
-        balancing, options = BalanceOptions(micro_batch_size=1), StepOptions(session.schedules(forward_only=True), rank=0)
-        self._planner = StepPlanner(
-            source, batches=batches, balancer=BALANCERS["none"], balance_options=balancing, options=options
-        )
+        balance, options = BalanceOptions(micro_batch_size=1), StepOptions(session.schedules(forward_only=True), rank=0)
+        self._planner = StepPlanner(source, batches=batches, balancer=BALANCERS["none"], balance_options=balance, options=options)
 
     def question(self, index: int) -> Question:
         """Return the tokens before and in the last answer of a sample; raises DataError if nothing in it is an answer."""

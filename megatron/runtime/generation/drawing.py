@@ -95,10 +95,8 @@ def generator_of(graph: ModelGraph, *, kind: str, unit: str | None = None) -> Un
     found = [each for each in graph.generators if each.image is not None and each.makes_sound == (kind == "audio")]
     named = [each for each in found if unit in (None, each.name)]
     if len(named) != 1:
-        what, names = "sound" if kind == "audio" else "images", ", ".join(each.name for each in found) or "none"
-        raise ConfigError(
-            f"the model's generators of {what}: {names}; name one of several (--unit), or ask for an answer in words"
-        )
+        what, own = "sound" if kind == "audio" else "images", ", ".join(each.name for each in found) or "none"
+        raise ConfigError(f"the model's generators of {what}: {own}; name one of several (--unit), or ask for an answer in words")
     return named[0]
 
 
@@ -148,9 +146,7 @@ def make_of_sample(
     return made if image.num_mel_bins is None else sound_of(np.asarray(made))
 
 
-def _follow(
-    stage: UnitStage, batch: PackedInput, conditions: Tensor, *, num_steps: int, guidance_scale: float, seed: int
-) -> Tensor:
+def _follow(stage: UnitStage, batch: PackedInput, given: Tensor, *, num_steps: int, guidance_scale: float, seed: int) -> Tensor:
     """Return the patches at time 0 of the path that starts from noise at time 1: [num_patches, patch_channels]."""
     path, flow = batch.path, stage.unit.flow
     assert path is not None and path.noise is not None and flow is not None
@@ -163,7 +159,7 @@ def _follow(
         times = torch.full_like(path.times, time)
         point = patches / mix_weights(flow, times.double())[0, :2].sum()  # it is both ends of what the generator mixes
         at = NoisePath(times, torch.full_like(path.is_told, is_told), path.items, point)
-        return _predict(stage, replace(batch, patches=point, path=at), conditions).double()
+        return _predict(stage, replace(batch, patches=point, path=at), given).double()
 
     def guided(time: float) -> Tensor:
         told = predict(time, 1.0)

@@ -68,13 +68,11 @@ def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: Build
 
 def under_choice(config: RunConfig, choice: Choice) -> RunConfig:
     """Return the configuration of the run under a plan, with the plan's files at a place that this rank can read."""
-    place = f"plans/{key_of((choice.text, choice.cluster, choice.profile))}"
-    cluster = config.training.cluster or place_file(
-        place, CLUSTER_NAME, yaml.safe_dump(choice.cluster.to_dict(), sort_keys=False)
-    )
+    room = f"plans/{key_of((choice.text, choice.cluster, choice.profile))}"
+    cluster = config.training.cluster or place_file(room, CLUSTER_NAME, yaml.safe_dump(choice.cluster.to_dict(), sort_keys=False))
     profile = choice.profile
-    layers = None if profile is None else place_file(place, LAYERS_NAME, json.dumps(profile.to_dict()))
-    return planned_config(config, choice.run, plan=place_file(place, PLAN_NAME, choice.text), cluster=cluster, layer_costs=layers)
+    layers = None if profile is None else place_file(room, LAYERS_NAME, json.dumps(profile.to_dict()))
+    return planned_config(config, choice.run, plan=place_file(room, PLAN_NAME, choice.text), cluster=cluster, layer_costs=layers)
 
 
 class _FirstRank:

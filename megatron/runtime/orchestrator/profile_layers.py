@@ -189,17 +189,15 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
     """Time a request's layers, without process groups, at sizes that suit its lengths, or find them kept; says which it was."""
     graph = request.graph
     sizes = {unit.name: profiled_sizes(request, unit) for unit in graph.units}
-    tensor = {unit.name: tensor_parallel_sizes(request, unit.name) for unit in graph.units}
-    key = key_of(
-        (_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tensor)
-    )
+    tp = {unit.name: tensor_parallel_sizes(request, unit.name) for unit in graph.units}
+    key = key_of((_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tp))
     if (profile := machine.find_value("layers", key, LayerProfile.from_dict)) is not None:
         return profile, f"{len(profile.curves)} layers as kept"
     started, layers = time.perf_counter(), []
     fast = partial(ProfileOptions, sequences=SEQUENCES, seconds_per_size=SECONDS_PER_SIZE, checks_fit=False)
     for unit in graph.units:
         options = fast(build=build, sizes=sizes[unit.name], vocab_size=request.vocab_size)
-        for layer in layers_of(graph, unit, tensor_parallel_sizes=tensor[unit.name]):
+        for layer in layers_of(graph, unit, tensor_parallel_sizes=tp[unit.name]):
             layers.append(profile_layer(graph, layer, options))
     profile = join_profile(graph, layers, options)
     if torch.cuda.is_available():

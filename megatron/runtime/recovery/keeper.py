@@ -149,9 +149,8 @@ class Keeper:
                 beat = self._ledger.flag(f"beat/{node}/{known.incarnation}/{local_rank}")
                 if beat is not None and known.beats.get(local_rank, (0, 0.0))[0] < int(beat):  # one put back is no new one
                     known.beats[local_rank] = int(beat), now
-            is_late = (
-                self._is_ending and node in self._members and not known.is_here and now - self._since > self._timeout_seconds
-            )
+            is_time_over = now - self._since > self._timeout_seconds
+            is_late = self._is_ending and node in self._members and not known.is_here and is_time_over
             if is_late or any(now - since > self._timeout_seconds for _, since in known.beats.values()):
                 self._ledger.set_flag(f"kill/{node}/{known.incarnation}")
                 self._lose(node)

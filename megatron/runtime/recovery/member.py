@@ -56,9 +56,8 @@ class Member:
 
     def __init__(self, environ: Mapping[str, str], *, timeout_seconds: float, ending: Ending) -> None:
         """environ: as set by a supervisor; timeout_seconds: time without a sign of life after which this process is given up."""
-        self.identity = Identity(
-            int(environ["BRAID_NODE"]), int(environ["BRAID_INCARNATION"]), int(environ.get("LOCAL_RANK", "0"))
-        )
+        node, incarnation = int(environ["BRAID_NODE"]), int(environ["BRAID_INCARNATION"])
+        self.identity = Identity(node, incarnation, int(environ.get("LOCAL_RANK", "0")))
         self._address, self._port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         self._token = find_token(None, environ, makes_one=False)
         self._timeout_seconds, self._ending = timeout_seconds, ending
@@ -243,9 +242,8 @@ def is_waiting(thread: threading.Thread) -> bool:
     if frame is None:
         return False
     path = frame.f_code.co_filename
-    return f"{os.sep}distributed{os.sep}" in path or any(
-        sign in linecache.getline(path, frame.f_lineno) for sign in _SIGNS_OF_WAITING
-    )
+    line = linecache.getline(path, frame.f_lineno)
+    return f"{os.sep}distributed{os.sep}" in path or any(sign in line for sign in _SIGNS_OF_WAITING)
 
 
 def find_standstill(thread: threading.Thread) -> Standstill | None:

@@ -200,9 +200,7 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--address", default="127.0.0.1", help="where the store is (this machine)")
     parser.add_argument("--port", type=int, default=29400, help="the store's port (29400)")
     parser.add_argument("--keeps-store", action="store_true", help="keep the store, and decide who is in the run")
-    parser.add_argument(
-        "--return-after", type=float, metavar="S", help="start a lost node's ranks again after so many seconds (never)"
-    )
+    parser.add_argument("--return-after", type=float, metavar="S", help="seconds until a lost node's ranks start again (never)")
     parser.add_argument(
         "--token",
         type=Path,

@@ -51,10 +51,8 @@ class RunPage:
             self._evaluations.append(entry)
         else:
             key = "busiest_microbatch_over_mean"
-            busiest = {
-                unit: (both["before_balancing"][key], both["after_balancing"][key])
-                for unit, both in entry.get("imbalance", {}).items()
-            }
+            units = entry.get("imbalance", {})
+            busiest = {unit: (both["before_balancing"][key], both["after_balancing"][key]) for unit, both in units.items()}
             speed, mfu = (entry.get(name, float("nan")) for name in ("tokens_per_second", "mfu"))
             self._steps.append(_StepNumbers(entry["step"], entry["loss"], speed, mfu, busiest))
 
@@ -158,8 +156,6 @@ def _made(file: bytes) -> str:
 def _table(names: Sequence[str], rows: Sequence[Sequence[str | bytes]]) -> str:
     """Return a table of texts and PNG or WAV files; empty without rows."""
     all_rows: list[tuple[str, Sequence[str | bytes]]] = [("th", names), *(("td", row) for row in rows)]
-    lines = [
-        "".join(f"<{tag}>{escape(cell) if isinstance(cell, str) else _made(cell)}</{tag}>" for cell in row)
-        for tag, row in all_rows
-    ]
+    shown = ((tag, [escape(cell) if isinstance(cell, str) else _made(cell) for cell in row]) for tag, row in all_rows)
+    lines = ["".join(f"<{tag}>{cell}</{tag}>" for cell in cells) for tag, cells in shown]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""

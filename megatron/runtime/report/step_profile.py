@@ -77,9 +77,8 @@ class Stragglers:
         """Return one line about the steps since the last call, and forget them."""
         seconds = self._seconds
         medians = [statistics.median(seconds[rank] for rank in peers) if seconds else 0.0 for peers in self._peers]
-        ratios = [
-            (seconds[rank] / median, rank) for peers, median in zip(self._peers, medians, strict=True) if median for rank in peers
-        ]
+        compared = zip(self._peers, medians, strict=True)
+        ratios = [(seconds[rank] / median, rank) for peers, median in compared if median for rank in peers]
         self._seconds = []
         ratio, rank = max(ratios, default=(1.0, 0))
         return f"stragglers: rank {rank} computes longest, {ratio:.2f} times the median of the ranks with the same layers"

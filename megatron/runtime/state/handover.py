@@ -102,12 +102,10 @@ def _exchange(
     nothing = torch.empty(0, dtype=torch.uint8)
     sent = [torch.cat([nothing, *(each.contiguous().view(-1).view(torch.uint8) for each in values)]) for values in outgoing]
     sizes = [part.box.num_elements * dtypes[part.key].itemsize for part in incoming]
-    per_holder = [
-        sum(size for part, size in zip(incoming, sizes, strict=True) if part.holder == rank) for rank in range(len(sent))
-    ]
-    received = torch.empty(sum(per_holder), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, torch.cat(sent).to(device), per_holder, [len(content) for content in sent])
-    starts = [sum(per_holder[:rank]) for rank in range(len(sent))]
+    bytes_of = [sum(size for part, size in zip(incoming, sizes, strict=True) if part.holder == rank) for rank in range(len(sent))]
+    received = torch.empty(sum(bytes_of), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(received, torch.cat(sent).to(device), bytes_of, [len(content) for content in sent])
+    starts = [sum(bytes_of[:rank]) for rank in range(len(sent))]
     for part, size in zip(incoming, sizes, strict=True):
         content = received[starts[part.holder] : starts[part.holder] + size]
         starts[part.holder] += size

@@ -81,9 +81,7 @@ def _describe(before: Imbalance, after: Imbalance) -> str:
     parts = [("microbatch", before.microbatch, after.microbatch, after.microbatch_of_longest)]
     if not before.replica == after.replica == 1.0:
         parts = [("replica", before.replica, after.replica, after.replica_of_longest), *parts]
-    return ", ".join(
-        f"busiest {what} {now:.2f}x the mean{_explain(was, now, of_longest)}" for what, was, now, of_longest in parts
-    )
+    return ", ".join(f"busiest {what} {now:.2f}x the mean{_explain(was, now, longest)}" for what, was, now, longest in parts)
 
 
 def _explain(was: float, now: float, of_longest: float) -> str:

@@ -85,10 +85,8 @@ class StepDecision:
         num_tokens = {unit.name: 0 for unit in self.graph.generators}
         for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
             num_tokens[item.unit] += item.num_tokens
-        return {
-            unit.name: num_tokens[unit.name] * (unit.item_input.num_patch_values if unit.item_input else 1)
-            for unit in self.graph.generators
-        }
+        num_values = ((unit.name, unit.item_input.num_patch_values if unit.item_input else 1) for unit in self.graph.generators)
+        return {name: num_tokens[name] * count for name, count in num_values}
 
     @property
     def samples_in_words(self) -> frozenset[int]:

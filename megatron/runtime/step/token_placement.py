@@ -207,9 +207,8 @@ class TokenPlacement:
         else:
             firsts = ((first_token[atom], self._item(place.unit, atom)) for atom in atoms)
             rows = ((first, item.num_tokens, item.num_output_tokens) for first, item in firsts)
-            tokens = [
-                first + np.arange(made) * count // max(1, made) for first, count, made in rows
-            ]  # the first that were merged
+            # The first of those that were merged.
+            tokens = [first + np.arange(made) * count // max(1, made) for first, count, made in rows]
         return shares.owner_of_token[np.concatenate(tokens)] if tokens else np.empty(0, dtype=np.int64)
 
     @memoized

@@ -119,9 +119,8 @@ class ElasticRun:
             done_steps = self._done_steps if self._is_whole or self._held is not None else None
             told, pipelines = None if outcome is None else asdict(outcome), tuple(asdict(each) for each in self._pipelines)
             timeout = self._prepared.config.parallelism.elastic_timeout
-            verdict = self._member.arrive(
-                Report(done_steps, told, self._formed, pipelines, self._waits, self._is_spare, timeout_seconds=timeout)
-            )
+            report = Report(done_steps, told, self._formed, pipelines, self._waits, self._is_spare, timeout)
+            verdict = self._member.arrive(report)
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
             # Others have begun to update the weights, and this rank has not.
             if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
@@ -184,9 +183,8 @@ class ElasticRun:
         self._times["met"] = time.time()
         self._ending.meeting = world.meeting
         if self._run is None:
-            self._run = build_run(
-                self._prepared, world, found.plan, stop_requests=self._stop_requests, check=self._member.connections.check
-            )
+            check = self._member.connections.check
+            self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests, check=check)
             self._run.trainer.updates_alone = True
             self._member.place_in_step = self._run.trainer.place_in_step
             self._run.nodes_have_joined = lambda: self._member.nodes_have_joined

@@ -198,11 +198,9 @@ def _save_last(run: Run, progress: Progress) -> None:
 
 def _compare_with_simulation(emulation: EmulatedCosts, reporter: Reporter, step: Step, measured: Sequence[float]) -> None:
     """Compare a step's simulation with the median of the measured steps; the first step sets connections up."""
-    seconds = statistics.median(measured[1:] or measured)
+    took = statistics.median(measured[1:] or measured)
     simulated = simulate_schedule(step.schedule, emulation).iteration_seconds
-    reporter.say(
-        f"emulated step: {seconds:.4f} s measured (median), {simulated:.4f} s simulated, ratio {seconds / simulated:.3f}"
-    )
+    reporter.say(f"emulated step: {took:.4f} s measured (median), {simulated:.4f} s simulated, ratio {took / simulated:.3f}")
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:

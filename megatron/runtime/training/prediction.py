@@ -131,12 +131,10 @@ def _profile_of(config: RunConfig) -> LayerProfile | None:
 
 def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
     """Return a warning if another --balance or --schedule is predicted to be clearly faster for these samples."""
-    training = config.training
-    if training.emulate is not None or not isinstance(options.predictor, StepPredictor):
+    training, predictor = config.training, options.predictor
+    if training.emulate is not None or not isinstance(predictor, StepPredictor):
         return None
-    found = find_better_pair(
-        lengths, balance=training.balance, schedule=training.schedule, predictor=options.predictor, options=options
-    )
+    found = find_better_pair(lengths, balance=training.balance, schedule=training.schedule, predictor=predictor, options=options)
     if found is None:
         return None
     chosen, better = found
@@ -182,11 +180,9 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
     is_unknown = config.training.emulate or config.data.lengths_from == "decode" or config.training.packing_seq_length
     if not has_own_ranks or is_unknown or plan.num_ranks // num_replicas <= len(units):
         return None
-    indices = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
-    work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())
-    flops = {
-        name: sum_floats_by(work.of_unit(name).samples, np.add(*work.flops(name)), len(indices)) for name in graph.unit_names
-    }
+    chosen = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
+    work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in chosen], BalanceOptions())
+    flops = {name: sum_floats_by(work.of_unit(name).samples, np.add(*work.flops(name)), len(chosen)) for name in graph.unit_names}
     stable = stable_batch_size(flops, num_gpus=plan.num_ranks, data_parallel_size=num_replicas)
     if stable <= batch_size:
         return None

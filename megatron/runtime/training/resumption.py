@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,10 +99,10 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     A run that starts from given weights and has saved since resumes from its own checkpoint, so it can be requeued unchanged.
     Raises CheckpointError if a folder that must hold a checkpoint does not.
     """
-    own, own_flag = (checkpoint.save, "--save") if checkpoint.finetune else (checkpoint.load, "--load")
-    given, given_flag = (
-        (checkpoint.load, "--load") if checkpoint.finetune else (checkpoint.pretrained_checkpoint, "--pretrained-checkpoint")
-    )
+    own, own_flag = checkpoint.load, "--load"
+    given, given_flag = checkpoint.pretrained_checkpoint, "--pretrained-checkpoint"
+    if checkpoint.finetune:
+        own, own_flag, given, given_flag = checkpoint.save, "--save", checkpoint.load, "--load"
     given, given_flag = (given, given_flag) if given else (checkpoint.load_hf, "--load-hf")
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
@@ -142,9 +143,8 @@ def _load(run: Run, start: Start) -> None:
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:
         load_rng = start.is_resumption and checkpoint.load_rng
-        loaded = load_checkpoint(
-            start.folder, session=run.session, load_optimizer=load_optimizer, load_rng=load_rng, check_run=check_run
-        )
+        load = partial(load_checkpoint, session=run.session, check_run=check_run)
+        loaded = load(start.folder, load_optimizer=load_optimizer, load_rng=load_rng)
     if not start.is_resumption:
         logger.info("starting at step 0 from the weights of %s", loaded.path)
         return

@@ -109,10 +109,8 @@ class Prepared:
     @property
     def start_values(self) -> StartValues:
         """Values that must be the same on all ranks."""
-        options = self.options
-        return collect_start_values(
-            self.config, graph=options.graph, plan=self.plan, data=self.data, vocab_size=options.vocab_size
-        )
+        own = self.options
+        return collect_start_values(self.config, graph=own.graph, plan=self.plan, data=self.data, vocab_size=own.vocab_size)
 
 
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:

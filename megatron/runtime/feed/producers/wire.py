@@ -78,9 +78,8 @@ def unpack_wanted(said: Any) -> Wanted:
             return _unpack_item(**said)
         number, *samples = said
         found = ((where, weight, map(_unpack_segment, segments)) for where, weight, *segments in samples)
-        return SampleBlock(
-            int(number), tuple(SegmentedSample(str(where), tuple(own), float(weight)) for where, weight, own in found)
-        )
+        segmented = (SegmentedSample(str(where), tuple(own), float(weight)) for where, weight, own in found)
+        return SampleBlock(int(number), tuple(segmented))
     except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"a request that is none ({problem})") from problem
 
