@@ -111,7 +111,7 @@ class Case:
         samples = range(self.num_samples)
         count = plan.units["vision"].data_parallel_size
         encoded = [[[(sample, 0)] for sample in samples if sample % count == replica] for replica in range(count)]
-        assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
+        assignment = Assignment({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
         shape = assignment.shape(self.graph, plan)
         items = (ItemLengths("vision", NUM_PATCHES, NUM_PATCHES // 4),)
         lengths = [SampleLengths(sample, items, NUM_TEXT_TOKENS, NUM_TEXT_TOKENS) for sample in samples]

@@ -133,7 +133,7 @@ def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
     graph, placed = build_graph(), build_plan()
     samples = range(NUM_SAMPLES)
     encoded = [[[(sample, 0)] for sample in samples if sample % 4 == replica] for replica in range(4)]
-    assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
+    assignment = Assignment({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
     schedules = ScheduleCache(graph, placed, BUILDERS[builder], (), False)
     latency_us = 1e3 * max(LEAST_MILLISECONDS, 1e3 * held_seconds) / 2  # for each half of an all-reduce
     cluster = Cluster(2, TFLOPS, 8.0, NodeLink(10.0, latency_us), Network(10.0, 300.0, 1), dtype="float32", efficiency=1.0)

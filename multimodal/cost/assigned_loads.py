@@ -130,9 +130,8 @@ class AssignedLoads:
         dealer, parts = self._dealers[unit], self._rank_loads(unit, atoms)
         busiest = max(parts, key=dealer.work)
         num_gathered = dealer.num_ranks * max(part.cut.num_tokens for part in parts)
-        return ComputedLoad(
-            of_all_ranks(add_loads(busiest), dealer.num_ranks), CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered)
-        )
+        cut = CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered)
+        return ComputedLoad(of_all_ranks(add_loads(busiest), dealer.num_ranks), cut)
 
     @memoized
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
@@ -234,16 +233,12 @@ class UnitRoutes:
         )
         num_targets = int(targets.max(initial=0)) + 1
         atoms = slice(int(routes.atom_starts[chosen.start]), int(routes.atom_starts[chosen.stop]))
-        return cls(
-            keys=sources * num_targets + targets,
-            num_targets=num_targets,
-            first_target={name: int(start) for name, start in numbered.first.items()},
-            by_consumer=np.lexsort((targets, replica, index, sources)),
-            subset_starts=row_starts(np.bincount(sources, minlength=num_microbatches)),
-            atom_starts=routes.atom_starts[chosen.start : chosen.stop + 1] - atoms.start,
-            sample_ids=routes.sample_ids[atoms],
-            item_indices=routes.item_indices[atoms],
-        )
+        first_target = {name: int(start) for name, start in numbered.first.items()}
+        keys, by_consumer = sources * num_targets + targets, np.lexsort((targets, replica, index, sources))
+        subset_starts = row_starts(np.bincount(sources, minlength=num_microbatches))
+        starts = routes.atom_starts[chosen.start : chosen.stop + 1] - atoms.start
+        samples, items = routes.sample_ids[atoms], routes.item_indices[atoms]
+        return cls(keys, num_targets, first_target, by_consumer, subset_starts, starts, samples, items)
 
     def find(self, sources: Integers, targets: Integers, *, unit: str) -> Integers:
         """Return the routes between these microbatches, numbered in their units."""

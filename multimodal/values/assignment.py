@@ -3,17 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
-from multimodal.values.arrays.microbatches import (
-    NO_MICROBATCHES,
-    MicrobatchCounts,
-    MicrobatchPlace,
-    NumberedMicrobatches,
-    in_subset_order,
-)
+from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, NumberedMicrobatches, in_subset_order
 from multimodal.values.arrays.placed_atoms import Atom, Microbatch, PlacedAtoms, PlacedUnits, Replicas
 from multimodal.values.arrays.routes import Route, RouteEnds, Routes, build_routes
+from multimodal.values.arrays.rows import integers
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
@@ -66,7 +61,8 @@ class Assignment:
         """Return the shape of the uncut step that has its samples here. O(microbatches + routes)."""
         routes = self.routes(graph)
         counts = {unit: MicrobatchCounts(placed.microbatch_starts) for unit, placed in self.placed.items()}
-        numbered = NumberedMicrobatches({unit: counts.get(unit, NO_MICROBATCHES) for unit in routes.microbatches.units})
+        nothing = MicrobatchCounts(integers((0,)))
+        numbered = NumberedMicrobatches({unit: counts.get(unit, nothing) for unit in routes.microbatches.units})
         return StepShape(graph, plan, counts, RouteEnds(numbered, routes.sources, routes.targets), forward_only=forward_only)
 
     def subsets(self, graph: ModelGraph, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
@@ -74,20 +70,3 @@ class Assignment:
         routes = {route.target: route for route in self.routes(graph).from_source.get(place, ())}
         position = {atom: index for index, atom in enumerate(self.atoms(place))}
         return tuple(tuple(sorted(routes[each].atoms, key=position.__getitem__)) for each in in_subset_order(routes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form, read back by `from_dict`."""
-        return {
-            unit: [[[list(atom) for atom in microbatch] for microbatch in replica] for replica in replicas]
-            for unit, replicas in self.units.items()
-        }
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> "Assignment":
-        """Build from the plain form."""
-        return cls(
-            {
-                unit: tuple(tuple(tuple(Atom(*atom) for atom in microbatch) for microbatch in replica) for replica in replicas)
-                for unit, replicas in value.items()
-            }
-        )

@@ -121,10 +121,9 @@ class UnitPlan:
     @cached_property
     def shared_ranges(self) -> tuple[range, ...]:
         """The unit's layers, cut wherever any replica cuts them: all layers of a range are held by the same ranks."""
-        stages = [stage.layers for replica in self.replicas for stage in replica.virtual_stages]
-        return tuple(
-            range(*pair) for pair in pairwise(sorted({bound for layers in stages for bound in (layers.start, layers.stop)}))
-        )
+        stages = (stage.layers for replica in self.replicas for stage in replica.virtual_stages)
+        bounds = sorted({bound for layers in stages for bound in (layers.start, layers.stop)})
+        return tuple(range(*pair) for pair in pairwise(bounds))
 
     def tensor_size(self, stage: Stage | VirtualStage) -> int:
         """Return the tensor parallel size of one of its stages."""
@@ -193,9 +192,8 @@ class Plan(FromFile):
     @property
     def has_alike_copies(self) -> bool:
         """True if ranks of any unit hold the same parameters and can share its optimizer: several replicas that do not differ."""
-        return any(
-            unit.data_parallel_size * unit.context_parallel_size > 1 and not unit.is_unlike for unit in self.units.values()
-        )
+        alike = (unit for unit in self.units.values() if not unit.is_unlike)
+        return any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in alike)
 
     @property
     def units_with_shared_experts(self) -> tuple[str, ...]:
@@ -224,12 +222,10 @@ class Plan(FromFile):
     @cached_property
     def is_whole_on_every_rank(self) -> bool:
         """True if no rank ever waits for another's activations."""
-        lanes_of_units = [
-            [{self.lane_of_rank[rank] for rank in replica.ranks} for replica in unit.replicas] for unit in self.units.values()
-        ]
-        return all(len(lanes) == 1 for unit in lanes_of_units for lanes in unit) and all(
-            set().union(*unit) == set().union(*lanes_of_units[0]) for unit in lanes_of_units
-        )
+        lane = self.lane_of_rank
+        held = [[{lane[rank] for rank in each.ranks} for each in unit.replicas] for unit in self.units.values()]
+        lanes = [set().union(*of_unit) for of_unit in held]
+        return all(len(each) == 1 for of_unit in held for each in of_unit) and all(each == lanes[0] for each in lanes)
 
     @cached_property
     def stage_tables(self) -> "Mapping[str, StageTable]":

@@ -200,18 +200,12 @@ class LengthArrays:
             items = [each for item in items for each in (item.passes or (item,))]
         names = list(map(itemgetter(0), items))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return cls(
-            sample_ids=_column(list(map(attrgetter("sample_id"), samples))),
-            num_text_tokens=_column(list(map(attrgetter("num_text_tokens"), samples))),
-            num_target_tokens=_column(list(map(attrgetter("num_target_tokens"), samples))),
-            item_starts=row_starts(counts),
-            unit_of_item=np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)),
-            num_item_tokens=_column(list(map(itemgetter(1), items))),
-            num_output_tokens=_column(list(map(itemgetter(2), items))),
-            num_llm_tokens=_column(llm_tokens),
-            index_of_item=np.array(indices, np.int64),
-            units=tuple(numbers),
-        )
+        columns = ("sample_id", "num_text_tokens", "num_target_tokens")
+        ids, texts, targets = (_column(list(map(attrgetter(name), samples))) for name in columns)
+        inside, outside = (_column(list(map(itemgetter(place), items))) for place in (1, 2))
+        units = np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
+        entering, index = _column(llm_tokens), np.array(indices, np.int64)
+        return cls(ids, texts, targets, row_starts(counts), units, inside, outside, entering, index, tuple(numbers))
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -175,14 +175,10 @@ class Schedule:
         lanes: of the kept slots and of the pieces; numbers: as in `with_inserted`.
         """
         own, chosen = self.pieces if numbers is None else numbers[self.pieces], slice(None) if kept is None else kept
-        return Schedule(
-            shape,
-            row_starts(np.bincount(lanes, minlength=self.num_lanes)),
-            np.concatenate((own[chosen], more))[order],
-            np.concatenate((self.modes[chosen], np.zeros(len(more), np.uint8)))[order],
-            np.concatenate((self.waits[chosen], np.full(len(more), NO_WAIT)))[order],
-            lowered,
-        )
+        starts, pieces = row_starts(np.bincount(lanes, minlength=self.num_lanes)), np.concatenate((own[chosen], more))
+        modes = np.concatenate((self.modes[chosen], np.zeros(len(more), np.uint8)))
+        waits = np.concatenate((self.waits[chosen], np.full(len(more), NO_WAIT)))
+        return Schedule(shape, starts, pieces[order], modes[order], waits[order], lowered)
 
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
         """Return a schedule of the same shape and dialect with other slots; the cuts of the shape are read from them."""
@@ -198,14 +194,9 @@ def _unpickled(
     lowered: bool,
     lanes: dict[int, Lane],
 ) -> Schedule:
-    found = Schedule(
-        shape,
-        lane_starts,
-        pieces.astype(np.int64, copy=False),
-        np.zeros(len(pieces), np.uint8) if modes is None else modes,
-        np.full(len(pieces), NO_WAIT) if waits is None else waits,
-        lowered,
-    )
+    plain = Schedule.in_line(shape, lane_starts, pieces.astype(np.int64, copy=False))
+    own = plain.modes if modes is None else modes, plain.waits if waits is None else waits
+    found = Schedule(shape, lane_starts, plain.pieces, *own, lowered)
     found._lanes.update(lanes)
     return found
 

@@ -64,7 +64,7 @@ def dealt(source: RandomSource, plan: Plan, groups: Sequence[Sequence[int]] | No
         ]
         filled = [microbatch for microbatch in found if microbatch]
         units[name] = [filled[replica :: unit.data_parallel_size] for replica in range(unit.data_parallel_size)]
-    return Assignment.from_dict(units)
+    return Assignment(units)
 
 
 def _atoms_of(source: RandomSource, name: str, sample: int) -> list[tuple[int, int]]:

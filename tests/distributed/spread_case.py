@@ -24,7 +24,7 @@ UNITS = {
     **described("painter", image={**IMAGE, "merge_size": 1}, hidden_size=16),
 }
 GRAPH = ModelGraph.from_dict({"units": UNITS})
-ASSIGNMENT = Assignment.from_dict(
+ASSIGNMENT = Assignment(
     {
         "vision": [[[(0, 0), (1, 0)], [(3, 0), (0, 1)]]],
         "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],
@@ -54,7 +54,7 @@ BLOCK_SIZE = 4
 
 def whole_items_case(*, graph: ModelGraph = GRAPH, **units: UnitPlan) -> GradientCase:
     """A microbatch of each kind; the generator makes images of 12, 4 and 36 patches in one."""
-    assignment = Assignment.from_dict(
+    assignment = Assignment(
         {
             "vision": [[SHORT, MIXED, ONE, TINY]],
             "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],

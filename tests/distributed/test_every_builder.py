@@ -62,7 +62,7 @@ def test_every_pair_of_passes_keeps_the_gradients(ranks: RankPool, names: str) -
     plan = Plan({"vision": unit_plan(0, pp=2), "llm": unit_plan(2, dp=2, pp=2)})
     case = dealt_case(described("vision", "llm"), plan, builder="1f1b", passes=passes_named(names))
     placed = {"vision": [[[(0, 0), (1, 0)], [(2, 0)]]], "llm": [[[(0, -1)], [(2, -1)], [(4, -1)]], [[(3, -1)], [(1, -1)]]]}
-    assert_matches(replace(case, assignment=Assignment.from_dict(placed)), ranks)
+    assert_matches(replace(case, assignment=Assignment(placed)), ranks)
 
 
 def is_like_others(builder: str, model: str) -> bool:

@@ -57,7 +57,7 @@ def case_of_any_plan(*, tp: int = 1) -> GradientCase:
         SampleShape((two,), 3, 1),
         SampleShape((), 4, 4),
     )
-    assignment = Assignment.from_dict(
+    assignment = Assignment(
         {"vision": [[[(0, 0), (1, 0)], [(3, 0)]], [[(1, 1)]]], "llm": [[[(0, -1), (2, -1)], [(3, -1)]], [[(4, -1), (1, -1)]]]}
     )
     return GradientCase(GRAPH, plan, assignment, RandomSource(GRAPH, shapes, 12), "1f1b", sequence_parallel=tp > 1)
@@ -87,9 +87,7 @@ def case_of_a_generator() -> GradientCase:
     """An LLM of two stages before a generator with DP 2; one microbatch makes three images for two samples."""
     small, large = ("painter", 1, 2), ("painter", 2, 2)
     shapes = (SampleShape((small, large), 5, 2), SampleShape((), 4, 3), SampleShape((small,), 6, 1), SampleShape((large,), 4, 2))
-    assignment = Assignment.from_dict(
-        {"llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]], "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]]}
-    )
+    assignment = Assignment({"llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]], "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]]})
     return GradientCase(
         DRAWING, Plan({"llm": unit_plan(0, pp=2), "painter": unit_plan(2, dp=2)}), assignment, RandomSource(DRAWING, shapes, 12)
     )

@@ -53,7 +53,7 @@ def build_case(builder: str, *, num_stages: int, **options: Any) -> GradientCase
         "vision": [[items[0] + items[1], items[2], items[4]]],
         "llm": [[[[0, -1], [1, -1]], [[3, -1]], [[4, -1]]], [[[2, -1]], [[5, -1]]], []],
     }
-    case = GradientCase(GRAPH, plan, Assignment.from_dict(assignment), source, builder=builder, passes=(reduce_by_layer,))
+    case = GradientCase(GRAPH, plan, Assignment(assignment), source, builder=builder, passes=(reduce_by_layer,))
     return replace(case, **options)
 
 

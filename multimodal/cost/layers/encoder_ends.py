@@ -235,12 +235,7 @@ class MergedTokensLayer(LinearProjectorLayer):
 
     fits = staticmethod(lambda unit: not unit.has_projector)
 
-    num_products = 0
-
-    @property
-    def num_weights(self) -> int:
-        """None."""
-        return 0
+    num_products = num_weights = 0
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:

@@ -66,14 +66,11 @@ class OpaqueLayer(Layer):
         """Sum over the layers. Images have one size, so attention is linear in tokens, too."""
         image, load = self.unit.image, self._padded(load)
         embedding, layer = self._embedding.forward_flops(load), self._layer.forward_flops(load)
+        shape, num_layers = self.unit.transformer, self.unit.transformer.num_layers
         if image is None or image.image_size is None:
-            return LayerFlops(
-                embedding.linear + self.unit.transformer.num_layers * layer.linear,
-                self.unit.transformer.num_layers * layer.attention,
-            )
-        shape = self.unit.transformer
+            return LayerFlops(embedding.linear + num_layers * layer.linear, num_layers * layer.attention)
         attention = 4.0 * shape.num_attention_heads * shape.head_channels * image.grid_size**2 * load.num_tokens
-        return LayerFlops(embedding.linear + self.unit.transformer.num_layers * (layer.linear + attention))
+        return LayerFlops(embedding.linear + num_layers * (layer.linear + attention))
 
     def _padded(self, load: UnitLoad) -> UnitLoad:
         """Return the load that is computed: modules that take spectrograms take them in a single length."""

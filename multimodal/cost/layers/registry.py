@@ -3,32 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from multimodal.cost.layers import backbone_ends, encoder_ends, moe_transformer
 from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
-from multimodal.cost.layers.backbone_ends import (
-    DiffusionEmbeddingLayer,
-    DiffusionHeadLayer,
-    GeneratorHeadLayer,
-    GeneratorProjectorLayer,
-    HeadLayer,
-    TokenEmbeddingLayer,
-)
-from multimodal.cost.layers.encoder_ends import (
-    AudioEmbeddingLayer,
-    JoinedTokensLayer,
-    LearnedPatchEmbeddingLayer,
-    LinearProjectorLayer,
-    MergedTokensLayer,
-    PatchEmbeddingLayer,
-    ProjectorLayer,
-    StretchedPatchEmbeddingLayer,
-)
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.layers.moe_transformer import (
-    MoeTransformerLayer,
-    SlidingMoeTransformerLayer,
-    SlidingTransformerLayer,
-    WindowedTransformerLayer,
-)
 from multimodal.cost.layers.opaque import DenoiserLayer, OpaqueLayer
 from multimodal.cost.layers.query_projector import QueryProjectorLayer
 from multimodal.cost.layers.transformer import ModulatedTransformerLayer, TransformerLayer
@@ -39,29 +16,29 @@ from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.units.unit import NEW_ROWS
 
 LAYER_KINDS: dict[str, type[Layer]] = {
-    "patch_embedding": PatchEmbeddingLayer,
-    "learned_patch_embedding": LearnedPatchEmbeddingLayer,
-    "stretched_patch_embedding": StretchedPatchEmbeddingLayer,
-    "audio_embedding": AudioEmbeddingLayer,
-    "token_embedding": TokenEmbeddingLayer,
+    "patch_embedding": encoder_ends.PatchEmbeddingLayer,
+    "learned_patch_embedding": encoder_ends.LearnedPatchEmbeddingLayer,
+    "stretched_patch_embedding": encoder_ends.StretchedPatchEmbeddingLayer,
+    "audio_embedding": encoder_ends.AudioEmbeddingLayer,
+    "token_embedding": backbone_ends.TokenEmbeddingLayer,
     "transformer": TransformerLayer,
-    "windowed_transformer": WindowedTransformerLayer,
-    "sliding_transformer": SlidingTransformerLayer,
-    "moe_transformer": MoeTransformerLayer,
-    "sliding_moe_transformer": SlidingMoeTransformerLayer,
+    "windowed_transformer": moe_transformer.WindowedTransformerLayer,
+    "sliding_transformer": moe_transformer.SlidingTransformerLayer,
+    "moe_transformer": moe_transformer.MoeTransformerLayer,
+    "sliding_moe_transformer": moe_transformer.SlidingMoeTransformerLayer,
     "modulated_transformer": ModulatedTransformerLayer,
     "opaque": OpaqueLayer,
     "denoiser": DenoiserLayer,
-    "projector": ProjectorLayer,
-    "linear_projector": LinearProjectorLayer,
-    "joined_tokens": JoinedTokensLayer,
-    "merged_tokens": MergedTokensLayer,
+    "projector": encoder_ends.ProjectorLayer,
+    "linear_projector": encoder_ends.LinearProjectorLayer,
+    "joined_tokens": encoder_ends.JoinedTokensLayer,
+    "merged_tokens": encoder_ends.MergedTokensLayer,
     "query_projector": QueryProjectorLayer,
-    "head": HeadLayer,
-    "generator_projector": GeneratorProjectorLayer,
-    "generator_head": GeneratorHeadLayer,
-    "diffusion_embedding": DiffusionEmbeddingLayer,
-    "diffusion_head": DiffusionHeadLayer,
+    "head": backbone_ends.HeadLayer,
+    "generator_projector": backbone_ends.GeneratorProjectorLayer,
+    "generator_head": backbone_ends.GeneratorHeadLayer,
+    "diffusion_embedding": backbone_ends.DiffusionEmbeddingLayer,
+    "diffusion_head": backbone_ends.DiffusionHeadLayer,
 }
 """Each kind has a row of the same name in multimodal/model/layers/registry.py, unless it can only be planned."""
 

@@ -212,11 +212,8 @@ def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed
 def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
     """Return the slowest rank's seconds, as a profile has them, or the optimizer's bytes over the memory bandwidth, or 0."""
     # Replicas that are alike need one rank of each kind only.
-    units = stages.plan.units
-    held = {
-        tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys)
-        for keys in stages.of_rank.values()
-    }
+    units, of_ranks = stages.plan.units, stages.of_rank.values()
+    held = {tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys) for keys in of_ranks}
     shares = list[dict[str, float]]()  # by unit, the trained weights that a rank updates
     for keys in held:
         shares.append(dict.fromkeys((unit for unit, _, _ in keys), 0.0))

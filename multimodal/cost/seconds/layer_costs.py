@@ -141,17 +141,12 @@ class LayerCosts:
         attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
         attention_again = np.minimum(attention, attention_back) * parts.repeats_all
         rest_again = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
-        own = [
-            LayerSeconds(
-                forward * (computing - attention) + attends * (attention + waiting),
-                back * (computing_back - attention_back - rest_again)
-                + attends * (attention_back - attention_again + waiting_back),
-                weights * whole.weight_gradient,
-                attends * waiting,
-                attends * waiting_back,
-            )
-            for forward, back, weights, attends in self._segment_shares(unit, kind)
-        ]
+        rest_back, attending_back = computing_back - attention_back - rest_again, attention_back - attention_again + waiting_back
+        own = []
+        for forward, back, weights, attends in self._segment_shares(unit, kind):
+            ahead = forward * (computing - attention) + attends * (attention + waiting)
+            behind, waits = back * rest_back + attends * attending_back, (attends * waiting, attends * waiting_back)
+            own.append(LayerSeconds(ahead, behind, weights * whole.weight_gradient, *waits))
         return own, attention_again + rest_again
 
     @memoized
@@ -297,9 +292,6 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     frozen = Quadratic(0.0, *(flops.frozen / speed for flops in (of_token, of_square, of_sequence)))
     traffic, bandwidth = layer.traffic(cluster.bytes_per_element), cluster.memory_bandwidth_gbytes_per_second or math.inf
     moving, moving_back = (Quadratic(linear=moved / (num_ranks * bandwidth * 1e9)) for moved in traffic)
-    return LayerCurves(
-        forward=products.plus(adapters, attention, moving, frozen),
-        input_gradient=products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back),
-        weight_gradient=adapters if layer.adapted else products,
-        attention=attention,
-    )
+    forward = products.plus(adapters, attention, moving, frozen)
+    input_gradient = products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back)
+    return LayerCurves(forward, input_gradient, adapters if layer.adapted else products, attention)

@@ -146,9 +146,6 @@ def fit_quadratic(sizes: Sequence[PackedSize], seconds: Sequence[float], *, is_l
 
 def fit_error(curve: Curve, sizes: Sequence[PackedSize], seconds: Sequence[float]) -> FitError:
     """Return a curve's relative errors at measured sizes; (0, 0) if nothing took time."""
-    errors = [
-        abs(curve.at(size.num_tokens, size.num_squared, size.num_sequences) / value - 1)
-        for size, value in zip(sizes, seconds, strict=True)
-        if value > 0
-    ]
+    measured = [(size, value) for size, value in zip(sizes, seconds, strict=True) if value > 0]
+    errors = [abs(curve.at(size.num_tokens, size.num_squared, size.num_sequences) / value - 1) for size, value in measured]
     return FitError(sum(errors) / len(errors), max(errors)) if errors else FitError(0.0, 0.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multimodal.values.arrays.rows import Integers, integers, row_numbers, row_starts
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts
 
 
 class MicrobatchPlace(NamedTuple):
@@ -92,11 +92,6 @@ class NumberedMicrobatches:
         units = np.searchsorted(bounds, numbers, side="right") - 1
         for unit, number in zip(units.tolist(), numbers.tolist(), strict=True):
             counted, own = self.counts[self.units[unit]], number - bounds[unit]
-            found.append(
-                MicrobatchPlace(self.units[unit], int(counted.replica_of_microbatch[own]), int(counted.index_in_replica[own]))
-            )
+            replica, index = int(counted.replica_of_microbatch[own]), int(counted.index_in_replica[own])
+            found.append(MicrobatchPlace(self.units[unit], replica, index))
         return found
-
-
-NO_MICROBATCHES = MicrobatchCounts(integers((0,)))
-"""A unit without replicas."""

@@ -153,9 +153,6 @@ def _match(
     first, last = (np.searchsorted(keys, wanted, side=side) for side in ("left", "right"))
     counts = last - first
     atoms = by_atom[np.arange(counts.sum()) + np.repeat(first - row_starts(counts)[:-1], counts)]
-    return (
-        given.microbatch_of_atom[atoms] + numbered.first[source],
-        np.repeat(taking.microbatch_of_atom, counts) + numbered.first[target],
-        given.sample_ids[atoms],
-        given.item_indices[atoms],
-    )
+    sources = given.microbatch_of_atom[atoms] + numbered.first[source]
+    targets = np.repeat(taking.microbatch_of_atom, counts) + numbered.first[target]
+    return sources, targets, given.sample_ids[atoms], given.item_indices[atoms]

@@ -30,13 +30,9 @@ def state_sharers(
     sharers. is_tied_copy: take the last layer's copy of the word embeddings, which stages that hold the first layer, too, do not
     have.
     """
-    stages = [
-        stage
-        for index in replicas
-        for stage in unit.replicas[index].virtual_stages
-        if layer in stage.layers and unit.tensor_size(stage) == tensor_size and not (is_tied_copy and 0 in stage.layers)
-    ]
-    groups = [group for stage in stages for group in unit.tensor_parallel_groups(stage)]
+    held = (stage for index in replicas for stage in unit.replicas[index].virtual_stages if layer in stage.layers)
+    chosen = (each for each in held if unit.tensor_size(each) == tensor_size and not (is_tied_copy and 0 in each.layers))
+    groups = [group for stage in chosen for group in unit.tensor_parallel_groups(stage)]
     return tuple(tuple(sorted({group[rank] for group in groups})) for rank in range(tensor_size) if groups)
 
 

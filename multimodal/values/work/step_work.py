@@ -29,16 +29,9 @@ RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
 COMPUTE, SEND, RECEIVE, COLLECTIVE = RESOURCE_NUMBERS.values()
 _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[kind.resource] for kind in KINDS], np.uint8)
-SEND_OF = {
-    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
-    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
-    ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
-}
-_RECEIVE_OF = {
-    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
-    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
-    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
-}
+_GRADIENTS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+SEND_OF = {ActionKind.FORWARD: ActionKind.SEND_FORWARD, **dict.fromkeys(_GRADIENTS, ActionKind.SEND_BACKWARD)}
+_RECEIVE_OF = {ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD, **dict.fromkeys(_GRADIENTS, ActionKind.RECEIVE_BACKWARD)}
 _IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SEND_OF])
 _new = tuple.__new__
 """Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
@@ -282,9 +275,8 @@ class StepWork:
 
         Parameter gathers have nothing to wait for: unlike replicas keep their optimizer state whole.
         """
-        own = np.flatnonzero(
-            (self.computed_stages[members] >= first_stage) & (self.computed_stages[members] < first_stage + num_stages)
-        )
+        of_members = self.computed_stages[members]
+        own = np.flatnonzero((of_members >= first_stage) & (of_members < first_stage + num_stages))
         for index, piece in zip(own.tolist(), members[own].tolist(), strict=True):
             action = self.pieces.action(piece)
             stages[index] = int(self.computed_stages[piece])

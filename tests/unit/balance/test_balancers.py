@@ -158,7 +158,7 @@ def test_a_schedule_from_the_cache_is_the_one_built_afresh(balancer: str, data: 
     for seed in data.draw(st.lists(st.integers(0, 99), min_size=2, max_size=3)):
         lengths = random_lengths(TWO, count=12, seed=seed)
         assignment = BALANCERS[balancer](lengths, graph=TWO, plan=plan, options=options)
-        afresh = build_schedule(builder, Assignment.from_dict(assignment.to_dict()).shape(TWO, plan), passes=passes)
+        afresh = build_schedule(builder, Assignment(dict(assignment.units)).shape(TWO, plan), passes=passes)
         for _ in range(2):
             found = cache.schedule(assignment)
             assert found == afresh

@@ -140,7 +140,7 @@ def samples(count: int = 4) -> list[SampleLengths]:
 def placed(vision: list[int]) -> Assignment:
     """Sample n is the LLM replica n's, and its image is encoded by replica vision[n]."""
     encoded = [[[(sample, 0)] for sample, replica in enumerate(vision) if replica == each] for each in range(4)]
-    return Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)]] for sample in range(4)]})
+    return Assignment({"vision": encoded, "llm": [[[(sample, -1)]] for sample in range(4)]})
 
 
 def arranged(assignment: Assignment, *, frozen: bool = False, num_decoding_ranks: int = 0, plan=None, lengths=None):
@@ -166,7 +166,7 @@ def test_a_generators_batches_go_to_the_nodes_of_their_samples() -> None:
     graph = ModelGraph.from_dict({"units": units})
     lengths = [SampleLengths(index, (ItemLengths("painter", 40, 0),), 20, 20) for index in range(4)]
     drawn = [[[(sample, -1)]] for sample in (2, 3, 0, 1)]
-    before = Assignment.from_dict({"llm": [[[(sample, -1)]] for sample in range(4)], "painter": drawn})
+    before = Assignment({"llm": [[[(sample, -1)]] for sample in range(4)], "painter": drawn})
     plan = plan_colocated(graph, sizes={unit: UnitSizes() for unit in graph.unit_names}, world_size=4)
     found, sent = NodeArrangement(2).arrange(
         before, BatchWork(graph, lengths, OPTIONS), plan=plan, sample_ids=range(len(lengths))

@@ -249,7 +249,7 @@ def written_case(plan: Mapping[str, str], samples: Mapping[str, str], **frozen: 
         graph = ModelGraph((*graph.units, Unit("painter", Role.GENERATOR, SHAPE)), (*graph.edges, ("llm", "painter")))
     units = {name: written_unit(text, len(graph.unit(name).layers)) for name, text in plan.items()}
     item = {unit.name: index if unit.role is Role.ENCODER else -1 for index, unit in enumerate(graph.units)}
-    assignment = Assignment.from_dict(
+    assignment = Assignment(
         {
             name: [
                 [[(int(sample), item[name]) for sample in group.split()] for group in replica.split("|") if group.strip()]

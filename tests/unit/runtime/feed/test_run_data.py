@@ -173,7 +173,7 @@ PLAN = Plan.from_dict(
         }
     }
 )
-ASSIGNMENT = Assignment.from_dict({"vision": [[[(0, 0)]], [[(1, 0)], [(2, 0)]]], "llm": [[[(0, -1)], [(1, -1), (2, -1)]]]})
+ASSIGNMENT = Assignment({"vision": [[[(0, 0)]], [[(1, 0)], [(2, 0)]]], "llm": [[[(0, -1)], [(1, -1), (2, -1)]]]})
 LENGTHS = {sample: SampleLengths(sample, (ItemLengths("vision", 4, 1),), 4, 2) for sample in range(3)}
 
 
