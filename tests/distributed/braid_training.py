@@ -52,25 +52,11 @@ class ComparedCase:
         return max(source.lengths(index).num_tokens for index in range(len(source)))
 
 
-_LLM = {
-    "role": "backbone",
-    "num_layers": 4,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "ffn_hidden_size": 24,
-    "add_qkv_bias": True,
-    "init_method_std": 0.1,
-}
-_VISION = {
-    "role": "encoder",
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 20,
-    "init_method_std": 0.1,
-    "image": {"patch_size": 2, "merge_size": 2, "in_channels": 1, "min_pixels": 16, "max_pixels": 4096},
-}
+_LLM = {"role": "backbone", "num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+_LLM |= {"ffn_hidden_size": 24, "add_qkv_bias": True, "init_method_std": 0.1}
+_VISION = {"role": "encoder", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 20}
+_VISION |= {"init_method_std": 0.1}
+_VISION |= {"image": {"patch_size": 2, "merge_size": 2, "in_channels": 1, "min_pixels": 16, "max_pixels": 4096}}
 _NUM_TARGETS = (1, 3, 7, 2, 5, 4, 6, 1, 3, 2, 7, 1)
 _IMAGES = (((2, 3), (1, 1)), ((1, 4),), ((2, 2),), ((1, 2),), ((3, 1), (2, 1)), ((1, 1),)) * 2
 

@@ -211,14 +211,9 @@ class MimoTraining:
             moe_token_dispatcher_type="alltoall",
             tensor_model_parallel_size=self.layout.llm_tp,
         )
-        language = {
-            "config": config,
-            "pre_process": stage == 0,
-            "post_process": stage == num_stages * num_chunks - 1,
-            "vp_stage": index if num_chunks > 1 else None,
-            "pg_collection": language_groups,
-            **megatron_training.language_arguments(self.case),
-        }
+        language = {"config": config, "pre_process": stage == 0, "post_process": stage == num_stages * num_chunks - 1}
+        language |= {"vp_stage": index if num_chunks > 1 else None, "pg_collection": language_groups}
+        language |= megatron_training.language_arguments(self.case)
         encoders = {
             name: ModuleSpec(module=_Encoder, params={"case": self.case, "groups": self.groups.get(name), "name": name})
             for name in (self.encoders if index == 0 or self.grids else ())

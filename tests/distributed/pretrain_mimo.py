@@ -109,15 +109,9 @@ class MimoBuilder:
         """Return the model; its config says how gradients are finalized."""
         groups, config = self.topology.groups, language_config()
         own = groups.get(LANGUAGE)
-        language = {
-            "config": config,
-            "transformer_layer_spec": get_gpt_layer_local_spec(),
-            "vocab_size": VOCABULARY,
-            "max_sequence_length": SEQUENCE_LENGTH,
-            "position_embedding_type": "rope",
-            "share_embeddings_and_output_weights": False,
-            "pg_collection": own,
-        }
+        language = {"config": config, "transformer_layer_spec": get_gpt_layer_local_spec(), "vocab_size": VOCABULARY}
+        language |= {"max_sequence_length": SEQUENCE_LENGTH, "position_embedding_type": "rope"}
+        language |= {"share_embeddings_and_output_weights": False, "pg_collection": own}
         if own is not None:
             language |= {"pre_process": own.pp.rank() == 0, "post_process": own.pp.rank() == own.pp.size() - 1}
         vision = ModuleSpec(

@@ -87,15 +87,8 @@ def test_added_tokens_learn_beside_adapters(tmp_path: Path) -> None:
     small_qwen2().save_pretrained(folder)
     own, stop = ByteTokenizer().num_own_tokens, ByteTokenizer().vocab_size
     data = {"--data-path": write_manifest(tmp_path / "data"), "--tokenizer-type": "ByteTokenizer", "--num-workers": 0}
-    flags = {
-        **data,
-        "--load-hf": folder,
-        "--llm-tp": 2,
-        "--global-batch-size": 4,
-        "--lr": RATE,
-        "--lora-rank": 2,
-        "--split": "100",
-    }
+    flags = {**data, "--load-hf": folder, "--llm-tp": 2, "--global-batch-size": 4, "--lr": RATE, "--lora-rank": 2}
+    flags |= {"--split": "100"}
     flags |= {"--save": tmp_path / "run", "--load": tmp_path / "run", "--save-interval": 2, "--lr-decay-iters": 4}
     _, done = train({**flags, "--train-iters": 2}, num_ranks=2)
     assert f"adapters of rank 2, rows of {stop - own} new tokens" in done.output

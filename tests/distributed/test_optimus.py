@@ -117,15 +117,9 @@ def test_ranks_that_count_on_other_durations_stop_before_the_step(ranks: RankPoo
     assert ranks.run(agree, slow, SLOW, world_size=4) == [""] * 4
 
 
-CLUSTER = {
-    "gpus_per_node": 4,
-    "peak_tflops": 2e-4,
-    "efficiency": 1.0,
-    "dtype": "float64",
-    "memory_gb": 8,
-    "intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 3000.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 60.0, "nics_per_node": 1},
-}
+CLUSTER = {"gpus_per_node": 4, "peak_tflops": 2e-4, "efficiency": 1.0, "dtype": "float64", "memory_gb": 8}
+CLUSTER |= {"intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 3000.0}}
+CLUSTER |= {"inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 60.0, "nics_per_node": 1}}
 """Collectives take about as long as segments of the small run's encoder."""
 
 

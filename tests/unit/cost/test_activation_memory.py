@@ -28,15 +28,8 @@ from tests.unit.cost.cost_cases import layer_activation_bytes, unit_parameters
 
 LLAMA = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 160}
 QWEN = {**LLAMA, "add_qkv_bias": True}
-GPT = {
-    "num_layers": 3,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "ffn_hidden_size": 256,
-    "normalization": "LayerNorm",
-    "activation": "gelu",
-    "add_bias_linear": True,
-}
+GPT = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "normalization": "LayerNorm"}
+GPT |= {"activation": "gelu", "add_bias_linear": True}
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False, "has_layer_scale": True}
 MIXTRAL = {**LLAMA, "experts": {"num_experts": 4, "aux_loss_coeff": 0.1}}

@@ -47,18 +47,9 @@ def type_of(name: str) -> str:
 
 def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: int) -> dict[str, Any]:
     """Compile for a compute capability as bfloat16 inputs with four query heads per key head need it."""
-    constants = {
-        "HEADS_PER_GROUP": 4,
-        "CHANNELS": channels,
-        "PADDED_CHANNELS": 1 << (channels - 1).bit_length(),
-        "BLOCK": 128,
-        "TILE_ROWS": tiles.rows,
-        "TILE_COLUMNS": tiles.columns,
-        "DOT_TYPE": tl.bfloat16,
-        "WINDOW": 4096,
-        "IS_DYNAMIC": True,
-        "COLUMNS": MOST_COLUMNS,
-    }
+    constants = {"HEADS_PER_GROUP": 4, "CHANNELS": channels, "PADDED_CHANNELS": 1 << (channels - 1).bit_length(), "BLOCK": 128}
+    constants |= {"TILE_ROWS": tiles.rows, "TILE_COLUMNS": tiles.columns, "DOT_TYPE": tl.bfloat16, "WINDOW": 4096}
+    constants |= {"IS_DYNAMIC": True, "COLUMNS": MOST_COLUMNS}
     names = kernel.arg_names
     types = {name: type_of(name) for name in names}
     aligned = [index for index, name in enumerate(names) if types[name].startswith("*") or name.endswith(("stride", "width"))]

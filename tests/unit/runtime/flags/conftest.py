@@ -16,16 +16,8 @@ ENCODER, BACKBONE = {"role": "encoder", **SHAPE}, {"role": "backbone", **SHAPE}
 UNITS = {"vision": ENCODER, "language": BACKBONE}
 BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--global-batch-size": "8", "--vision-dp": "1"}
 
-HUGGING_FACE = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-    "vocab_size": 260,
-}
+HUGGING_FACE = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 4}
+HUGGING_FACE |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 260}
 
 
 def write_hugging_face(folder: Path) -> Path:
