@@ -52,43 +52,13 @@ def written(kind: str) -> Mapping[str, Callable[..., Any]]:
     return {name: tiny(config.pop("class"), **config) for name, config in configs.items()}
 
 
-PLAIN, SHAPE, WINDOW, QWEN2, PATCHES, TO_THE_END = (
-    filled(WRITTEN["bases"][name]) for name in ("plain", "shape", "window", "qwen2", "clip", "to the end")
+PLAIN, SHAPE, MROPE_TEXT, QWEN2_5_EYE = (
+    filled(WRITTEN["bases"][name]) for name in ("plain", "shape", "mrope text", "qwen2.5 eye")
 )
 KINDS = ("texts", "texts with experts", "images of one size", "towers")
 TEXT_MODELS, MODELS_WITH_EXPERTS, LLAVAS, TOWERS = map(written, KINDS)
 llama, mixtral = TEXT_MODELS["llama"], MODELS_WITH_EXPERTS["mixtral"]
-ROTATED = {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}, "hidden_act": "silu", "num_attention_heads": 2}
-pixtral = tiny(
-    "LlavaForConditionalGeneration",
-    image_token_index=IMAGE_TOKEN,
-    vision_config={**PATCHES, **ROTATED, "model_type": "pixtral"},
-    text_config={**QWEN2, "model_type": "mistral", "sliding_window": None},
-    **TO_THE_END,
-)
-
-EYE = {"depth": 3, "hidden_size": 32, "intermediate_size": 20, "num_heads": 4, "patch_size": 2, "initializer_range": 0.3}
-QWEN_EYE = {**EYE, "out_hidden_size": 24}
-QWEN2_5_EYE = {**QWEN_EYE, "window_size": 8, "fullatt_block_indexes": [1]}
-MROPE = {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.0}
-MROPE_TEXT = {**PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": MROPE}
-IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
-IDS |= {"vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
-# The upper layer of the LLM has a window, which images reach beyond.
-qwen2_vl = tiny(
-    "Qwen2VLForConditionalGeneration",
-    vision_config={key: value for key, value in EYE.items() if key != "intermediate_size"}
-    | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
-    text_config={**MROPE_TEXT, **WINDOW},
-    **IDS,
-)
-qwen2_5_vl = tiny("Qwen2_5_VLForConditionalGeneration", vision_config=QWEN2_5_EYE, text_config=MROPE_TEXT, **IDS)
-qwen3_vl = tiny(
-    "Qwen3VLForConditionalGeneration",
-    vision_config={**QWEN_EYE, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
-    text_config={**PLAIN, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_section": [3, 1, 2]}},
-    **IDS,
-)
+pixtral, qwen2_vl, qwen2_5_vl, qwen3_vl = written("images of any size").values()
 EAR = {"num_mel_bins": 4, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "d_model": 16}
 EAR["initializer_range"] = 0.3
 

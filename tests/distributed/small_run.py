@@ -28,17 +28,9 @@ MODEL: dict[str, Any] = {
 
 
 def working_flags(folder: Path) -> dict[str, object]:
-    return {
-        "--model": folder / "model.yaml",
-        "--data-path": folder / "data" / "manifest.jsonl",
-        "--vision-dp": 1,
-        "--llm-dp": 1,
-        "--global-batch-size": 2,
-        "--train-iters": 2,
-        "--lr": 1e-3,
-        "--num-workers": 0,
-        "--split": "100",
-    }
+    flags: dict[str, object] = {"--model": folder / "model.yaml", "--data-path": folder / "data" / "manifest.jsonl"}
+    flags |= {"--vision-dp": 1, "--llm-dp": 1, "--global-batch-size": 2, "--train-iters": 2, "--lr": 1e-3}
+    return {**flags, "--num-workers": 0, "--split": "100"}
 
 
 def manifest_entries() -> list[dict[str, Any]]:

@@ -47,16 +47,8 @@ WRITES = ("tensor", "as_tensor", "from_numpy", "frombuffer")
 """Functions of torch that make tensors of the host's values, which a device would have to copy."""
 FACTORIES = ("arange", "empty", "full", "linspace", "ones", "randint", "randn", "randperm", "zeros")
 """Functions of torch that make tensors on the host unless they are told a device."""
-OPERATIONS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "equal",
-    "bincount",
-)
+OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+OPERATIONS += ("equal", "bincount")
 """Operations whose result, or its shape, the host must know."""
 
 

@@ -143,18 +143,8 @@ FAMILIES: Mapping[str, Family] = {
         models.omni_thinker, IMAGES_AND_CLIPS, OF_IMAGES_AND_CLIPS, models.clips_and_images, (AROUND_IMAGES, AROUND_CLIPS)
     ),
 }
-LIKE_OTHERS = (
-    "llama",
-    "qwen3",
-    "mixtral with windows",
-    "clip and llama",
-    "siglip to its end",
-    "dinov2 and qwen2",
-    "qwen2.5-vl, tied",
-    "qwen3-vl, tied",
-    "qwen3 with experts and windows",
-    "internvl of six billion",
-)
+LIKE_OTHERS = "llama", "qwen3", "mixtral with windows", "clip and llama", "siglip to its end", "dinov2 and qwen2"
+LIKE_OTHERS += "qwen2.5-vl, tied", "qwen3-vl, tied", "qwen3 with experts and windows", "internvl of six billion"
 """Others of the kind have more to them; Gemma is tied, too."""
 UNDER_A_PLAN = "phi3", "gemma3", "mixtral", "internvl", "qwen2.5-vl", "qwen3-vl", "qwen2-audio", "qwen2.5-omni"
 """Files in which weights are joined, norms on both sides, experts, and every kind of encoder and edge."""

@@ -16,19 +16,9 @@ from torch import Tensor
 NAME = "transformer_engine_torch"
 
 
-DType = enum.IntEnum(
-    "DType",
-    {
-        "kByte": 0,
-        "kInt32": 2,
-        "kFloat32": 4,
-        "kFloat16": 5,
-        "kBFloat16": 6,
-        "kFloat8E4M3": 7,
-        "kFloat8E5M2": 8,
-        "kFloat4E2M1": 10,
-    },
-)
+_FORMATS = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
+_FORMATS |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
+DType = enum.IntEnum("DType", _FORMATS)
 """The module's number formats; Transformer Engine compares the names with its own."""
 FLOAT64 = 11
 """The number of a format that only the stand-in has, for exact checks."""
@@ -57,16 +47,9 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum, metaclass=_WithOlderNames):  # noqa:
     NVTE_FP8 = 2
 
 
-TORCH: dict[int, torch.dtype] = {
-    DType.kByte: torch.uint8,
-    DType.kInt32: torch.int32,
-    DType.kFloat32: torch.float32,
-    DType.kFloat16: torch.float16,
-    DType.kBFloat16: torch.bfloat16,
-    FLOAT64: torch.float64,
-    DType.kFloat8E4M3: torch.float8_e4m3fn,
-    DType.kFloat8E5M2: torch.float8_e5m2,
-}
+TORCH: dict[int, torch.dtype] = {DType.kByte: torch.uint8, DType.kInt32: torch.int32, FLOAT64: torch.float64}
+TORCH |= {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
+TORCH |= {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
 BLOCK = 128
 
 

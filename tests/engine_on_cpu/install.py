@@ -94,16 +94,10 @@ class _Cuda(types.ModuleType):
 def _cuda() -> types.ModuleType:
     device = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H100")
     module = _Cuda("torch.engine_cuda")
-    for name, value in {
-        "is_available": True,
-        "get_device_properties": device,
-        "current_device": torch.device("cpu"),
-        "get_device_capability": (9, 0),
-        "synchronize": None,
-        "is_current_stream_capturing": False,
-        "device": contextlib.nullcontext(),
-        "current_stream": None,
-    }.items():
+    answers: dict[str, Any] = {"is_available": True, "get_device_properties": device, "get_device_capability": (9, 0)}
+    answers |= {"current_device": torch.device("cpu"), "current_stream": None, "synchronize": None}
+    answers |= {"is_current_stream_capturing": False, "device": contextlib.nullcontext()}
+    for name, value in answers.items():
         setattr(module, name, lambda *args, value=value, **kwargs: value)
     module.nvtx = types.SimpleNamespace(  # type: ignore[attr-defined]
         range_push=lambda *args: None, range_pop=lambda *args: None, range=lambda *args: contextlib.nullcontext()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,8 @@ def _meet_stranger(inputs: Inputs, *, answer: bytes) -> None:
 
 
 def list_mutations() -> tuple[Mutation, ...]:
+    makers = (graph_mutations, manifest_mutations, chat_mutations, image_mutations, sound_mutations, checkpoint_mutations)
+    makers += (folder_mutations, connection_mutations, rank_mutations)
     found = (
         *flag_mutations(),
         *document_mutations("model", MODEL, write_model),
@@ -265,15 +268,7 @@ def list_mutations() -> tuple[Mutation, ...]:
         *text_mutations("plan", lambda inputs: inputs.write_plan(PLAN)),
         *text_mutations("cluster", lambda inputs: inputs.write_cluster(CLUSTER)),
         *text_mutations("manifest", lambda inputs: inputs.manifest),
-        *graph_mutations(),
-        *manifest_mutations(),
-        *chat_mutations(),
-        *image_mutations(),
-        *sound_mutations(),
-        *checkpoint_mutations(),
-        *folder_mutations(),
-        *connection_mutations(),
-        *rank_mutations(),
+        *chain.from_iterable(make() for make in makers),
     )
     assert len({mutation.name for mutation in found}) == len(found)
     return found

@@ -74,15 +74,8 @@ def test_aliases_may_repeat_a_little_but_not_explode(tmp_path):
 
 def test_numbers_are_numbers_and_quoted_ones_are_not(tmp_path):
     text = "a: 1e-5\nb: -2E+3\nc: '1e-5'\nd: 1.5e3\ne: 12\nf: 1e5x\ng: .5e1\n"
-    assert read_mapping(write(tmp_path, text), error=ConfigError) == {
-        "a": 1e-5,
-        "b": -2000.0,
-        "c": "1e-5",
-        "d": 1500.0,
-        "e": 12,
-        "f": "1e5x",
-        "g": 5.0,
-    }
+    expected = {"a": 1e-5, "b": -2000.0, "c": "1e-5", "d": 1500.0, "e": 12, "f": "1e5x", "g": 5.0}
+    assert read_mapping(write(tmp_path, text), error=ConfigError) == expected
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):

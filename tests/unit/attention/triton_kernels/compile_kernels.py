@@ -25,18 +25,8 @@ FLOAT32_BUFFERS = ("log_sums", "deltas", "partial", "partial_output", "partial_l
 FLOAT32_BUFFERS += ("found", "largest", "totals", "scales")
 INT32_BUFFERS = ("query_ids", "key_ids", "blocks", "items", "counter", "split_rows")
 INT64_BUFFERS = ("query_bits", "key_bits", "targets")
-INPUTS = (
-    "logits",
-    "query",
-    "key",
-    "value",
-    "output",
-    "output_gradient",
-    "gradient",
-    "query_gradient",
-    "key_gradient",
-    "value_gradient",
-)
+INPUTS = ("logits", "query", "key", "value", "output", "output_gradient", "gradient")
+INPUTS += ("query_gradient", "key_gradient", "value_gradient")
 
 
 def type_of(name: str) -> str:

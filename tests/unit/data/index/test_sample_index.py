@@ -151,17 +151,8 @@ def test_blocks_of_several_processes_are_one_index(data, two_encoder_graph, tmp_
     clip = {"type": "audio", "path": data.audio("a.wav", 1600)}
     images = [{**IMAGE, "unit": unit} for unit in ("vision", "sketch")]
     none = {"type": "image", "path": "a.png", "unit": "else"}
-    samples = [
-        [images[1], TEXT],
-        [TEXT],
-        [TEXT],
-        [TEXT],
-        [clip, TEXT],
-        [images[0], TEXT, clip],
-        [none, TEXT],
-        [TEXT],
-        [clip, TEXT],
-    ]
+    samples = [[images[1], TEXT], [TEXT], [TEXT], [TEXT], [clip, TEXT], [images[0], TEXT, clip], [none, TEXT], [TEXT]]
+    samples.append([clip, TEXT])
     whole = data.open(samples, graph=two_encoder_graph)
     monkeypatch.setattr(sample_indexer, "BLOCK_SIZE", 2)
     monkeypatch.setattr(sample_indexer.os, "sched_getaffinity", lambda process: {0, 1, 2})
