@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
 from multimodal.data.length_table import write_length_table
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, require_package
 from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
 BAR_WIDTH = 50
@@ -54,11 +54,10 @@ def main(argv: Sequence[str]) -> None:
 
 def _draw(tokens: Mapping[str, Sequence[int]], path: Path) -> None:
     """Draw histograms with a logarithmic axis of tokens, one above the other; raises ConfigError."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--png needs matplotlib; pip install 'braid[plots]', or leave it out") from None
+    require_package("matplotlib", extra="plots", needed_by="--png", error=ConfigError)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 2.2 * len(tokens)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (name, numbers) in zip(figure.subplots(len(tokens), squeeze=False)[:, 0], tokens.items(), strict=True):

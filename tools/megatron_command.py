@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from multimodal.values.errors import ConfigError
 
@@ -95,15 +95,10 @@ def _started(script: Path, text: str, *, variables: Mapping[str, str], arguments
         text = re.sub(pattern, replacement, text)
     with tempfile.TemporaryFile() as notes:
         environment = {**{name: os.environ.get(name, "") for name in _OWN}, **variables, "PATH": "/nowhere"}
-        process = subprocess.Popen(
-            [bash, "--norc", "--noprofile", "-r", "-c", _START, script.name, str(notes.fileno()), _BEFORE + text, *arguments],
-            env=environment,
-            pass_fds=(notes.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        told = str(notes.fileno())
+        command = [bash, "--norc", "--noprofile", "-r", "-c", _START, script.name, told, _BEFORE + text, *arguments]
+        silent: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=environment, pass_fds=(notes.fileno(),), start_new_session=True, **silent)
         try:
             process.wait(_SECONDS)
         except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
@@ -164,14 +164,9 @@ def _draw_layer(axes: "Axes", layer: "ProfiledLayer") -> None:
             sizes = [size.num_tokens for size in measured if size.num_sequences == num_sequences]
             line = [PackedSize(round(tokens), num_sequences) for tokens in np.geomspace(min(sizes), max(sizes), 60)]
             curve = getattr(layer.curves, name)
-            axes.plot(
-                [size.num_tokens for size in line],
-                [1e3 * curve.at(size.num_tokens, size.num_squared, num_sequences) for size in line],
-                color=color,
-                linestyle="-" if num_sequences == counts[0] else "--",
-                linewidth=1.2,
-                label=label,
-            )
+            milliseconds = [1e3 * curve.at(size.num_tokens, size.num_squared, num_sequences) for size in line]
+            style: dict[str, Any] = {"color": color, "linestyle": "-" if label else "--", "linewidth": 1.2, "label": label}
+            axes.plot([size.num_tokens for size in line], milliseconds, **style)
         for is_fitted, fill in ((True, color), (False, "none")):
             points = {size: 1e3 * value for size, value in measured.items() if (size in layer.fitted) == is_fitted}
             tokens = [size.num_tokens for size in points]

@@ -143,18 +143,11 @@ class CoreAttention(torch.nn.Module):
         """Attend over the ranks, without checkpointing, which would gather keys and values once more."""
         share = packed.share
         assert share is not None and isinstance(share.shares, BlockShares) and self.context_group is not None
-        query, key, value = own
-        mixed = attend_across_ranks(
-            query[:, 0],
-            key[:, 0],
-            value[:, 0],
-            context=ContextGroup(self.context_group, share.shares, packed.gathered_rows(query.device)),
-            mask=packed.mask(self.choice.rule),
-            attend=self.masked[self.choice.backend],
-            softmax_scale=self.softmax_scale,
-            recompute=self.repeats,
-        )
-        return mixed.flatten(1)[:, None]
+        query, key, value = (each[:, 0] for each in own)
+        context = ContextGroup(self.context_group, share.shares, packed.gathered_rows(query.device))
+        how: dict[str, Any] = {"mask": packed.mask(self.choice.rule), "attend": self.masked[self.choice.backend]}
+        how |= {"softmax_scale": self.softmax_scale, "recompute": self.repeats}
+        return attend_across_ranks(query, key, value, context=context, **how).flatten(1)[:, None]
 
 
 class WindowedAttention(torch.nn.Module):

@@ -23,7 +23,7 @@ from multimodal.data.image_processing import image_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME
 from multimodal.data.remote import DataPath, RemotePath, data_path, is_address
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS, ItemPixels
-from multimodal.values.errors import BraidError, ConfigError, DataError
+from multimodal.values.errors import BraidError, ConfigError, DataError, require_package
 from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -254,10 +254,9 @@ def read_sound(path: str, *, num_samples: int, content: BinaryIO | None = None, 
 @contextmanager
 def _opened(path: str, content: BinaryIO | None, *, where: str) -> Iterator[tuple[Any, Any]]:
     """Give a container and its stream of video; whatever fails meanwhile is a DataError."""
-    try:
-        import av
-    except ImportError as problem:
-        raise ConfigError(f"{path}: videos need the package av: pip install 'braid[video]'") from problem
+    require_package("av", extra="video", needed_by=path, error=ConfigError)
+    import av
+
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "file"}
     try:
         with av.open(path if content is None else content, options=options) as container:

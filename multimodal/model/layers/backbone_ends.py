@@ -212,16 +212,10 @@ class LanguageHead(torch.nn.Module):
         self.is_sequence_sharded = config.sequence_parallel
         self.num_tokens_known = context.unit.num_tokens_known(context.vocab_size)
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.output_layer = DeferrableColumnParallelLinear(
-            config.hidden_size,
-            context.vocab_size,
-            config=dataclasses.replace(config, sequence_parallel=False),
-            init_method=config.init_method,
-            bias=False,
-            gather_output=False,
-            skip_weight_param_allocation=context.unit.ties_embeddings,
-            tp_group=self.group,
-        )
+        whole = dataclasses.replace(config, sequence_parallel=False)
+        given: dict[str, Any] = {"config": whole, "init_method": config.init_method, "tp_group": self.group, "bias": False}
+        given |= {"gather_output": False, "skip_weight_param_allocation": context.unit.ties_embeddings}
+        self.output_layer = DeferrableColumnParallelLinear(config.hidden_size, context.vocab_size, **given)
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
         """hidden: [rows, 1, hidden_size] (padded and / tp if sharded); returns losses, and generators' conditions."""

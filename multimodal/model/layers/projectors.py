@@ -170,15 +170,9 @@ class QueryProjector(MergedTokens):
         unit, size = context.unit, output_size(context)
         assert unit.queries is not None
         self.unit, shape = unit, unit.queries.shape(unit.transformer)
-        plain = _with_gelu(
-            context.config,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            num_query_groups=shape.num_attention_heads,
-            kv_channels=shape.head_channels,
-            ffn_hidden_size=shape.ffn_hidden_size,
-            qk_layernorm=False,
-        )
+        heads = dict.fromkeys(("num_attention_heads", "num_query_groups"), shape.num_attention_heads)
+        widths = {"kv_channels": shape.head_channels, "ffn_hidden_size": shape.ffn_hidden_size}
+        plain = _with_gelu(context.config, hidden_size=shape.hidden_size, **heads, **widths, qk_layernorm=False)
         self.queries = context.empty(unit.queries.num_queries, shape.hidden_size)
         layers = (QueryLayer(dataclasses.replace(context, config=plain)) for _ in range(shape.num_layers))
         self.layers = torch.nn.ModuleList(layers)

@@ -164,13 +164,8 @@ def _name_fused_norms(layer: Module) -> None:
 def attention_choice(context: InputContext, *, window: int | None = None) -> AttentionChoice:
     """Return a unit's attention backends; raises ConfigError if one cannot evaluate the mask, or does not run on the device."""
     options, transformer, size = context.options, context.unit.transformer, context.tensor_parallel_size
-    shape = AttentionShape(
-        num_heads=transformer.num_attention_heads // size,
-        num_groups=max(1, transformer.query_groups // size),
-        channels=transformer.head_channels,
-        dtype=options.params_dtype,
-        num_multiprocessors=options.num_multiprocessors,
-    )
+    heads, groups = transformer.num_attention_heads // size, max(1, transformer.query_groups // size)
+    shape = AttentionShape(heads, groups, transformer.head_channels, options.params_dtype, options.num_multiprocessors)
     rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask, window=window)
     return choose_attention(options.attention_backend, rule=rule, shape=shape, is_shared=context.context_parallel_size > 1)
 
