@@ -21,7 +21,7 @@ input.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,7 @@ ROLES = ("user", "assistant", "document", "system")
 _ROLES_WITH_END = ("assistant", "document", "system")
 
 
-@dataclass(frozen=True, slots=True)
-class TextSegment:
+class TextSegment(NamedTuple):
     """A text and the role of its speaker."""
 
     role: str
@@ -94,8 +93,7 @@ class Conversation:
         return int(self.is_trained.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _TokenRun:
+class _TokenRun(NamedTuple):
     """Consecutive tokens that belong together; an item's run contains its output tokens."""
 
     token_ids: list[int]

@@ -8,9 +8,10 @@ these alone, from the last key frame before each. The address of its sound is `P
 import os
 import posixpath
 import re
+import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -28,6 +29,8 @@ from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are opened, whatever the file's name; Pillow's other decoders, some of which start programs, are not used."""
+_JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
+"""Markers before the size: baseline, extended and progressive."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixel modes with known values for black and white."""
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-pixels decides between Pillow's two limits
@@ -91,12 +94,29 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
     content: an image that is no file of this machine; `path` is then only its name.
     """
     try:
-        with Image.open(path if content is None else content, formats=FORMATS) as image:
-            return image.size
+        with open(path, "rb") if content is None else nullcontext(content) as file:
+            if (size := _size_of_jpeg(file)) is not None:
+                return size
+            file.seek(0)
+            with Image.open(file, formats=FORMATS) as image:
+                return image.size
     except BraidError:
         raise
     except Exception as problem:  # decoders raise errors of every kind for damaged files
         raise _unreadable(path, is_file=content is None, where=where, problem=problem) from problem
+
+
+def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
+    """Return (width, height) of a JPEG of 8 bits by its header; None for other files: Pillow opens them, or says why not."""
+    is_jpeg = file.read(2) == b"\xff\xd8"
+    while is_jpeg and len(segment := file.read(10)) == 10:
+        marker, length, precision, height, width, num_channels = struct.unpack(">HHBHHB", segment)
+        if marker in _JPEG_FRAMES:
+            return (width, height) if precision == 8 and num_channels in (1, 3, 4) and width and height else None
+        if not 0xFFC0 <= marker <= 0xFFFE or length < 2:
+            return None
+        file.seek(length - 8, os.SEEK_CUR)  # behind marker and length
+    return None
 
 
 def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where: str) -> None:

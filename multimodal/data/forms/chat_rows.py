@@ -28,6 +28,8 @@ _HTML = frozenset(("<audio>", "<frame>", "<img>", "<video>"))
 """Marks that are HTML where no media belong."""
 _ROLES: Mapping[str, str] = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _KEYS = (("role", "content"), ("from", "value"))
+_LISTING = tuple(name for kind in form.MEDIA for name in (kind, f"{kind}s"))
+"""Keys beside the messages that list files."""
 _WEIGHTS = ("loss", "train", "weight")
 """Keys of messages that say whether they are learnt; all that assistants say is, and nothing else."""
 _PATH_KEYS = ("path", "image", "audio", "video", "url", "image_url", "audio_url", "video_url")
@@ -52,8 +54,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     role_key, text_key = next((keys for keys in _KEYS if any(keys[0] in each for each in objects)), _KEYS[key != "messages"])
     said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
     repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
-    listing = [name for kind in form.MEDIA for name in (kind, f"{kind}s")]
-    form.check_keys(entry, (key, "system", form.LOSS_WEIGHT, *listing, *repeated), where=where)
+    form.check_keys(entry, (key, "system", form.LOSS_WEIGHT, *_LISTING, *repeated), where=where)
     paths = {kind: _listed_paths(entry, kind, where=where) for kind in form.MEDIA}
     listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
     turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
@@ -88,8 +89,8 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     """Return the paths in `image` and `images`, say, each of which has one or several."""
     listed: list[Any] = []
     for key in (kind, f"{kind}s"):
-        value = entry.get(key)
-        listed += value if isinstance(value, list) else [] if value is None else [value]
+        if (value := entry.get(key)) is not None:
+            listed += value if isinstance(value, list) else [value]
     listed = [path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):

@@ -1,8 +1,7 @@
 """Samples of ordered segments, which every form of data is read as, and the checks that all forms share."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from multimodal.data.conversation import TextSegment
 from multimodal.values.errors import DataError
@@ -21,8 +20,7 @@ class EmbeddedAddress(str):
 MEDIA = ("image", "audio", "video")
 
 
-@dataclass(frozen=True, slots=True)
-class FileSegment:
+class FileSegment(NamedTuple):
     """A file with an image, with sound, or with a video, which is seen as some of its frames, each an image."""
 
     kind: str
@@ -39,8 +37,7 @@ class FileSegment:
 Segment = TextSegment | FileSegment
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentedSample:
+class SegmentedSample(NamedTuple):
     """One sample as the data describes it."""
 
     where: str

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import yaml
 
@@ -29,12 +29,31 @@ _MEDIA: Mapping[str, tuple[str, ...]] = {
 }
 _MEDIUM = {kind: medium for medium, kinds in _MEDIA.items() for kind in kinds}
 _TEXTS = frozenset(("txt", "json"))
+_READ = frozenset((*_MEDIUM, *_TEXTS, "cls", "id", "__key__"))
 _PACKED = (".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tar.xz")
 _FIELD = re.compile(r"^([^\[\]]+)((?:\[[^\[\]]+\])*)$")
 """A field of Energon's field_map: `jpg`, `json[caption]`, `json[turns][0][text]`."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _FIELDS: Mapping[str, tuple[str, ...]] = {"CaptioningSample": ("image", "caption"), "VQASample": ("image", "context", "answers")}
 """Energon's kinds of samples that are read, and what they need."""
+
+
+class _Header(tarfile.TarInfo):
+    """A member of which, if it is an ordinary file, only what is asked for here is read: that takes a third of the time."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """Return the member of a header; tarfile itself reads those of other kinds, and says what is wrong with a damaged one."""
+        size, total, ends = buf[124:135], buf[148:154], buf[135:136] + buf[154:156]
+        is_ordinary = len(buf) == tarfile.BLOCKSIZE and buf[156:157] == tarfile.REGTYPE
+        if not is_ordinary or (size + total).strip(b"01234567") or ends.strip(b"\0 "):
+            return super().frombuf(buf, encoding, errors)
+        if int(total, 8) != sum(buf) - sum(buf[148:156]) + 8 * ord(" "):
+            return super().frombuf(buf, encoding, errors)
+        name, prefix = (field.partition(b"\0")[0].decode(encoding, errors) for field in (buf[:100], buf[345:500]))
+        member = cls(f"{prefix}/{name}" if prefix else name)
+        member.size = int(size, 8)
+        return member
 
 
 class TarFiles:
@@ -70,7 +89,7 @@ class TarFiles:
         archive = self._archives[number]
         if not isinstance(archive, Path):
             return archive.open_range(start, size, block=block) if block else BytesIO(archive.read_range(start, size))
-        with archive.open("rb") as file:
+        with archive.open("rb", buffering=0) as file:
             return BytesIO(os.pread(file.fileno(), size, start))
 
     def _read_archives(self) -> Iterator[tuple[DataPath, Iterable[tuple[str, Any]]]]:
@@ -92,20 +111,23 @@ class TarFiles:
         """Yield the name of each file, and its text, or the address of its bytes."""
         size = archive.stat().st_size
         try:
-            with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as opened:
+            with archive.open("rb") as file, tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as opened:
                 for member in opened:
                     opened.members = []  # type: ignore[attr-defined]  # which would grow with the archive
                     if member.isdir():
                         continue
-                    if not member.isfile():
-                        raise DataError(f"{archive}: {member.name} is a link, not a file; archive what it leads to")
+                    if not member.isfile() or member.issparse():
+                        kind = "sparse" if member.isfile() else "a link, not a file"
+                        raise DataError(f"{archive}: {member.name} is {kind}; archive what it leads to")
                     if member.offset_data + member.size > size:
                         raise DataError(f"{archive}: ends inside {member.name}; copy the archive again")
                     kind = member.name.rpartition(".")[2].lower()
                     if kind in _TEXTS:
-                        text = opened.extractfile(member)
-                        assert text is not None
-                        yield member.name, _text(text.read(), is_json=kind == "json", where=f"{archive}, {member.name}")
+                        file.seek(member.offset_data)
+                        yield (
+                            member.name,
+                            _text(file.read(member.size), is_json=kind == "json", where=f"{archive}, {member.name}"),
+                        )
                     else:
                         yield member.name, EmbeddedAddress(EMBEDDED + json.dumps((number, member.offset_data, member.size)))
                 file.seek(end := opened.offset)  # type: ignore[attr-defined]  # where tarfile found no member, for whatever reason
@@ -228,7 +250,7 @@ def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     media = {medium: [value for kind, value in parts.items() if _MEDIUM.get(kinds[kind]) == medium] for medium in _MEDIA}
     listed = {medium: files for medium, files in media.items() if files}
     described = parts["json"] if isinstance(parts.get("json"), dict) else {}
-    if others := [kind for kind, end in kinds.items() if end not in _MEDIUM and kind not in {*_TEXTS, "cls", "id", "__key__"}]:
+    if others := [kind for kind, end in kinds.items() if end not in _MEDIUM and kind not in _READ]:
         raise DataError(
             f"{where}: {shown(others[0])} is no image, sound or video, nor 'txt' or 'json', and would be lost; remove it there"
         )

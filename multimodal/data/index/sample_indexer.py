@@ -1,5 +1,6 @@
 """Indexes single samples, in any process: their tokens, and the tokens of their items in the LLM."""
 
+import gc
 import math
 import multiprocessing
 import os
@@ -121,6 +122,7 @@ class SampleIndexer:
         if (second := next(blocks, None)) is None:
             return
         num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        gc.freeze()  # what is there already, which every process would look through, and so copy
         # Forked, so that each has the tokenizer and the template as they are.
         with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _adopt, (self,)) as pool:
             waiting = deque[Future[SampleIndex]]()
@@ -179,7 +181,8 @@ class SampleIndexer:
                 f"{sample.where}: {items[behind].path} stands behind text, but --attention-mask prefix has images before all of "
                 "a sample's text; put the images first there, or use --attention-mask embedded"
             )
-        conversation = replace(conversation, loss_weight=sample.loss_weight)
+        if sample.loss_weight != 1:
+            conversation = replace(conversation, loss_weight=sample.loss_weight)
         return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
 
     def _unit_of(self, segment: FileSegment, *, where: str) -> Unit | None:

@@ -17,6 +17,7 @@ from multimodal.data.image_files import (
     FORMATS,
     FramePlace,
     ManifestPaths,
+    _size_of_jpeg,
     check_image_size,
     frame_address,
     parse_frame_address,
@@ -88,6 +89,23 @@ def test_the_documented_formats_are_read(tmp_path: Path, name: str, image: Image
     image.save(path, format=name)
     assert read_image_size(path, where="here") == (8, 8)
     np.testing.assert_allclose(read_image(path, size=(8, 8), image_input=COLOUR, where="here").patches, 255, atol=2)
+
+
+def test_a_jpeg_has_the_size_that_pillow_reads() -> None:
+    turned = Image.Exif()
+    turned[0x0112], turned[0x010E] = 6, "a word " * 3000
+    options = ({}, {"progressive": True}, {"exif": turned}, {"comment": b"of any length"}, {"restart_marker_blocks": 1})
+    for image in (Image.new("RGB", (30, 17)), Image.new("L", (1, 300)), Image.new("CMYK", (9, 8))):
+        for chosen in options:
+            image.save(content := io.BytesIO(), "JPEG", **chosen)
+            content.seek(0)
+            assert _size_of_jpeg(content) == image.size
+            frame = content.getvalue().index(b"\xff\xc2" if "progressive" in chosen else b"\xff\xc0")
+            lossless = bytearray(content.getvalue())
+            lossless[frame + 1] = 0xC3
+            assert _size_of_jpeg(io.BytesIO(lossless)) is None
+            with pytest.raises(DataError, match="cannot be decoded"):
+                read_image_size("image", content=io.BytesIO(content.getvalue()[: frame + 7]), where="line 3")
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "TIFF"])

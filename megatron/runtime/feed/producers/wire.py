@@ -68,7 +68,10 @@ def pack_wanted(wanted: Wanted) -> Any:
     """Return a request in JSON's form: an item, or a list of samples to index."""
     if isinstance(wanted, WantedItem):
         return {**asdict(wanted.item), "where": wanted.where}
-    return [wanted.number, *([each.where, each.loss_weight, *map(asdict, each.segments)] for each in wanted.samples)]
+    return [
+        wanted.number,
+        *([each.where, each.loss_weight, *(segment._asdict() for segment in each.segments)] for each in wanted.samples),
+    ]
 
 
 def unpack_wanted(said: Any) -> Wanted:

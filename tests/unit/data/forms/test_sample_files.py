@@ -15,6 +15,7 @@ import yaml
 
 from multimodal.data.forms.sample_files import SampleFiles, open_sample_files
 from multimodal.data.forms.segments import FileSegment
+from multimodal.data.forms.tar_files import _Header
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
@@ -283,6 +284,34 @@ def test_a_damaged_archive_and_a_link(tmp_path: Path):
         archive.addfile(link)
     with pytest.raises(DataError, match="a.png is a link, not a file"):
         read(path)
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_headers_are_read_as_tarfile_reads_them(form: int) -> None:
+    deep = "folder/" * 20
+    names = ["a.png", "ä.png", "f" * 100, f"{deep}a.png"] + ["g" * 200] * (form != tarfile.USTAR_FORMAT)
+    members = [tarfile.TarInfo(name) for name in (*names, "empty")] + [tarfile.TarInfo("folder")]
+    members[-1].type = tarfile.DIRTYPE
+    raw = b""
+    for size, member in enumerate(members[:-1]):
+        member.size = 300 * size
+        raw += member.tobuf(form) + bytes(member.size + -member.size % 512)
+    raw += members[-1].tobuf(form)
+    found = []
+    for kind in (tarfile.TarInfo, _Header):
+        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:", tarinfo=kind) as archive:
+            found.append([(each.name, each.size, each.offset_data, each.isfile(), each.isdir()) for each in archive])
+    assert found[0] == found[1] and len(found[0]) == len(members)
+    header = members[0].tobuf(form)[-512:]
+    for place in range(0, 512, 7):
+        damaged = bytearray(header)
+        damaged[place] ^= 1
+        messages = []
+        for kind in (tarfile.TarInfo, _Header):
+            with pytest.raises(tarfile.HeaderError) as problem:
+                kind.frombuf(bytes(damaged), "utf-8", "surrogateescape")
+            messages.append(str(problem.value))
+        assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac"])
