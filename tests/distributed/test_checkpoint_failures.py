@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.checkpoint import checkpoint as saving
 from megatron.runtime.checkpoint import folder as checkpoint_folder
+from megatron.runtime.checkpoint import storage
 from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
@@ -56,10 +56,10 @@ def load_error(case: TrainingCase, folder: Path) -> str:
 
 def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
     target = {
-        "disk full on rank 1": (saving, "write_tensors", 1),
-        "disk full on rank 0": (saving, "write_index", 0),
+        "disk full on rank 1": (storage, "write_tensors", 1),
+        "disk full on rank 0": (storage, "write_index", 0),
         "rename fails": (checkpoint_folder, "sync_folder", 0),
-        "planning fails": (saving, "offer_pieces", 1),
+        "planning fails": (storage, "offer_pieces", 1),
     }
     owner, name, rank = target[failure]
     training = Training(case)
