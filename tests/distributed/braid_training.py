@@ -84,8 +84,6 @@ TWO_ENCODERS = ComparedCase(
     ),
 )
 """The same images, every other one by an encoder of its own."""
-
-
 Weights = Mapping[str, Mapping[str, np.ndarray]]
 """Unit -> parameter -> values."""
 

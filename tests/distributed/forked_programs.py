@@ -60,8 +60,6 @@ def run_text(argv: list[str]) -> None:
 
 DIES_BEFORE = "BRAID_TEST_DIES_BEFORE"
 """Environment variable: the step before which a run's ranks kill themselves."""
-
-
 ASKS_FOR_BETTER = "BRAID_TEST_ASKS_FOR_BETTER"
 """Environment variable: a run looks for a better balancer and schedule, which takes as long as its steps."""
 

@@ -40,8 +40,6 @@ VOCABULARY = 384
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
 GATED = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}
 GATED |= {"normalization": "RMSNorm"}
-
-
 RATES = {"lr": 1e-2, "weight_decay": 0.1}
 
 

@@ -74,8 +74,6 @@ SAME: dict[str, TrainingCase] = {
     "one copy of the state, replicas cut differently": copies_of(CUT, FLOAT32, 1),
     "gathered by the schedule, reduced by layer": case_of(TIED, STAGES, passes=(gather_parameters, reduce_by_layer)),
 }
-
-
 Saved = Callable[[TrainingCase], tuple[Path, list[RankReport]]]
 
 

@@ -35,8 +35,6 @@ TABLE = {
         "llm": {"upstream": ["vision"], "stages": [{"forward": 0.003, "input_gradient": 0.002, "weight_gradient": 0.003}] * 2},
     },
 }
-
-
 GENERATOR = {"upstream": ["llm"], "stages": [{"forward": 0.001, "input_gradient": 0.001, "weight_gradient": 0.002}] * 2}
 
 

@@ -164,8 +164,6 @@ def test_one_is_found(ranks: RankPool) -> None:
 NUM_MULTIPROCESSORS = 132
 BLOCKS_OF_CALL = 24
 """An H100's multiprocessors, and those that a call of NCCL may hold."""
-
-
 Run = tuple[int, Callable[..., Any], tuple[Any, ...]]
 
 

@@ -286,8 +286,6 @@ def read_adapters(document: Mapping[str, Any]) -> None:
 
 
 ADAPTERS: Kinds = {"adapters": ({"config": {}, "tensors": {}}, read_adapters)}
-
-
 test_adapters_that_are_no_lora_of_the_model_are_refused = golden_test("adapters.txt", ADAPTERS)
 
 

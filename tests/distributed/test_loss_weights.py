@@ -71,8 +71,6 @@ RATES = {"--vision-lr": 3e-3, "--projector-lr": 3e-2, "--vision-projector-weight
 RATES |= {"--vision-lr-warmup-iters": 3, "--vision-projector-lr-warmup-iters": 0}
 NOT_AT_ALL = 1e-30
 """A learning rate that changes no weight."""
-
-
 SHARED = {"--data-parallel-sharding-strategy": "optim_grads_params", "--reduce-gradients-once": None, "--micro-batch-size": 1}
 PLANS = {
     "tp and dp": {"--vision-tp": 2, "--llm-dp": 2, "--micro-batch-size": 1},

@@ -228,8 +228,6 @@ def _case(
 
 BUFFERS = {"tensor": 2, "sequence_parallel": True, "groups": ([0, 1, 2], [3], [4]), "buffer_rows": 24}
 """Of 22, 3 and 4 tokens, the first are padded to them."""
-
-
 CASES = {
     "biases, head norms, split, tp 2": _case("zb-h1", shape={**BIASES, **HEAD_NORMS}, tensor=2),
     "adapters, split, sequence parallel": _case("zb-h1", units=ADAPTERS, tensor=2, sequence_parallel=True),
@@ -331,8 +329,6 @@ PLANS: Plans = {
     "tp 2, pp 2": ({"llm": (2, 2, 1)}, {"sequence_parallel": True, "builder": "zb-h1"}),
     "zero 3, tp 2, dp 2": ({"llm": (2, 1, 2)}, {"shards_weights": True, "recompute": "full"}),
 }
-
-
 FAMILIES = ("qwen3", "mixtral", "gemma3", "siglip and qwen2", "internvl", "qwen2.5-vl", "qwen3-vl", "qwen2.5-omni")
 
 

@@ -152,8 +152,6 @@ OF_A_CHECKPOINT: dict[str, tuple[table.Change, tuple[str, ...]]] = {
     "of another model": (model("llm.hidden_size", 64), ("hidden_size",)),
     "of other batches": (flags(global_batch_size=3), ("--global-batch-size 2",)),
 }
-
-
 WRONG = [
     *(Mutation(f"all: {name}", change, names, must_be_refused=True) for name, (change, names) in OF_ALL.items()),
     *(

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 
 NAME = "transformer_engine_torch"
-
-
 _FORMATS = {"kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6}
 _FORMATS |= {"kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10}
 DType = enum.IntEnum("DType", _FORMATS)
 """The module's number formats; Transformer Engine compares the names with its own."""
 FLOAT64 = 11
 """The number of a format that only the stand-in has, for exact checks."""
-
-
 _PRODUCTS = (1, 2, 3)
 FP8FwdTensors = enum.IntEnum(
     "FP8FwdTensors", [f"GEMM{n}_{end}" for n in _PRODUCTS for end in ("INPUT", "WEIGHT", "OUTPUT")], start=0

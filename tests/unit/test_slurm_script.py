@@ -16,8 +16,6 @@ STAND_INS = {
     "srun": 'while [[ "$1" == --* ]]; do echo "srun $1"; shift; done; exec "$@"',
     "torchrun": 'for argument in "$@"; do echo "torchrun $argument"; done',
 }
-
-
 SLURM = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "8"}
 
 

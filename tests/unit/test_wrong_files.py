@@ -109,11 +109,7 @@ FILES: Kinds = {
     "environment": ({"environ": {}}, lambda document: find_rank_place(document["environ"])),
     "trace": ({"text": "10,-2\n"}, in_trace),
 }
-
-
 test_every_file_is_answered_as_written = golden_test("files.txt", FILES)
-
-
 VALUES = {
     **dict.fromkeys(("model", "model of joined encoders", "model with a generator"), ModelGraph),
     "plan": Plan,

@@ -18,14 +18,10 @@ PLAN = {
     }
 }
 """The plan of a run that takes a file in place of the sizes."""
-
-
 CLUSTER = {"gpus_per_node": 2, "peak_tflops": 0.1, "memory_gb": 8.0, "dtype": "float64"}
 CLUSTER |= {"intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 10.0}}
 CLUSTER |= {"inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 10.0, "nics_per_node": 1}}
 """A machine, for a run that goes by durations."""
-
-
 CONFIG = {"train-iters": 2, "global-batch-size": 2, "lr": 1e-3, "seed": 5, "balance": "orchmllm", "freeze": ["vision"]}
 CONFIG |= {"no-progress-bar": True}
 """Flags of a run that takes them from a file."""

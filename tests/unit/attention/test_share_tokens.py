@@ -24,8 +24,6 @@ from tests.unit.without_kernels import without_kernels
 WORKLOADS = st.one_of(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 2**57), max_size=30)).map(
     lambda workloads: np.array(workloads, dtype=np.int64)
 )
-
-
 BOTH = [distribute_tokens, without_kernels(distribute_tokens)]
 
 

@@ -91,8 +91,6 @@ def say_together(document):
 
 BATCHES_AND_OPTIONS: Kinds = {"batch": ({**SAMPLES, "options": {}}, say_together)}
 test_wrong_requests_and_samples_are_named = golden_test("balancers.txt", BATCHES_AND_OPTIONS)
-
-
 TOKENS = [10, 300, 20, 50, 200, 40, 60, 30, 80, 10, 120, 90]
 
 

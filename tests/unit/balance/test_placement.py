@@ -133,8 +133,6 @@ PLACEMENTS: Kinds = {
     "batch": ({**BATCH, "costs": {}, "sizes": {}, "granularity": "item"}, place_batch),
     "samples": ({**SAMPLES, "options": {}}, place_samples),
 }
-
-
 needs_kernels = pytest.mark.skipif(kernels is None, reason="their searches find better placements than the references")
 test_units_are_placed_as_written = needs_kernels(golden_test("placements.txt", PLACEMENTS))
 

@@ -89,8 +89,6 @@ SIZES_KINDS: Kinds = {
     "llm with narrow experts": kind(with_experts(num_experts=8, ffn_hidden_size=9), ranks=4, shared=True),
     "llm with a narrow shared expert": kind(with_experts(num_experts=8, shared_expert_intermediate_size=5), ranks=4, shared=True),
 }
-
-
 test_every_size_is_answered_as_written = golden_test("sizes.txt", SIZES_KINDS)
 
 

@@ -60,11 +60,7 @@ def order_of(document: dict[str, Any]) -> str:
 NOTHING: dict[str, Any] = {"lanes": [], "policy": {}, "builder": "1f1b", "passes": [], "frozen": [], "frozen_projectors": []}
 NOTHING |= {"lowered": False, "forward_only": False}
 ORDERS: Kinds = {"order": ({"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING}, order_of)}
-
-
 test_every_order_is_as_written = golden_test("orders.txt", ORDERS)
-
-
 SHOWN = sorted(path.name.split(".")[:2] for path in GOLDEN.glob("*.txt") if path.name.count(".") == 2)
 """(case, builder) of each text: the cases that show what a builder does."""
 

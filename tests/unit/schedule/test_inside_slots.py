@@ -39,8 +39,6 @@ TOGETHER = (
     "F llm/0/0/1; F vision/0/0/2; F llm/0/0/2; B llm/0/0/2; B vision/0/0/2{57:58}; {B vision/0/0/2{55:57} @1} B llm/0/0/0; "
     "{B vision/0/0/2{54:55} @2} B llm/0/0/1; B vision/0/0/2{0:54}; B vision/0/0/0; B vision/0/0/1; RG llm/0/0; RG vision/0/0\n"
 )
-
-
 APART = """\
 lane 0: F vision/0/0/0; {F vision/0/0/1 @0} F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
 lane 1: {F vision/1/0/0 @1} F llm/0/0/0; F llm/0/0/1; F llm/0/0/2

@@ -46,8 +46,6 @@ def filled(document: dict[str, Any]) -> str:
 
 STEP = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, "costs": {"llm": 1.0}, "memory": None, "frozen": [], "builders": ["1f1b"]}
 FILLED: Kinds = {"filled": (STEP, filled)}
-
-
 test_encoders_and_weight_gradients_fill_bubbles_as_written = golden_test("fillings.txt", FILLED)
 
 

@@ -88,8 +88,6 @@ def simulated(document: dict[str, Any]) -> str:
 ONE = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING, "costs": {}, "events": False}
 NODES = {"lanes": [[0]], "seconds": [1], "kinds": {}, "needs": {}, "fillers": []}
 SIMULATIONS: Kinds = {"simulation": (ONE, simulated), "starts of nodes": (NODES, lambda document: starts_of_nodes(**document))}
-
-
 test_every_simulation_is_as_written = golden_test("simulations.txt", SIMULATIONS)
 
 

@@ -75,6 +75,4 @@ SCHEDULES: Kinds = {
     "messages of two stages": rewritten(STAGES, one_unit(2, 2), lowered=True),
     "reductions of two replicas": rewritten(schedule_to_text(BUILDERS["gpipe"](TWO_REPLICAS)), TWO_REPLICAS),
 }
-
-
 test_every_schedule_is_answered_as_written = golden_test("wrong_schedules.txt", SCHEDULES)

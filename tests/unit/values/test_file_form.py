@@ -189,8 +189,6 @@ FORMS: Kinds = {
     "json": ({"text": "{}"}, lambda document: read_mapping(write(Path(), document["text"], "a.json"), error=ConfigError)),
     "cart": ({"spokes": 3}, cart),
 }
-
-
 test_every_file_and_value_is_answered_as_written = golden_test("file_form.txt", FORMS)
 
 

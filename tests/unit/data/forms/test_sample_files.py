@@ -64,8 +64,6 @@ ROWS: dict[str, Callable[[str], dict[str, Any]]] = {
     "finevision.jsonl": lambda name: {"texts": [PAIR], "images": [name]},
 }
 """A file's name -> a question about an image in its form."""
-
-
 FORMS = (*ROWS, "rows.parquet", "shards/0.tar", "shards/train")
 
 

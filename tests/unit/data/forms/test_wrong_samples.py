@@ -48,11 +48,7 @@ SAMPLES: Kinds = {
     "chat template": ({"text": CHATML}, lambda document: ChatTemplate(document["text"], "some.jinja").render_example()),
     "data.json": ({"text": json.dumps([GOOD])}, lambda document: read_text(document["text"])),
 }
-
-
 test_every_sample_is_answered_as_written = golden_test("samples.txt", SAMPLES)
-
-
 NO_OBJECT = "not a complete JSON object"
 
 

@@ -138,8 +138,6 @@ REQUESTS: Kinds = {
         plan,
     ),
 }
-
-
 test_every_request_is_answered_as_written = golden_test("requests.txt", REQUESTS)
 
 

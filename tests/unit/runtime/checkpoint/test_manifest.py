@@ -174,8 +174,6 @@ CHECKPOINTS: Kinds = {
     "manifest": ({"change": {}}, read_manifest),
     "index": (json.loads(index_to_json(dict(zip(("weight", "bias"), INDEX.values(), strict=True)))), read_changed_index),
 }
-
-
 test_every_change_is_answered_as_written = golden_test("checkpoints.txt", CHECKPOINTS)
 
 

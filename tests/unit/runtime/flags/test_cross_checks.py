@@ -245,8 +245,6 @@ def test_adapters_say_what_is_trained(folder, tmp_path):
 
 
 DOCS = Path(__file__).parents[4] / "docs"
-
-
 VARIANTS = {
     "plain": "",
     "HF": "--save-hf out",
