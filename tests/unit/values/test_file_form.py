@@ -33,36 +33,6 @@ def refusal_of(path):
     return str(caught.value).removeprefix(str(path))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a: 1\nb: \xff\n", ", line 2: expected UTF-8 text, found byte 0xff; save the file as UTF-8"),
-        (b"a: 1\0", ": cannot be parsed"),
-        (b"\x7fELF\x02\x01\x01\x00", ": cannot be parsed"),
-        (b"a: " + b"[" * NESTED, ", line 1: cannot be parsed (nested deeper than 50 levels)"),
-        (b"a:\n" + b"".join(b" " * n + b"- \n" for n in range(60)), "nested deeper than 50 levels"),
-        (b"a: 1" + b"0" * 5000, ", line 1: cannot be parsed ('1000"),
-        (b"a: 0" + b"7" * 20000, ", line 1: cannot be parsed ('0777"),
-    ],
-)
-def test_a_yaml_file_that_cannot_be_taken_is_named(tmp_path, content, message):
-    assert message in refusal_of(write(tmp_path, content))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\xfe\xff", ", line 1: expected UTF-8 text, found byte 0xfe"),
-        (b'{"a": ' + b"[" * NESTED, "nested"),
-        (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "nested deeper than 50 levels"),
-        (b'{"a": 1' + b"0" * 4000 + b"}", "larger than any"),
-        (b'{"a": 1' + b"0" * 5000 + b"}", "cannot be parsed"),
-    ],
-)
-def test_a_json_file_that_cannot_be_taken_is_named(tmp_path, content, message):
-    assert message in refusal_of(write(tmp_path, content, "a.json"))
-
-
 def test_aliases_may_repeat_a_little_but_not_explode(tmp_path):
     shared = write(tmp_path, "a: &x {c: 1}\nb: {<<: *x, d: 2}\ne: {<<: *x, c: 3}\n")
     assert read_mapping(shared, error=ConfigError) == {"a": {"c": 1}, "b": {"c": 1, "d": 2}, "e": {"c": 3}}
@@ -184,7 +154,15 @@ def test_what_does_not_fit_is_named_with_its_place(change, message, place):
     assert caught.value.place == place
 
 
+def read_bytes(document):
+    """Read a file of bytes, some of which follow each other many times."""
+    content = document["begin"] + document["repeat"] * document["times"] + document["end"]
+    read_mapping(write(Path(), content.encode("latin-1"), document["name"]), error=ConfigError)
+
+
+CONTENT = {"name": "a.yaml", "begin": "a: 1", "repeat": "", "times": 1, "end": ""}
 FORMS: Kinds = {
+    "bytes": (CONTENT, read_bytes),
     "yaml": ({"text": "a: 1"}, lambda document: read_mapping(write(Path(), document["text"]), error=ConfigError)),
     "json": ({"text": "{}"}, lambda document: read_mapping(write(Path(), document["text"], "a.json"), error=ConfigError)),
     "cart": ({"spokes": 3}, cart),

@@ -69,19 +69,6 @@ def test_the_kernel_is_built_where_a_compiler_is():
     assert kernels is not None, "run 'pip install -e .' to build multimodal._kernels"
 
 
-@pytest.mark.parametrize(
-    ("costs", "num_bins", "bins"),
-    [
-        ([2, 9, 5, 3], 2, [[1], [2, 3, 0]]),
-        ([2, 2, 2, 2, 2], 3, [[0, 3], [1, 4], [2]]),
-        ([10, 1, 1, 1], 2, [[0], [1, 2, 3]]),
-        ([], 2, [[], []]),
-    ],
-)
-def test_the_longest_item_joins_the_least_loaded_bin(costs, num_bins, bins):
-    assert partition_longest_first(costs, num_bins=num_bins) == bins
-
-
 @given(costs=ANY_COSTS, num_bins=st.integers(1, 9))
 def test_bins_the_kernel_equals_its_reference(costs, num_bins):
     bins = partition_longest_first(costs, num_bins=num_bins)
@@ -206,7 +193,10 @@ def post_balance_both(document):
     return str(found.tolist())
 
 
-LENGTHS_OF_ITEMS: Kinds = {"two bins": ({"lengths": [1, 2], "form": "linear", "weight": 0.0}, post_balance_both)}
+LENGTHS_OF_ITEMS: Kinds = {
+    "two bins": ({"lengths": [1, 2], "form": "linear", "weight": 0.0}, post_balance_both),
+    "longest first": ({"costs": [], "num_bins": 2}, lambda document: str(partition_longest_first(**document))),
+}
 test_wrong_lengths_and_costs_are_named = golden_test("post_balance.txt", LENGTHS_OF_ITEMS)
 
 

@@ -3,7 +3,6 @@
 import gc
 import time
 import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,46 +16,27 @@ from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
 from multimodal.model.collectives import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, active_queue, defer_weight_gradients
 from multimodal.values.action import Action, ActionKind, Place
-from multimodal.values.errors import ConfigError
 from multimodal.values.parts.cuts import UNCUT, Cuts
 from multimodal.values.timeline import TimelineEvent
+from tests.unit.golden_answers import Kinds, golden_test
 
 SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 
 
-def check(cuts: Cuts, implementation: str, *, has_inside: bool = False, num_parts: int = 1, is_sharded: bool = False) -> None:
-    options = SimpleNamespace(transformer_impl=implementation, num_overlapped_parts=num_parts, delays_weight_gradients=False)
+def check(document: dict[str, Any]) -> None:
+    """Check a step against layers of an implementation; it splits a backward, or runs work inside waits, or shares weights."""
+    num_parts = document["num_parts"]
+    options = SimpleNamespace(transformer_impl=document["impl"], num_overlapped_parts=num_parts, delays_weight_gradients=False)
     stages = {("llm", 0): SimpleNamespace(options=options)}
-    executor: Any = SimpleNamespace(stages=stages, sharded=stages if is_sharded else {})
-    step: Any = SimpleNamespace(cuts=cuts, schedule=SimpleNamespace(has_inside=has_inside))
+    executor: Any = SimpleNamespace(stages=stages, sharded=stages if document["is_sharded"] else {})
+    schedule = SimpleNamespace(has_inside=document["has_inside"])
+    step: Any = SimpleNamespace(cuts=SPLIT if document["is_split"] else UNCUT, schedule=schedule)
     Executor._check_implementation(executor, step)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "implementation", "options", "problem"),
-    [
-        (SPLIT, "transformer_engine", {}, "splits backwards .* use --transformer-impl local, or a --schedule with whole"),
-        (
-            UNCUT,
-            "local",
-            {"has_inside": True, "num_parts": 4},
-            "--tp-comm-overlap leaves no such waits: it cuts .*; leave out one of the two",
-        ),
-        (
-            UNCUT,
-            "local",
-            {"has_inside": True, "is_sharded": True},
-            "must all gather them in one order; leave out --data-parallel-sharding-strategy",
-        ),
-        (UNCUT, "transformer_engine", {}, ""),
-        (SPLIT, "local", {}, ""),
-        (UNCUT, "local", {"has_inside": True}, ""),
-        (UNCUT, "local", {"num_parts": 4, "is_sharded": True}, ""),
-    ],
-)
-def test_what_layers_cannot_run_is_refused(cuts: Cuts, implementation: str, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
-        check(cuts, implementation, **options)
+STEP = {"impl": "local", "is_split": False, "has_inside": False, "num_parts": 1, "is_sharded": False}
+STEPS: Kinds = {"step": (STEP, check)}
+test_what_layers_cannot_run_is_refused = golden_test("steps.txt", STEPS)
 
 
 def test_an_entry_is_taken_once_and_then_freed() -> None:
