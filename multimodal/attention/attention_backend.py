@@ -22,10 +22,7 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, slots=True)
 class MaskTensors:
-    """A mask on a device: the kinds of tokens that each token attends to (`bits`), its own kind (`key_bits`), and its position.
-
-    All [num_tokens]; the first two int64, the others int32.
-    """
+    """The tokens of a mask on a device, all [num_tokens]: what they attend to and what they are in int64, the rest in int32."""
 
     bits: Tensor
     key_bits: Tensor

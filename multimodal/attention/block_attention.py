@@ -36,10 +36,7 @@ def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Attenti
 
 
 def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:
-    """Attend by definition, with a dense mask: the reference that every other backend is compared with.
-
-    Shapes as in `attention_backend.AttentionBackend`. O(num_queries x num_keys) memory per head.
-    """
+    """Attend by definition, with O(num_queries x num_keys) memory: the reference that other backends are compared with."""
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     is_visible = _dense(mask, query.device)
     heads_per_group = query.shape[1] // key.shape[1]

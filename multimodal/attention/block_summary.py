@@ -77,10 +77,7 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128) -> Block
 
 
 def _evaluate(mask: BitfieldMask, block_size: int) -> tuple[BlockLists, NDArray[np.int64]]:
-    """Return the blocks with any visible pair, and the visible pairs of every block of queries, from the pairs themselves.
-
-    O(sum of squares of the samples' tokens), where the kernels are O(tokens + listed blocks).
-    """
+    """Return the blocks with visible pairs, and the pairs of each block of queries, by definition: O(tokens^2 of a sample)."""
     counts, visible_pairs = [], []
     blocks: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     is_full: list[NDArray[np.bool_]] = [np.empty(0, np.bool_)]

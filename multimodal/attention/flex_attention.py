@@ -17,10 +17,7 @@ from multimodal.values.errors import ConfigError
 def attend_by_flex_attention(
     query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None
 ) -> Tensor:
-    """Attend; shapes as in `attention_backend.AttentionBackend`.
-
-    Compiled on CUDA. On the CPU it holds all scores and has no backward: raises ConfigError if one is needed.
-    """
+    """Attend, compiled on CUDA; raises ConfigError on a CPU, where it holds all scores, if a backward is needed."""
     if query.device.type == "cpu" and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         raise ConfigError(
             "--attention-backend flex cannot train on a CPU: torch's FlexAttention has no backward there; "

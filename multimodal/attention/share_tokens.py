@@ -39,10 +39,7 @@ def share_tokens(
     block_size: int = 128,
     seed: int = 0,
 ) -> BlockShares:
-    """Deal the blocks of a sequence so that every rank's attention takes nearly as long (Cornstarch, thesis 3.3.2.1).
-
-    A function of the mask alone, which every rank knows from lengths, so no communication is needed.
-    """
+    """Deal blocks so that every rank's attention takes as long (Cornstarch, thesis 3.3.2.1), from the mask alone."""
     workloads = count_block_workloads(mask, block_size=block_size).num_blocks
     owners = distribute_tokens(workloads, num_ranks=num_ranks, method=method, seed=seed)
     return BlockShares(owners, num_ranks, mask.num_tokens, block_size)

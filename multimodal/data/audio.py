@@ -38,10 +38,7 @@ class _Sound(NamedTuple):
 
 
 def read_audio_length(path: str, *, content: BinaryIO | None = None, where: str) -> int:
-    """Return the samples of a file at 16 kHz, from its header; raises DataError naming the file and the sample (`where`).
-
-    content: a sound that is no file of this machine; `path` is then only its name.
-    """
+    """Return the samples at 16 kHz by the header; content: of no file of this machine (`path` names it). Raises DataError."""
     sound = _open(path, content, where=where)
     return -(-sound.num_samples * SAMPLING_RATE // sound.rate)
 
@@ -235,10 +232,7 @@ def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInp
 
 
 def audio_positions(grid: Grid, *, audio: AudioInput) -> npt.NDArray[np.int64]:
-    """Return [num_tokens, 3]: for every token of a clip its place, its frames, and its place in the output, or NOT_IN_OUTPUT.
-
-    A token has two frames; one if a chunk ends behind it.
-    """
+    """Return [num_tokens, 3]: place, frames (1 where a chunk ends, else 2), and place in the output, or NOT_IN_OUTPUT."""
     num_frames, num_tokens = grid[0], audio.num_tokens(grid)
     places = np.arange(num_tokens)
     num_own = np.full(num_tokens, 2)

@@ -109,10 +109,7 @@ class _TokenRun(NamedTuple):
 
 
 def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
-    """Tokenise segments, at most `seq_length` tokens of them.
-
-    A longer sample is cut at its end: inside a text, or before the first item that does not fit as a whole.
-    """
+    """Tokenise segments up to `seq_length` tokens, cut inside a text, or before the first item that does not fit."""
     token_ids: list[int] = [tokenizer.special.begin]
     trained: list[bool] = [False]
     item_starts: list[tuple[int, int, int]] = []

@@ -140,10 +140,7 @@ def join_samples(num_tokens: Integers, *, most: int) -> Integers:
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatches:
-    """The endless sequence of global batches, which takes turns between data sets by their weights.
-
-    An epoch of a data set visits every sample of it once; a batch may span two epochs.
-    """
+    """The endless sequence of global batches, which takes turns between data sets by their weights, epoch by epoch."""
 
     parts: tuple[DataPart, ...]
     """The data sets; the source lists their samples one set after another."""

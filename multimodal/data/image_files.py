@@ -89,10 +89,7 @@ class ManifestPaths:
 
 
 def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:
-    """Return (width, height) from the file's header; raises DataError naming the file and the sample (`where`).
-
-    content: an image that is no file of this machine; `path` is then only its name.
-    """
+    """Return (width, height) by the header; content: of no file of this machine (`path` names it). Raises DataError."""
     try:
         with open(path, "rb") if content is None else nullcontext(content) as file:
             if (size := _size_of_jpeg(file)) is not None:

@@ -138,10 +138,7 @@ def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
 
 
 def step_to_patches(frames: Sequence[Image.Image], *, image_input: ImageInput, grid: Grid, tile: int = 0) -> ItemPixels:
-    """Cut the frames of one step of a video, or a single frame, which is an image; all as `image_to_patches`.
-
-    Of a patch the frames of a channel follow each other.
-    """
+    """Cut one image, or the frames of a step of a video, which follow each other in every channel of a patch."""
     if len(frames) == 1:
         return image_to_patches(frames[0], image_input=image_input, tile=tile, grid=grid)
     alone = replace(image_input, num_frames=1)

@@ -79,10 +79,7 @@ DIGITS_PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "digits" / "
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """The arguments of a program's `open_samples`, which returns the training and the validation samples (`SampleSource`).
-
-    Every rank, and every process that loads ahead, must get the same samples from the same request.
-    """
+    """The arguments of a program's `open_samples`, which must return the same samples (train, valid) to every process."""
 
     graph: ModelGraph
     tokenizer: Tokenizer

@@ -152,10 +152,7 @@ class HuggingFaceTokenizer:
         return MISSING if found is None else int(found)
 
     def encode_rendered(self, text: str, *, adds_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text with spelled special tokens, and the position (start, end) of each in the text.
-
-        adds_special_tokens: as the file's post-processor adds them at the beginning and the end.
-        """
+        """Return the ids of a text with spelled special tokens, and their (start, end); adds_special_tokens: as the file says."""
         self._tokenizer.encode_special_tokens = False
         encoded = self._guard(text, adds_special_tokens=adds_special_tokens)
         return list(encoded.ids), list(encoded.offsets)

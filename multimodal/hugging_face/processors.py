@@ -118,10 +118,7 @@ def _bounds(processor: Mapping[str, Any], size: Any) -> dict[str, Any]:
 
 
 def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: Any) -> dict[str, Any]:
-    """Return the fields for images of one size; side: to which the processor scales the shorter side, or both.
-
-    Raises ModelError if the size is not the encoder's, and its positions are not interpolated.
-    """
+    """Return the fields for images of one size; side: of the shorter side, or both. Raises ModelError for other sizes."""
     image, is_cut = unit["image"], bool(processor.get("do_center_crop"))
     crop = processor.get("crop_size") if is_cut else None
     found = (crop.get("height") if isinstance(crop, Mapping) else crop) or side

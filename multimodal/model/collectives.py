@@ -154,10 +154,7 @@ class RankLink(NamedTuple):
     """Parts into which collectives beside products are cut."""
 
     def start_gathering(self, share: Tensor) -> Arriving:
-        """Start gathering the rows of all ranks; without sequence parallelism every rank already has them.
-
-        share: [num_rows, ...], as many rows on every rank; the result is [num_ranks * num_rows, ...].
-        """
+        """Start gathering [num_rows, ...] of every rank into [num_ranks * num_rows, ...], where ranks do not have all rows."""
         if not self.is_sequence_parallel or self.group.size() == 1:
             return Arriving(share)
         share = share.contiguous()

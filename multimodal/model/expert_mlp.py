@@ -36,10 +36,7 @@ class Routing(NamedTuple):
 
 
 class Router(Module):
-    """Scores all experts for a token by one product, in at least float32, and takes the best.
-
-    Under sequence parallelism a rank routes its share of the rows, so the gradient of the weight is summed over them.
-    """
+    """Scores all experts in at least float32, and takes the best; the weight's gradient is summed over shares of rows."""
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
         super().__init__()

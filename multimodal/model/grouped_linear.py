@@ -33,10 +33,7 @@ def grouped_linear(rows: Tensor, counts: RowCounts, weights: Sequence[Tensor]) -
 
 
 def build_engine_linear(weights: Sequence[Tensor], *, accumulates: bool, delays: bool) -> Module:
-    """Build Transformer Engine's module of experts with these weights, which keep their names.
-
-    accumulates: it adds weight gradients to their float32 buffers; delays: it computes them on request.
-    """
+    """Build Transformer Engine's module with these weights, whose gradients it accumulates in float32, or delays."""
     from transformer_engine.pytorch import GroupedLinear
 
     output_size, input_size = weights[0].shape

@@ -84,10 +84,7 @@ class BuildOptions:
 
 
 def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: BuildOptions) -> TransformerConfig:
-    """Translate; parameters are left uninitialised (`initialization.py` fills them independently of the layout).
-
-    Pipeline size is reported as 1: a unit's layers are numbered here, by the plan, not by megatron-core.
-    """
+    """Translate; parameters stay uninitialised (`initialization.py`), and pipeline size is 1, as the plan numbers layers."""
     shape = unit.transformer
     dtype = options.params_dtype
     # megatron-core's one kernel for bias and `F.gelu` computes the approximation by tanh, to float32's precision

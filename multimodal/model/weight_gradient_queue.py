@@ -165,10 +165,7 @@ def delayed_weights(module: Any) -> list[Tensor]:
 
 
 def defer_in_modules(root: Module) -> bool:
-    """Let all modules inside that delay weight gradients defer them to the active queue; returns True if there are any.
-
-    Such a module delays the gradients of every backward, so a queue must be active in every forward.
-    """
+    """Let modules that delay weight gradients defer them to the queue of each forward; returns True if there are any."""
     delaying = [each for each in root.modules() if (store := getattr(each, "wgrad_store", None)) and store.delay_wgrad_compute()]
     for module in delaying:
         module.register_forward_hook(_leave_to_queue)

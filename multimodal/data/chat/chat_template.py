@@ -56,10 +56,7 @@ class ChatTemplate:
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
     def render_example(self) -> tuple[str, list[Span], str]:
-        """Return one question and answer, the span of the answer, and what a model is given that is asked the question.
-
-        Raises ConfigError if they cannot be rendered, or the answer cannot be located.
-        """
+        """Return a question with its answer, the answer's spans, and the prompt of the question alone; raises ConfigError."""
         content = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("question", "answer")]
         messages = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), content, strict=True)]
         try:
@@ -144,10 +141,7 @@ class ChatTemplate:
 
 
 def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemplate | None:
-    """Return the template beside a tokenizer, or the `chosen` file; None if there is none, or none is wanted.
-
-    tokenizer: its file or folder. Raises ConfigError for a file that is missing or cannot be read.
-    """
+    """Return the template beside a tokenizer's file or folder, or the `chosen` file, if any; raises ConfigError."""
     if chosen == NO_TEMPLATE:
         return None
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent

@@ -35,10 +35,7 @@ class JsonFile:
         self._path = path
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the line of each object, and the object; blank lines are skipped.
-
-        Raises DataError naming the line for invalid JSON, for values that are no objects, and for a file that cannot be read.
-        """
+        """Yield each object and its line; raises DataError, with the line, for what is no object, or cannot be read."""
         path = self._path
         try:
             with path.open("rb") as file:

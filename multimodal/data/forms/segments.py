@@ -98,10 +98,7 @@ _OF_FILES = ("image", "images", "audio", "audios", "video", "videos")
 
 
 def check_keys(entry: Mapping[str, Any], known: Collection[str], *, where: str) -> None:
-    """Raise DataError for a key with a value that would be lost: one that is neither known nor METADATA.
-
-    Keys that begin with an underscore are one's own. Empty values, which tables have in rows without any, lose nothing.
-    """
+    """Raise DataError for a filled key that would be lost: neither known nor METADATA nor one's own (with an underscore)."""
     for key, value in entry.items():
         is_own = key in known or key in METADATA or key.startswith("_") or key.endswith("_id")
         if is_own or value is None or value in ([], {}, ""):

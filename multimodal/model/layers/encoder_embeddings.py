@@ -189,10 +189,7 @@ class Convolution(torch.nn.Module):
 
 
 class AudioEmbedding(torch.nn.Module):
-    """Makes every token from the five frames that it depends on, so tokens need no neighbours; not sharded.
-
-    Outputs of the first convolution that two successive tokens need are computed twice.
-    """
+    """Makes every token from its five frames, without neighbours (some outputs are computed twice); not sharded."""
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()

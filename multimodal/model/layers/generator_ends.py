@@ -105,10 +105,7 @@ class GeneratorProjector(ConditionProjector):
         return hidden[:, None]
 
     def project_all(self, conditions: Tensor, sources: Tensor | None) -> Tensor:
-        """Apply every map to all rows and select its own: finding those first would make the host wait for the device.
-
-        sources: as `PackedInput.item_sources`; None: all rows come from the LLM.
-        """
+        """Apply every map to all rows, then select, so that no host waits; sources: as `item_sources`, None: all of the LLM."""
         projected = self.project(conditions)
         if sources is None:
             return projected

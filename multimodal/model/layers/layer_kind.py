@@ -203,10 +203,7 @@ class LayerKind:
         raise AssertionError(f"{type(self).__name__} has one segment: the whole layer")
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
-        """Return the split of a parameter over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`.
-
-        An adapter's matrix is split like its module's weight, if it shares the split dimension.
-        """
+        """Return the split of a parameter, by its name in the layer; an adapter's matrix is split like its module's weight."""
         owner, _, tensor = name.rpartition(".")
         owner = owner.rpartition(".")[2]
         if owner in self.column_parallel and tensor in ("weight", "bias", UP):
