@@ -91,7 +91,6 @@ def import_for_ranks() -> None:
     import megatron.runtime.training.loop
     import megatron.runtime.training.resumption
     import megatron.runtime.training.run  # noqa: F401
-    import torch._dynamo  # noqa: F401 - which torch's optimizers import when the first of them is made
     from megatron.runtime.flags.field_flags import all_flags
 
     list(all_flags())  # the flags' descriptions, which are read from the source code and kept

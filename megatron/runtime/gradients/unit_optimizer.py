@@ -6,6 +6,7 @@ If weights themselves are sharded (ZeRO-3), it is the plain optimizer over this 
 that keeps it. The same holds if replicas keep several copies of the state, or are not alike.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,7 +32,19 @@ _VALUES_AT_ONCE = 2**18
 
 
 class AdamInBlocks(Adam):  # type: ignore[misc]
-    """AdamW; torch's goes through large parameters block by block on a CPU, with the same results to the bit."""
+    """AdamW; torch's goes through large parameters block by block on a CPU, with the same results to the bit.
+
+    Nor does it import a compiler, as torch's decorators of these methods do when they are called: half a second of a processor.
+    """
+
+    add_param_group = inspect.unwrap(Adam.add_param_group)
+    state_dict = inspect.unwrap(Adam.state_dict)
+    load_state_dict = inspect.unwrap(Adam.load_state_dict)
+
+    @torch.no_grad()
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Step as torch does."""
+        return inspect.unwrap(Adam.step)(self, *arguments, **options)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill torch's lists: of parameters, gradients, moments, largest moments (which Braid keeps none of), and steps."""

@@ -1,3 +1,6 @@
+import inspect
+import sys
+
 import pytest
 import torch
 
@@ -26,3 +29,15 @@ def test_blocks_give_torchs_bits(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
         for (name, state), (_, found) in zip(*(each.items() for each in states), strict=True):
             assert torch.equal(state, found), name
     assert optimizers[1].state[sides[1][2]]["step"] == 3
+
+
+def test_no_compiler_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("add_param_group", "state_dict", "load_state_dict"):  # each keeps what it found
+        monkeypatch.delattr(inspect.unwrap(getattr(torch.optim.AdamW, name)), "__dynamo_disable", raising=False)
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)
+    weight = torch.nn.Parameter(torch.ones(3))
+    adam = AdamInBlocks([weight], lr=0.5)
+    weight.grad = torch.ones(3)
+    adam.step()
+    adam.load_state_dict(adam.state_dict())
+    assert adam.state[weight]["step"] == 1 and (weight < 0.6).all()
