@@ -42,9 +42,8 @@ def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignm
     """Deal samples in the given order; samples: numbers of `BatchWork`."""
     options, num_replicas = work.options, plan.units[work.graph.backbone.name].data_parallel_size
     if options.num_microbatches is not None:
-        starts, _ = cut_evenly(
-            np.ones(len(samples), np.int64), np.array([0, len(samples)]), np.array([options.num_microbatches * num_replicas])
-        )
+        ends, counts = np.array([0, len(samples)]), np.array([options.num_microbatches * num_replicas])
+        starts, _ = cut_evenly(np.ones(len(samples), np.int64), ends, counts)
     elif options.tokens_per_microbatch is not None:
         starts = _pack(work.arrays.num_tokens[samples], most=options.tokens_per_microbatch)
     else:

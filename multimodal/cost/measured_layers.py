@@ -65,13 +65,8 @@ class MeasuredLayers:
     """Curves by the machine's description."""
     plan: Plan
 
-    @property
-    def num_sums(self) -> int:
-        """The length of `sums`."""
-        return 2 + sum(self._sizes.values())
-
     def sums(self, steps: Sequence[tuple[ModelCosts, Sequence[TimelineEvent]]]) -> Floats:
-        """Return sums over one rank's computations in several steps; costs: of each step, on the described machine.
+        """Return sums over one rank's computations in several steps, zeros without; costs: of each, on the described machine.
 
         They are, unit by unit, the products of terms with terms and with seconds, weighted by what is described; the seconds
         measured and described; and last the seconds between actions and the number of forwards and backwards.

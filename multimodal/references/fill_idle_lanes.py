@@ -159,31 +159,24 @@ class _Run(EventRun[int]):
     def _next_inside(self, carrier: int, wait: int, left: dict[int, int]) -> int:
         """Return the queue with the most urgent head that can run in the rest of a carrier's wait, in its lanes."""
         heads = self._fillers()
-        fitting = [
-            piece
-            for piece in heads
-            if self.goes_inside[piece]
-            and all(left.get(lane, 0) > 0 for lane in self.lanes[piece])
-            and all((100 - self.tolerance) * self.inside_durations[piece] <= 100 * left[lane] for lane in self.lanes[piece])
-            and self._has_room(piece)
-            and self._can_go_inside(piece, carrier, wait)
-        ]
-        return heads[min(fitting, key=self._urgency)] if fitting else _NONE
+        for piece in sorted(heads, key=self._urgency):
+            needed = (100 - self.tolerance) * self.inside_durations[piece]
+            fits = all(left.get(lane, 0) > 0 and needed <= 100 * left[lane] for lane in self.lanes[piece])
+            if self.goes_inside[piece] and fits and self._has_room(piece) and self._can_go_inside(piece, carrier, wait):
+                return heads[piece]
+        return _NONE
 
     def _can_go_inside(self, piece: int, carrier: int, wait: int) -> bool:
         """Return True if all its needs are met, or run before it inside the same piece in the same lanes.
 
         A need that ends with a collective must be in an earlier wait.
         """
-        return all(
-            (
-                self.carriers[need] == carrier
-                and self.lanes[need] == self.lanes[piece]
-                and (self.goes_inside[need] < 2 or self.inside_waits[need] < wait)
-            )
-            or (self.ended_at[need] != _NONE and self.ended_at[need] + delay <= self.now)
-            for need, delay in self.needs[piece]
-        )
+        for need, delay in self.needs[piece]:
+            is_met = self.ended_at[need] != _NONE and self.ended_at[need] + delay <= self.now
+            is_beside = self.carriers[need] == carrier and self.lanes[need] == self.lanes[piece]
+            if not is_met and not (is_beside and (self.goes_inside[need] < 2 or self.inside_waits[need] < wait)):
+                return False
+        return True
 
     def _fits(self, piece: int) -> bool:
         for lane in self.lanes[piece]:

@@ -67,9 +67,8 @@ class _Run(EventRun[float]):
         self.num_tried = [0] * num_lanes
         """Number of `pending` fillers that were passed over while the carrier waits."""
         self.is_draining = [False] * num_lanes
-        self.send_free, self.receive_free, self.collective_free, self.link_free = (
-            defaultdict[int, float](float) for _ in range(4)
-        )
+        free = [defaultdict[int, float](float) for _ in range(4)]
+        self.send_free, self.receive_free, self.collective_free, self.link_free = free
 
     def end(self, number: int) -> None:
         if number >= len(self.kinds):

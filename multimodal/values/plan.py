@@ -288,9 +288,5 @@ def split_layers(layers: tuple[str, ...], *, num_stages: int) -> tuple[tuple[int
             f"{num_transformer} transformer layers cannot be cut into {num_stages} pipeline stages; use 1 to {num_transformer}"
         )
     base, surplus = divmod(num_transformer, num_stages)
-    ranges, first = [], 0
-    for index in range(num_stages):
-        last = (first or 1) + base + (index < surplus)
-        ranges.append((first, last if index < num_stages - 1 else len(layers)))
-        first = last
-    return tuple(ranges)
+    cuts = [1 + base * index + min(index, surplus) for index in range(1, num_stages)]
+    return tuple(pairwise((0, *cuts, len(layers))))

@@ -93,11 +93,6 @@ class StepShape:
         """Return the number of microbatches of a replica."""
         return int(self.counts[unit].counts[replica])
 
-    @cached_property
-    def microbatch_set(self) -> frozenset[MicrobatchPlace]:
-        """All microbatches."""
-        return frozenset(self.microbatches)
-
     @property
     def microbatches(self) -> tuple[MicrobatchPlace, ...]:
         """All microbatches, unit by unit in the graph's order, replica by replica."""

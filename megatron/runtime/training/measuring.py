@@ -74,10 +74,9 @@ class Measuring:
         described = predictor_by(run, None)
         costs = [described.costs(step.assignment, step.lengths) for step in steps]
         layers = MeasuredLayers(costs[0].layer_costs, plan)
-        sums = torch.zeros(layers.num_sums, dtype=torch.float64)
-        if plan.lanes[plan.lane_of_rank[run.world.rank]][0] == run.world.rank:
-            sums += torch.from_numpy(layers.sums([(each, step.events) for each, step in zip(costs, steps, strict=True)]))
-        sums = sums.to(platform.device())
+        is_counted = plan.lanes[plan.lane_of_rank[run.world.rank]][0] == run.world.rank
+        timed = [(each, step.events) for each, step in zip(costs, steps, strict=True) if is_counted]
+        sums = torch.from_numpy(layers.sums(timed)).to(platform.device())
         dist.all_reduce(sums)
         found = self._fit(number, layers.fit(sums.cpu().numpy()), steps) if run.world.rank == 0 else None
         line, measured = gather_objects(found)[0]

@@ -56,11 +56,8 @@ def _split_further(starts: list[int], amounts: list[int], *, count: int) -> list
     """Halve the largest run that has more than one entry until there are `count` runs."""
     sums = [0, *accumulate(amounts)]
     while len(starts) < count:
-        bounds = [*starts, len(amounts)]
-        first, last = max(
-            ((first, last) for first, last in pairwise(bounds) if last - first > 1),
-            key=lambda run: (sums[run[1]] - sums[run[0]], -run[0]),
-        )
+        runs = [run for run in pairwise((*starts, len(amounts))) if run[1] - run[0] > 1]
+        first, last = max(runs, key=lambda run: (sums[run[1]] - sums[run[0]], -run[0]))
         half = min(range(first + 1, last), key=lambda cut: (max(sums[cut] - sums[first], sums[last] - sums[cut]), cut))
         starts = sorted([*starts, half])
     return starts

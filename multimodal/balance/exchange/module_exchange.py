@@ -156,12 +156,8 @@ class ModuleExchange:
             np.bincount(layout.ranks[ids], counts[ids], self._group.size()).astype(np.int64).tolist()
             for layout, ids in ((target, mine), (source, theirs))
         )
-        into_place = np.argsort(arriving)
-        return (
-            rows.index_select(0, _row_order(counts[mine], leaving, rows.device)),
-            (sent, received),
-            _row_order(counts[theirs[arriving]], into_place, rows.device),
-        )
+        into_place = _row_order(counts[theirs[arriving]], np.argsort(arriving), rows.device)
+        return rows.index_select(0, _row_order(counts[mine], leaving, rows.device)), (sent, received), into_place
 
 
 def _row_order(counts: Integers, order: Integers, device: torch.device) -> Tensor:

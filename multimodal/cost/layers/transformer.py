@@ -253,7 +253,8 @@ class ModulatedTransformerLayer(TransformerLayer):
     @property
     def num_vector_entries(self) -> int:
         """Those of a transformer layer, whose norms in a `form` have none, and the biases of the maps."""
-        of_maps = (self._num_time_maps + self._num_streams * NUM_MODULATIONS) * self.unit.transformer.hidden_size
+        num_maps = {None: 1, "sd3": 0, "dit": 2}[self._form] + self._num_streams * NUM_MODULATIONS
+        of_maps = num_maps * self.unit.transformer.hidden_size
         of_norms = 2 * self.norm_vector_entries() * (self._form is not None)
         return super().num_vector_entries + of_maps - of_norms + (self._num_streams - 1) * self._num_biases
 
@@ -287,10 +288,6 @@ class ModulatedTransformerLayer(TransformerLayer):
         if num_rows is None:  # a DiT's maps of the time, and classes, the last of which is none
             num_rows = NUM_TIME_FEATURES + hidden + read_config(self.unit.weights or "").get("num_embeds_ada_norm", 1000) + 1
         return (num_rows + self._num_streams * NUM_MODULATIONS * hidden) * hidden
-
-    @property
-    def _num_time_maps(self) -> int:
-        return {None: 1, "sd3": 0, "dit": 2}[self._form]
 
     @property
     def _form(self) -> str | None:

@@ -1,6 +1,7 @@
 """ZB-V: no bubble if forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
 
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -44,19 +45,15 @@ def build_zb_v(shape: StepShape) -> Schedule:
             limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
     split = split_units(shape, graph.unit_names)
-    last_units = [unit for unit in shaped if not graph.downstream(unit)]
-    orders = [
-        order
-        for unit in last_units
-        for order in ordered_pieces(unit, step_work(split), has_order=is_folded, orders_of=_orders_of_stage)
-    ]
+    last = [unit for unit in shaped if not graph.downstream(unit)]
+    orders = (ordered_pieces(unit, step_work(split), has_order=is_folded, orders_of=_orders_of_stage) for unit in last)
     policy = Policy(
         forward_limits=limits,
         forward_floors=forward_floors(shape.plan, limits),
         storage_limits=storage,
         group_of=groups,
         forwards_go_first=True,
-        orders=orders,
+        orders=list(chain.from_iterable(orders)),
     )
     return list_schedule(split, policy)
 
@@ -68,10 +65,8 @@ def is_v_shaped(unit: UnitPlan) -> bool:
 
 def is_folded(replica: Replica) -> bool:
     """Return True if stage s of its P stages holds virtual stages s and 2 P - 1 - s."""
-    last = 2 * len(replica.stages) - 1
-    return num_chunks(replica) == 2 and all(
-        stage.stage_index == min(stage.index, last - stage.index) for stage in replica.virtual_stages
-    )
+    last, stages = 2 * len(replica.stages) - 1, replica.virtual_stages
+    return num_chunks(replica) == 2 and all(each.stage_index == min(each.index, last - each.index) for each in stages)
 
 
 @lru_cache(maxsize=256)

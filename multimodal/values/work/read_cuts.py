@@ -16,6 +16,7 @@ def read_cuts(actions: Iterable[Action], shape: StepShape) -> Cuts:
     Actions that no cut makes (subsets that the routes do not, ranges of segments with gaps) are unknown to the shape cut so.
     """
     fed_once = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
+    microbatches = {each for each in shape.microbatches if each.unit in fed_once}
     split: set[Place] = set()
     num_subsets: dict[MicrobatchPlace, int] = {}
     gathers, by_layer = False, set()
@@ -31,7 +32,7 @@ def read_cuts(actions: Iterable[Action], shape: StepShape) -> Cuts:
             gathers = True
         if isinstance(action.covers, SampleSubset):
             microbatch = action.microbatch_place
-            if action.unit in fed_once and microbatch not in num_subsets and microbatch in shape.microbatch_set:
+            if microbatch in microbatches and microbatch not in num_subsets:
                 num_subsets[microbatch] = len(shape.consumers(microbatch))
         elif isinstance(action.covers, SegmentRange):
             if kind in (ActionKind.FORWARD, ActionKind.BACKWARD) and action.covers.first < action.covers.end:

@@ -247,11 +247,8 @@ class Reconfigurer:
         if kept is not None and len(kept[1]) <= templates.num_microbatches:
             choices.insert(0, (kept[0], share_batch(templates.times, kept[1], num_microbatches=templates.num_microbatches)))
         found = [self._place(how, choice, nodes, held) for how, choice in choices]
-
-        def lost_seconds(choice: Reconfiguration) -> float:
-            return choice.copy_seconds + self.horizon_seconds * (1 - fastest.step_seconds / choice.step_seconds)
-
-        return min(found, key=lost_seconds)
+        seconds = [each.copy_seconds + self.horizon_seconds * (1 - fastest.step_seconds / each.step_seconds) for each in found]
+        return found[seconds.index(min(seconds))]
 
     def _held_layers(self, pipelines: Sequence[Pipeline]) -> dict[int, tuple[int, ...]]:
         """Return node -> the layers that it holds."""
