@@ -333,10 +333,8 @@ def _placed(tensor: HeldTensor, place: Place, shape: tuple[int, ...], *, folder:
     elif math.prod(inner) != math.prod(tensor.shape):
         found = f"{place.key} has shape {list(inner)}, but {tensor.key} has {list(tensor.shape)}"
         raise CheckpointError(f"{folder}: {found}; correct the model file")
-    pieces = tuple(
-        Piece((*place.part, *piece.offsets), piece.values[(None,) * len(stack)])
-        for piece in (tensor.pieces if inner[1:] == tensor.shape[1:] else _in_shape(tensor, inner))
-    )
+    reshaped = tensor.pieces if inner[1:] == tensor.shape[1:] else _in_shape(tensor, inner)
+    pieces = tuple(Piece((*place.part, *piece.offsets), piece.values[(None,) * len(stack)]) for piece in reshaped)
     return HeldTensor(place.key, shape, tensor.dtype, pieces, tensor.is_copy)
 
 

@@ -247,11 +247,8 @@ class Broker:
             first_row = share_of_rows(num_rows, num_shares=len(group), index=group.index(self._rank)).start
             size = -(-num_rows // len(group))
         buffer = torch.empty((size, *width), device=self._device, dtype=self._dtype)
-        receives = [
-            (buffer[piece.first_row - first_row : piece.last_row - first_row], piece.source_rank)
-            for piece in pieces_of(link)
-            if piece.target_rank == self._rank and piece.source_rank != self._rank
-        ]
+        pieces = (piece for piece in pieces_of(link) if piece.target_rank == self._rank != piece.source_rank)
+        receives = [(buffer[piece.first_row - first_row : piece.last_row - first_row], piece.source_rank) for piece in pieces]
         sends = self._unsent.pop(key, [])
         waits = self._start(key, sends=sends, receives=receives) if sends or receives else []
         self._incoming[key] = _Incoming(link, buffer, first_row, waits)

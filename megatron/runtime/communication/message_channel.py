@@ -61,10 +61,8 @@ class MessageChannel:
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
         landings = [_landing(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]
         calls = [dist.P2POp(dist.isend, tensor, target, group=group, tag=tag) for tensor, target in kept]
-        calls += [
-            dist.P2POp(dist.irecv, landing, source, group=group, tag=tag)
-            for landing, (_, source) in zip(landings, receives, strict=True)
-        ]
+        landed = zip(landings, receives, strict=True)
+        calls += [dist.P2POp(dist.irecv, landing, source, group=group, tag=tag) for landing, (_, source) in landed]
         if not calls:
             return []
         works = dist.batch_isend_irecv(calls)

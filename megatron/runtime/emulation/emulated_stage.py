@@ -237,12 +237,13 @@ def _input(step: Step, place: MicrobatchPlace, part: int, *, rank: int) -> Emula
         num_tokens = step.num_tokens_of_subsets(place)[part]
         routes = tuple(route for route in routes if step.part_of(route) == part)
     num_rows = sum(len(step.placement.output_rows(route, rank=rank)) for route in routes)
+    share, fraction = step.placement.own_share(place, part=part, rank=rank), num_tokens / step.num_tokens_of(place)
     return EmulatedInput(
         (num_tokens,),
         torch.zeros(0),
-        share=step.placement.own_share(place, part=part, rank=rank),
+        share=share,
         place=place,
         num_output_rows=num_rows,
         hands_on=bool(routes),
-        fraction=num_tokens / step.num_tokens_of(place),
+        fraction=fraction,
     )

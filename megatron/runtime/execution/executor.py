@@ -90,11 +90,8 @@ class Executor(RankResources):
         return sums.index_add_(0, torch.tensor(owners, dtype=torch.int64, device=losses.device), losses).unbind()
 
     def _result(self, running: RunningStep, peak_activation_bytes: int) -> StepResult:
-        found: dict[str | int, Tensor] = {
-            unit: torch.stack(losses).double().sum()
-            for unit, losses in running.loss_sums.items()
-            if self.groups[unit].tp.rank() == 0
-        }
+        reported = ((unit, losses) for unit, losses in running.loss_sums.items() if self.groups[unit].tp.rank() == 0)
+        found: dict[str | int, Tensor] = {unit: torch.stack(losses).double().sum() for unit, losses in reported}
         has_answers = self.graph.backbone.name in found
         found |= enumerate(self._sum_by_data_set(running) if has_answers else ())
         values = torch.stack([*found.values()]).tolist() if found else []  # the host waits once

@@ -226,13 +226,9 @@ class RunningStep(StepMessages):
                 if saved is not None and (route is None or action.subset <= 0):
                     saved.add(tensor)
             size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
-            opened = OpenSubset(
-                loss=loss if loss is not None and loss.requires_grad else None,
-                output=get_gradient_edge(given) if given is not None and given.requires_grad else None,
-                output_shape=None if given is None else given.shape,
-                inputs=inputs,
-                queue=queue,
-            )
+            root = loss if loss is not None and loss.requires_grad else None
+            edge = get_gradient_edge(given) if given is not None and given.requires_grad else None
+            opened = OpenSubset(root, edge, None if given is None else given.shape, inputs, queue)
             self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
         return None if given is None else given.detach()
 

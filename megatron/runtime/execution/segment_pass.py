@@ -218,11 +218,8 @@ class SegmentPass:
     def _retreat(self, graph: _Graph) -> None:
         """Run a graph's backward; the gradient of its last input goes through the mirror of the collective before it."""
         gradients = self._point.arrived().tensors
-        roots = [
-            (edge, gradient)
-            for edge, gradient in zip(graph.outputs, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
+        pairs = zip(graph.outputs, gradients, strict=True)
+        roots = [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
         if roots:
             torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
         found = tuple(None if leaf is None else leaf.grad for leaf in graph.leaves)

@@ -232,11 +232,9 @@ class StepMessages(LaneRun):
         """Return the rows of each tensor parallel rank of a stage of this size; sample subsets have distant row numbers."""
         rank, context = self._context_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
         num_tokens = self.step.placement.num_tokens(place.microbatch_place, rank=rank)
-        of_subsets = [
-            (index, context._replace(tensor_parallel_size=size).num_padded_rows(count) // size)
-            for index, count in enumerate(num_tokens)
-            if covers in (None, SampleSubset(index))
-        ]
+        sized = context._replace(tensor_parallel_size=size)
+        counts = ((index, count) for index, count in enumerate(num_tokens) if covers in (None, SampleSubset(index)))
+        of_subsets = [(index, sized.num_padded_rows(count) // size) for index, count in counts]
         return tuple(
             np.concatenate([index * _FAR_APART + number * rows + np.arange(rows) for index, rows in of_subsets])
             for number in range(size)

@@ -88,10 +88,8 @@ def _difference(first: _Positions, other: _Positions) -> str:
         if first.get(key) != other.get(key):
             unit, sample, item = key
             what = f"sample {sample}" if item < 0 else f"item {item} of sample {sample}"
-            there, here = (
-                "in replica {}, microbatch {}, at {}".format(*placed[key]) if key in placed else "nowhere"
-                for placed in (other, first)
-            )
+            place = "in replica {}, microbatch {}, at {}"
+            there, here = (place.format(*placed[key]) if key in placed else "nowhere" for placed in (other, first))
             return f"unit '{unit}', {what} is {there} there and {here} on rank 0"
     return ""
 

@@ -32,11 +32,8 @@ def pack_encoder_microbatch(
     assert item_input is not None
     positions = [_positions(source.item_grid(*atom), item_input) for atom in atoms]
     patches = [_with_class(source.item(*atom).patches, item_input) for atom in atoms] if with_pixels else None
-    return PackedInput(
-        lengths=tuple(map(len, positions)),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
-    )
+    joined = torch.from_numpy(np.concatenate(patches)) if patches is not None else None
+    return PackedInput(tuple(map(len, positions)), torch.from_numpy(np.concatenate(positions)), patches=joined)
 
 
 def pack_language_microbatch(

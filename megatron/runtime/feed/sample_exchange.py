@@ -102,10 +102,8 @@ class SampleExchange:
         """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(shape, assignment, lengths)
-        outgoing = [
-            pickle.dumps({piece: share.pieces[piece] for piece in needs.get(rank, ()) if piece in share.pieces})
-            for rank in range(self._world_size)
-        ]
+        wanted = (needs.get(rank, ()) for rank in range(self._world_size))
+        outgoing = [pickle.dumps({each: share.pieces[each] for each in pieces if each in share.pieces}) for pieces in wanted]
         incoming = self._all_to_all(outgoing)
         received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
         node, size = self._rank // self._ranks_per_node, self._ranks_per_node

@@ -229,15 +229,9 @@ def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignm
         schedule, joins = built.together
     else:
         schedule = built.schedule if costs is None else built.to_run(costs)
-    step = Step(
-        schedule=schedule.spelled_out(plan.lane_of_rank[rank]),
-        assignment=assignment,
-        lengths={sample.sample_id: sample for sample in lengths},
-        inputs={},
-        digest=assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule),
-        sharing=options.sharing,
-        joins=joins,
-    )
+    own, by_id = schedule.spelled_out(plan.lane_of_rank[rank]), {sample.sample_id: sample for sample in lengths}
+    digest = assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule)
+    step = Step(own, assignment, by_id, inputs={}, digest=digest, sharing=options.sharing, joins=joins)
     step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
     if options.is_emulated:
         return with_emulated_inputs(step, rank=rank)

@@ -232,10 +232,8 @@ _NEEDED_SIZES = {
 
 def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
     units = plan.units.values()
-    largest = {
-        "tensor": max(max(unit.tensor_sizes) for unit in units),
-        "context": max(unit.context_parallel_size for unit in units),
-    }
+    tensor_size, context_size = max(max(unit.tensor_sizes) for unit in units), max(unit.context_parallel_size for unit in units)
+    largest = {"tensor": tensor_size, "context": context_size}
     for name, (kind, example) in _NEEDED_SIZES.items():
         if name in config.given and value_of(config, name) and largest[kind] == 1:
             yield (

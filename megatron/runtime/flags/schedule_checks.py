@@ -80,14 +80,9 @@ def useful_passes(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> tuple[
     """List the passes that cost nothing and change something in this plan, as every planned run has them."""
     zero_stage = 3 if config.parallelism.shards_weights else 0 if config.training.dtype == "float64" else 1
     zero_stage = zero_stage if plan.has_alike_copies else 0
-    return tuple(
-        name
-        for name, row in PASSES.items()
-        if row.is_planned
-        and row.least_zero_stage <= zero_stage
-        and (row.works_with_sharded_weights or zero_stage < 3)
-        and not _why_useless(name, graph, plan)
-    )
+    planned = ((name, row) for name, row in PASSES.items() if row.is_planned and row.least_zero_stage <= zero_stage)
+    allowed = (name for name, row in planned if row.works_with_sharded_weights or zero_stage < 3)
+    return tuple(name for name in allowed if not _why_useless(name, graph, plan))
 
 
 def _why_useless(name: str, graph: ModelGraph, plan: Plan) -> str:

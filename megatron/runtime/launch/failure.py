@@ -226,11 +226,8 @@ def shown_place_of_main_thread() -> str:
 
 def _shown_stack(stack: traceback.StackSummary) -> str:
     folders = [f"{os.sep}{part}{os.sep}" for part in ("runtime", "multimodal")]
-    calls = [
-        f"{os.path.basename(call.filename)}:{call.lineno} {call.name}"
-        for call in stack
-        if any(folder in call.filename for folder in folders) and "site-packages" not in call.filename
-    ]
+    own = (call for call in stack if any(each in call.filename for each in folders) and "site-packages" not in call.filename)
+    calls = [f"{os.path.basename(call.filename)}:{call.lineno} {call.name}" for call in own]
     return " < ".join(reversed(calls[-6:])) or "outside of Braid"
 
 

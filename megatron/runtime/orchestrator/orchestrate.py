@@ -121,10 +121,9 @@ class _FirstRank:
             f"{cluster.memory_gb:.3g} GB, {cluster.intra_node.bandwidth_gbytes_per_second:.3g} GB/s inside a node ({links}); "
             f"{self._layers}"
         )
-        means = ", ".join(
-            f"{name} {self.request.loads.mean[name][0]:.4g} (most {loads[:, 0].max():.4g})"
-            for name, loads in self.request.loads.of_samples.items()
-        )
+        loads = self.request.loads
+        of_units = ((name, loads.mean[name][0], each[:, 0].max()) for name, each in loads.of_samples.items())
+        means = ", ".join(f"{name} {mean:.4g} (most {most:.4g})" for name, mean, most in of_units)
         data = f"plan auto: of {len(self.request.lengths)} samples, tokens in each: {means}"
         kept = " (as planned before)" if self._is_kept else ""
         plan, *others = self._lines

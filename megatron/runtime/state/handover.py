@@ -35,10 +35,8 @@ class _Part(NamedTuple):
 
 def hold_state(state: TrainedState) -> list[HeldTensor]:
     """Return all state that this rank holds, in host memory, so that the device is free for the new owner."""
-    return [
-        replace(tensor, pieces=tuple(piece._replace(values=piece.values.cpu()) for piece in tensor.pieces))
-        for tensor in (*model_tensors(state), *held_tensors.optimizer_tensors(state))
-    ]
+    held = (*model_tensors(state), *held_tensors.optimizer_tensors(state))
+    return [replace(each, pieces=tuple(piece._replace(values=piece.values.cpu()) for piece in each.pieces)) for each in held]
 
 
 def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:

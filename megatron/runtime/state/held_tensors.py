@@ -124,11 +124,8 @@ class _Parameter(NamedTuple):
 
     @property
     def is_copy(self) -> bool:
-        return (
-            self.is_replica
-            or getattr(self.value, "shared", False)
-            or (self.sharding == WHOLE and self.stage.groups.tp.rank() > 0)
-        )
+        is_replicated = self.sharding == WHOLE and self.stage.groups.tp.rank() > 0
+        return self.is_replica or getattr(self.value, "shared", False) or is_replicated
 
     def key(self, kind: str) -> str:
         return f"{kind}.{self.unit}.{self.name}"

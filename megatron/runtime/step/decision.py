@@ -91,11 +91,8 @@ class StepDecision:
     @property
     def samples_in_words(self) -> frozenset[int]:
         """Samples with targets, and without items for generators."""
-        return frozenset(
-            sample_id
-            for sample_id, sample in self.lengths.items()
-            if sample.num_target_tokens and all(item.unit not in self._generators for item in sample.items)
-        )
+        trained = ((sample_id, sample.items) for sample_id, sample in self.lengths.items() if sample.num_target_tokens)
+        return frozenset(key for key, items in trained if all(item.unit not in self._generators for item in items))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -160,11 +157,10 @@ class StepDecision:
         items = self.lengths[atom.sample_id].items
         if self.graph.unit(unit).role is Role.ENCODER:
             return (OutputPiece(atom, items[atom.item_index].inside(unit).num_output_tokens),)
-        return tuple(
-            OutputPiece(Atom(atom.sample_id, index), self.graph.unit(item.unit).num_conditions)
-            for index, item in enumerate(items)
-            if (item.unit == target if target else item.unit in self._generators)
+        made = (
+            (index, each.unit) for index, each in enumerate(items) if each.unit in ((target,) if target else self._generators)
         )
+        return tuple(OutputPiece(Atom(atom.sample_id, index), self.graph.unit(name).num_conditions) for index, name in made)
 
     @cached_property
     def _generators(self) -> frozenset[str]:

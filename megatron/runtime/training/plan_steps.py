@@ -80,6 +80,8 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
     if run.decisions_name is not None and (balancer.judges or balancer.needs_costs):  # others take no longer than to share them
         subject = (forward_only, schedules.graph, schedules.plan, run.measured and run.measured.to_dict())
         decisions = NodeDecisions(run.decisions_name, subject=subject)
+    flags = run.config.parallelism
+    distribution = TokenDistribution(flags.context_parallel_distribution)
     return StepPlanner(
         source,
         batches=batches,
@@ -90,12 +92,8 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
             rank=run.world.rank,
             seed=training.seed,
             is_emulated=waits is not None,
-            shards_weights=run.config.parallelism.shards_weights,
-            sharing=ContextSharing(
-                TokenDistribution(run.config.parallelism.context_parallel_distribution),
-                run.config.parallelism.context_parallel_block_size,
-                MaskMode(run.config.model.attention_mask),
-            ),
+            shards_weights=flags.shards_weights,
+            sharing=ContextSharing(distribution, flags.context_parallel_block_size, MaskMode(run.config.model.attention_mask)),
             costs_of=predictor.costs if waits is None else lambda *_: waits,
             build=run.session.options.build,
             skips_bad=run.bad_samples is not None,

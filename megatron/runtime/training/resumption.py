@@ -65,11 +65,8 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             logger.info("starting from the adapters of %s", checkpoint.load_adapter)
         newest = find_newest_checkpoint(checkpoint.save) if checkpoint.save and not has_saved else None
         if newest is not None and step_of(newest) > run.done_steps:
-            logger.warning(
-                "--save %s already holds %s of another run, which --load would resume; give another folder to keep the two apart",
-                checkpoint.save,
-                newest.name,
-            )
+            found = f"{checkpoint.save} already holds {newest.name} of another run"
+            logger.warning("--save %s, which --load would resume; give another folder to keep the two apart", found)
     except BaseException:
         release(run)
         raise

@@ -109,10 +109,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Return the values of the data; those of a program follow from its text, flags and seed."""
-    valid = {
-        f"the digest of validation set '{name}'": open_sample_files(named.path, config.data.remote).digest
-        for name, named in config.evaluation.valid_sets.items()
-    }
+    valid_sets, remote = config.evaluation.valid_sets.items(), config.data.remote
+    valid = {f"the digest of validation set '{name}'": open_sample_files(each.path, remote).digest for name, each in valid_sets}
     if config.data.sample_program is not None:
         return {"the digest of the program of --data-path": file_digest(config.data.sample_program), **valid}
     values = {"--data-path": "a manifest", **valid}
@@ -124,6 +122,6 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
         values[f"the digest of the lengths of {name} samples"] = digest.hexdigest()
     for number, named in enumerate(config.data.mixture):
         which = f" {number + 1}" if number else ""
-        values[f"the digest of the manifest{which}"] = open_sample_files(named.path, config.data.remote).digest
+        values[f"the digest of the manifest{which}"] = open_sample_files(named.path, remote).digest
         values[f"the weight of the manifest{which}"] = str(named.weight)
     return values
