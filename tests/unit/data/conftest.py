@@ -21,6 +21,8 @@ _SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidd
 _ENCODER = {"role": "encoder", **_SHAPE, "image": {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 1024}}
 _BACKBONE = {"role": "backbone", **_SHAPE}
 UNITS = {"vision": _ENCODER, "llm": _BACKBONE}
+PAINTER = {"role": "generator", **_SHAPE, "image": {"patch_size": 8, "merge_size": 1, "min_pixels": 64, "max_pixels": 1024}}
+"""A generator of 8-pixel patches."""
 
 
 @pytest.fixture
@@ -42,10 +44,7 @@ def two_encoder_graph() -> ModelGraph:
 
 @pytest.fixture
 def painter_graph() -> ModelGraph:
-    """The same encoder, an LLM, and a generator of 8-pixel patches."""
-    image = {"patch_size": 8, "merge_size": 1, "min_pixels": 64, "max_pixels": 1024}
-    painter = {"role": "generator", **_SHAPE, "image": image}
-    return ModelGraph.from_dict({"units": {"vision": _ENCODER, "llm": _BACKBONE, "painter": painter}})
+    return ModelGraph.from_dict({"units": {**UNITS, "painter": PAINTER}})
 
 
 class DataFolder:

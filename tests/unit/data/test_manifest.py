@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from multimodal.data.index.sample_indexer import BAD
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.data.conftest import DataFolder
+from tests.unit.data.conftest import PAINTER, UNITS, DataFolder
+from tests.unit.golden_answers import Kinds, golden_test
 
 ANSWER = {"type": "text", "role": "assistant", "text": "yes"}
 QUESTION = {"type": "text", "role": "user", "text": "what?"}
@@ -62,13 +64,6 @@ def test_tiles_of_an_image_are_items_that_follow_each_other(data: DataFolder, gr
         data.open([[line[0], QUESTION, line[1], ANSWER]], graph=tiled, needs_items_first=True)
 
 
-def test_images_beyond_the_cut_are_dropped(data: DataFolder) -> None:
-    data.image("a.png", (8, 8))
-    source = data.open([[image("a.png"), DOCUMENT, image("a.png"), DOCUMENT]], seq_length=11)
-    assert source.lengths(0) == SampleLengths(0, (ItemLengths("vision", 4, 1),), num_text_tokens=9, num_target_tokens=5)
-    assert source.num_cut == 1
-
-
 def test_samples_with_items_that_cannot_be_read_are_left_out(data: DataFolder) -> None:
     """Each with a reason of its own; what is wrong with the manifest stays an error."""
     (data.path / "cut.png").write_bytes(b"\x89PNG")
@@ -82,15 +77,6 @@ def test_samples_with_items_that_cannot_be_read_are_left_out(data: DataFolder) -
         data.open(lines)
     with pytest.raises(DataError, match="the key 'path' is missing"):
         data.open([*lines, [{"type": "image"}, text]], skips_bad=True)
-
-
-def test_overlong_samples_are_left_out_or_refused(data: DataFolder) -> None:
-    lines = [[DOCUMENT] * 9, [DOCUMENT]]
-    assert data.open(lines, seq_length=20).num_cut == 1
-    source = data.open(lines, seq_length=20, overlong="skip")
-    assert len(source) == 1 and source.skipped == {"of more than 20 tokens (--overlong skip)": 1}
-    with pytest.raises(DataError, match="line 1.*: more than 20 tokens; raise --seq-length"):
-        data.open(lines, seq_length=20, overlong="error")
 
 
 def test_an_answer_that_is_an_image_is_for_the_generator(data: DataFolder, painter_graph: ModelGraph) -> None:
@@ -107,38 +93,27 @@ def test_an_answer_that_is_an_image_is_for_the_generator(data: DataFolder, paint
     assert data.open([[*line, ANSWER]]).lengths(0).items == (ItemLengths("vision", 24, 6),) * 2
 
 
-def test_prefixes_need_images_first(data: DataFolder) -> None:
-    """Images behind text are named, with the fix; those that are cut off, or made by nobody yet, do not count."""
-    first = [image(data.image("a.png", (8, 8))), image("a.png")]
-    source = data.open([[*first, QUESTION, ANSWER], [ANSWER]], needs_items_first=True)
-    assert [len(source.lengths(index).items) for index in range(len(source))] == [2, 0]
-    for wrong in ([QUESTION, image("a.png"), ANSWER], [image("a.png"), ANSWER, image("a.png")]):
-        message = r"manifest\.jsonl, line 2 \(sample 's2'\): .*a\.png stands behind text, but .*; put the images first there, or"
-        with pytest.raises(DataError, match=f"{message} use --attention-mask embedded"):
-            data.open([[ANSWER], wrong], needs_items_first=True)
-        assert len(data.open([[ANSWER], wrong])) == 2
-    assert len(data.open([[image("a.png"), ANSWER, image("a.png")]], needs_items_first=True, seq_length=9)) == 1
-
-
-def test_an_image_to_make_needs_no_place_in_a_prefix(data: DataFolder, painter_graph: ModelGraph) -> None:
-    """It has no tokens in the LLM; but an image to look at behind it stands behind text."""
-    seen, made = image(data.image("a.png", (24, 16))), {**image("a.png"), "role": "assistant"}
-    assert len(data.open([[seen, QUESTION, made]], graph=painter_graph, needs_items_first=True)) == 1
-    with pytest.raises(DataError, match="stands behind text"):
-        data.open([[seen, QUESTION, made, seen]], graph=painter_graph, needs_items_first=True)
-
-
-def test_samples_the_model_cannot_use_are_counted(data: DataFolder, text_graph: ModelGraph) -> None:
-    """Audio now; images when no encoder takes them; no target within the limit."""
+def open_lines(document: dict[str, Any]) -> str:
+    """Open samples of segments, each a kind and what it is; returns the tokens of samples, and what was left out and cut."""
+    units = {name: {**UNITS, "painter": PAINTER}[name] for name in document["units"]}
+    data = DataFolder(Path(), ModelGraph.from_dict({"units": units}))
     data.image("a.png", (8, 8))
-    lines = [[AUDIO, ANSWER], [image("a.png"), ANSWER], [QUESTION], [AUDIO, ANSWER], [DOCUMENT]]
-    source = data.open(lines)
-    no_target = "without a target token among the first 1000 (seq_length)"
-    assert source.skipped == {"with audio, which no unit of the model takes": 2, no_target: 1}
-    assert [len(source.lengths(index).items) for index in range(len(source))] == [1, 0]
-    source = data.open(lines, graph=text_graph)
-    assert source.skipped["with images, which no unit of the model takes"] == 1
-    assert len(source) == 1
+    source = data.open([[*map(segment, line)] for line in document["lines"]], **document["options"])
+    told = [f"left out {source.skipped}" if source.skipped else "", f"{source.num_cut} cut" if source.num_cut else ""]
+    for sample in map(source.lengths, range(len(source))):
+        items = "".join(f"{item.unit} {item.num_tokens} -> {item.num_output_tokens}, " for item in sample.items)
+        told.append(f"{items}text {sample.num_text_tokens}, targets {sample.num_target_tokens}")
+    return "; ".join(filter(None, told))
+
+
+def segment(text: str) -> dict[str, Any]:
+    kind, _, rest = text.partition(" ")
+    files = {"image": image(rest), "made": {**image(rest), "role": "assistant"}, "audio": AUDIO}
+    return files.get(kind, {"type": "text", "role": kind, "text": rest})
+
+
+LINES: Kinds = {"lines": ({"lines": [["document words"]], "units": ["vision", "llm"], "options": {}}, open_lines)}
+test_lines_are_opened_as_written = golden_test("lines.txt", LINES)
 
 
 def test_blank_lines_and_a_folder_are_accepted(data: DataFolder) -> None:
