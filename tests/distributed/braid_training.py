@@ -109,27 +109,12 @@ def compared_run(plan: Plan, *, balance: str = "orchmllm") -> PlannedRun:
 class BraidTraining:
     def __init__(self, case: ComparedCase, run: PlannedRun) -> None:
         self.case, self.run = case, run
-        optimizer = build_optimizer_config(
-            lr=LEARNING_RATE,
-            min_lr=LEARNING_RATE,
-            weight_decay=WEIGHT_DECAY,
-            betas=BETAS,
-            eps=EPSILON,
-            clip_grad=CLIP_GRAD,
-            dtype=torch.float64,
-        )
+        rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP_GRAD}
+        optimizer = build_optimizer_config(**rates, betas=BETAS, eps=EPSILON, dtype=torch.float64)
         build = BuildOptions(torch.float64)
         self._costs = RunOptions(zero_stage=0, sequence_parallel=False, transformer_impl="local")
-        options = SessionOptions(
-            case.graph,
-            build,
-            VOCAB_SIZE,
-            seed=SEED,
-            timeout=TIMEOUT,
-            optimizer=optimizer,
-            builder=BUILDERS[run.schedule],
-            passes=passes_named(",".join(run.passes)),
-        )
+        how = {"builder": BUILDERS[run.schedule], "passes": passes_named(",".join(run.passes)), "optimizer": optimizer}
+        options = SessionOptions(case.graph, build, VOCAB_SIZE, seed=SEED, timeout=TIMEOUT, **how)
         self.session = Session(options, plan=run.plan)
         for group in (group for unit in self.session.optimizers.values() for group in unit.param_groups):
             group["weight_decay"] = WEIGHT_DECAY * group["wd_mult"]  # what the learning rate schedule does in each step

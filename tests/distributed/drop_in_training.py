@@ -42,6 +42,9 @@ MICRO_BATCH_SIZE = 2
 VOCAB_SIZE = 16
 LEARNING_RATE = 0.05
 LOSS_SCALE = 8.0
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False, "bias_dropout_fusion": False}
+PLAIN |= {"gradient_accumulation_fusion": False}
+"""Options of Megatron's config without which it would draw at random, or want CUDA."""
 
 
 @dataclass(frozen=True)
@@ -148,39 +151,23 @@ def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -
 
 def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, forward_step: Callable[..., Any]) -> list[float]:
     iterators = [microbatches(case, step) for _ in chunks]
-    found = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
-        num_microbatches=case.num_microbatches,
-        seq_length=SEQUENCE_LENGTH,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        forward_only=case.forward_only,
-    )
+    data = {"data_iterator": iterators, "model": chunks}
+    sizes = {"num_microbatches": case.num_microbatches, "seq_length": SEQUENCE_LENGTH, "micro_batch_size": MICRO_BATCH_SIZE}
+    given = data if len(chunks) > 1 else {name: each[0] for name, each in data.items()}
+    how = {"forward_step_func": forward_step, "forward_only": case.forward_only}
+    found = get_forward_backward_func()(**given, **sizes, **how)
     assert all(next(iterator, None) is None for iterator in iterators), "every chunk takes every microbatch"
     return [float(entry["lm loss"]) for entry in found]
 
 
 def build_chunks(case: LoopCase, parts: dict[str, bool]) -> list[DistributedDataParallel]:
-    config = TransformerConfig(
-        num_layers=case.num_layers or case.pipeline_parallel_size * case.num_chunks,
-        hidden_size=16,
-        num_attention_heads=4,
-        ffn_hidden_size=24,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=case.tensor_parallel_size,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
-        pipeline_dtype=torch.float64,
-        params_dtype=torch.float64,
-        perform_initialization=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        calculate_per_token_loss=case.per_token_loss,
-        **case.options,
-    )
+    sizes = {"num_layers": case.num_layers or case.pipeline_parallel_size * case.num_chunks, "ffn_hidden_size": 24}
+    places = {"tensor_model_parallel_size": case.tensor_parallel_size}
+    places["pipeline_model_parallel_size"] = parallel_state.get_pipeline_model_parallel_world_size()
+    places["virtual_pipeline_model_parallel_size"] = case.num_chunks if case.num_chunks > 1 else None
+    how = {**PLAIN, "add_bias_linear": False, "pipeline_dtype": torch.float64, "params_dtype": torch.float64}
+    how |= {"calculate_per_token_loss": case.per_token_loss, **case.options}
+    config = TransformerConfig(hidden_size=16, num_attention_heads=4, **sizes, **places, **how)
     config.delay_wgrad_compute = case.delays_weight_gradients
     build = partial(build_llava, parts) if case.has_images else partial(_build_gpt, case.has_engine)
     num_chunks = case.num_chunks if parts.get("add_decoder", True) else 1
@@ -200,31 +187,18 @@ def build_llava(
     """Return this rank's part of LLaVAModel. parts: that it has; empty: the encoder is on the first stage."""
     of_encoder = {"num_layers": 1, "tensor_model_parallel_size": config.tensor_model_parallel_size}
     of_encoder |= {"params_dtype": config.params_dtype}
-    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "perform_initialization": False, "bias_dropout_fusion": False}
-    vision = TransformerConfig(hidden_size=16, num_attention_heads=4, gradient_accumulation_fusion=False, **of_encoder, **plain)
-    projector = TransformerConfig(
-        hidden_size=16, ffn_hidden_size=24, num_attention_heads=1, gradient_accumulation_fusion=False, **of_encoder, **plain
-    )
+    vision = TransformerConfig(hidden_size=16, num_attention_heads=4, **of_encoder, **PLAIN)
+    projector = TransformerConfig(hidden_size=16, ffn_hidden_size=24, num_attention_heads=1, **of_encoder, **PLAIN)
     encoder_layer = get_vit_layer_with_local_spec()
     encoder_layer.submodules.self_attention.params = {"attn_mask_type": AttnMaskType.no_mask}
     vision.vision_model_type, config.language_model_type = "clip", "llama"
     with patch.object(llava_model, "CLIPViTModel", partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)):
-        return llava_model.LLaVAModel(
-            config,
-            get_gpt_layer_local_spec(),
-            vocab_size,
-            SEQUENCE_LENGTH,
-            vision,
-            encoder_layer,
-            True,
-            projector,
-            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-            img_h=IMAGE_SIZE,
-            img_w=IMAGE_SIZE,
-            patch_dim=IMAGE_SIZE // 2,
-            language_position_embedding_type="rope",
-            **{"add_encoder": ends["pre_process"]} | parts | ends,
-        )
+        parts = {"add_encoder": ends["pre_process"]} | parts | ends
+        parts |= {"img_h": IMAGE_SIZE, "img_w": IMAGE_SIZE, "patch_dim": IMAGE_SIZE // 2}
+        llm = (config, get_gpt_layer_local_spec(), vocab_size, SEQUENCE_LENGTH)
+        way_in = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        eye = (vision, encoder_layer, True, projector, way_in)
+        return llava_model.LLaVAModel(*llm, *eye, language_position_embedding_type="rope", **parts)
 
 
 def _build_chunk(config: TransformerConfig, build: Callable[..., Any], vp_stage: int | None) -> DistributedDataParallel:

@@ -127,20 +127,9 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
     Biases, norm weights and what adapters have as zeros are drawn at random: as zeros and ones they would hide what adds or
     scales twice.
     """
-    options = SessionOptions(
-        case.graph,
-        build_options(case),
-        case.source.vocab_size,
-        seed=SEED,
-        timeout=TIMEOUT,
-        optimizer=optimizer,
-        builder=BUILDERS[case.builder],
-        passes=case.passes,
-        reduces_by_layer=reduce_by_layer in case.passes,
-        shards_weights=case.shards_weights,
-        reduces_once=case.reduces_once,
-        num_state_copies=case.num_state_copies,
-    )
+    how = {"seed": SEED, "timeout": TIMEOUT, "optimizer": optimizer, "builder": BUILDERS[case.builder]}
+    how |= sharing_options(case)
+    options = SessionOptions(case.graph, build_options(case), case.source.vocab_size, **how)
     session = Session(options, plan=case.plan)
     with whole_weights(session):
         for (unit, _), stage in session.stages.items():
@@ -151,20 +140,17 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
     return session
 
 
+def sharing_options(case: Any) -> dict[str, Any]:
+    """Return a session's options of how replicas share work and weights, as a case has them."""
+    shared = {name: getattr(case, name) for name in ("passes", "shards_weights", "reduces_once", "num_state_copies")}
+    return {**shared, "reduces_by_layer": reduce_by_layer in case.passes}
+
+
 def build_options(case: GradientCase) -> BuildOptions:
-    return BuildOptions(
-        case.dtype,
-        sequence_parallel=case.sequence_parallel,
-        recompute=case.recompute,
-        attention_backend=case.attention_backend,
-        attention_mask=case.attention_mask,
-        num_overlapped_parts=case.num_overlapped_parts,
-        buffer_rows=case.buffer_rows,
-        transformer_impl=case.transformer_impl,
-        fp8_format=None if case.fp8_recipe is None else "hybrid",
-        fp8_recipe=case.fp8_recipe or "tensorwise",
-        delays_weight_gradients=_delays_weight_gradients(case),
-    )
+    names = ("sequence_parallel", "recompute", "attention_backend", "attention_mask", "num_overlapped_parts", "buffer_rows")
+    how = {name: getattr(case, name) for name in (*names, "transformer_impl")}
+    fp8 = {"fp8_format": None if case.fp8_recipe is None else "hybrid", "fp8_recipe": case.fp8_recipe or "tensorwise"}
+    return BuildOptions(case.dtype, **how, **fp8, delays_weight_gradients=_delays_weight_gradients(case))
 
 
 def _delays_weight_gradients(case: GradientCase) -> bool:
@@ -191,20 +177,11 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         num_overlapped_parts=case.num_overlapped_parts,
     )
     predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size, options) if case.cluster is not None else None
-    step = plan_step(
-        source,
-        lengths=lengths,
-        assignment=assignment,
-        options=StepOptions(
-            schedules,
-            dist.get_rank(),
-            sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
-            shards_weights=case.shards_weights,
-            costs_of=predictor.costs if predictor is not None else None,
-            build=build_options(case),
-            seed=SEED,
-        ),
-    )
+    sharing = ContextSharing(case.distribution, case.block_size, case.attention_mask)
+    how = {"shards_weights": case.shards_weights, "build": build_options(case), "seed": SEED}
+    how["costs_of"] = predictor.costs if predictor is not None else None
+    options = StepOptions(schedules, dist.get_rank(), sharing=sharing, **how)
+    step = plan_step(source, lengths=lengths, assignment=assignment, options=options)
     return step.packed()
 
 
@@ -239,16 +216,9 @@ def run_step(session: Session, step: Step) -> RankGradients:
 
 def reference_of(case: GradientCase) -> GradientCase:
     """What is left of a case for one process."""
-    return GradientCase(
-        case.graph,
-        single_rank_plan(case.graph),
-        Assignment({}),
-        case.source,
-        attention_mask=case.attention_mask,
-        attention_backend="dense",
-        dtype=case.dtype,
-        fp8_recipe=case.fp8_recipe,
-    )
+    kept = {name: getattr(case, name) for name in ("attention_mask", "dtype", "fp8_recipe")}
+    plan = single_rank_plan(case.graph)
+    return GradientCase(case.graph, plan, Assignment({}), case.source, attention_backend="dense", **kept)
 
 
 def run_reference(case: GradientCase) -> RankGradients:

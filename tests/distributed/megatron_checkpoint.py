@@ -86,21 +86,10 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
         own = ModuleSpec(GPTModel, params={"config": language, "transformer_layer_spec": spec, **inner})
         return MimoModel(MimoModelConfig(language_model_spec=own, modality_submodules_spec=modalities))
     with patch.object(llava_model, "CLIPViTModel", partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)):
-        return llava_model.LLaVAModel(
-            language,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
-            VOCABULARY,
-            64,
-            vision,
-            get_vit_layer_with_local_spec(),
-            True,
-            projector,
-            parts,
-            img_h=28,
-            img_w=28,
-            patch_dim=14,
-            language_position_embedding_type="rope",
-        )
+        llm = (language, get_gpt_layer_local_spec(normalization="RMSNorm"), VOCABULARY, 64)
+        eye = (vision, get_vit_layer_with_local_spec(), True, projector, parts)
+        sizes = {"img_h": 28, "img_w": 28, "patch_dim": 14}
+        return llava_model.LLaVAModel(*llm, *eye, **sizes, language_position_embedding_type="rope")
 
 
 @contextmanager

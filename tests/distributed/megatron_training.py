@@ -22,6 +22,7 @@ from torch.nn import Module
 
 from megatron.runtime.platform import CpuTorch
 from tests.distributed import braid_training
+from tests.distributed.drop_in_training import PLAIN
 from tests.distributed.random_source import RandomSource
 
 
@@ -89,28 +90,12 @@ class MegatronTraining:
 
 def language_config(case: braid_training.ComparedCase, *, num_stages: int, **more: Any) -> TransformerConfig:
     shape = case.graph.backbone.transformer
-    return TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        add_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        pipeline_model_parallel_size=num_stages,
-        pipeline_dtype=torch.float64,
-        params_dtype=torch.float64,
-        perform_initialization=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-        calculate_per_token_loss=True,
-        **more,
-    )
+    names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+    sizes = {name: getattr(shape, name) for name in names}
+    kind = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    kind |= {"add_bias_linear": False, "add_qkv_bias": True}
+    how = {**PLAIN, "pipeline_dtype": torch.float64, "params_dtype": torch.float64, "calculate_per_token_loss": True}
+    return TransformerConfig(pipeline_model_parallel_size=num_stages, **sizes, **kind, **how, **more)
 
 
 def language_arguments(case: braid_training.ComparedCase) -> dict[str, Any]:

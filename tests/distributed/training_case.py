@@ -21,10 +21,9 @@ from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.passes import Pass
-from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tests.distributed.gradient_case import plan_all, whole_weights
+from tests.distributed.gradient_case import plan_all, sharing_options, whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
 from tests.unit.model.rank_groups import join_shards
@@ -155,22 +154,11 @@ class Training:
         optimizer = build_optimizer_config(
             lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
         )
-        options = SessionOptions(
-            case.graph,
-            BuildOptions(case.dtype, sequence_parallel=case.sequence_parallel),
-            case.vocab_size,
-            seed=case.seed,
-            timeout=TIMEOUT,
-            optimizer=optimizer,
-            rates={
-                unit.name: UnitRates(*[Rates(0.01, 0.0, 0.1, average_decay=AVERAGE_DECAY)] * 2) for unit in case.graph.generators
-            },
-            passes=case.passes,
-            reduces_by_layer=reduce_by_layer in case.passes,
-            shards_weights=case.shards_weights,
-            reduces_once=case.reduces_once,
-            num_state_copies=case.num_state_copies,
-        )
+        rates = UnitRates(*[Rates(0.01, 0.0, 0.1, average_decay=AVERAGE_DECAY)] * 2)
+        how = {"seed": case.seed, "timeout": TIMEOUT, "optimizer": optimizer, **sharing_options(case)}
+        how["rates"] = {unit.name: rates for unit in case.graph.generators}
+        build = BuildOptions(case.dtype, sequence_parallel=case.sequence_parallel)
+        options = SessionOptions(case.graph, build, case.vocab_size, **how)
         self.session = Session(options, plan=case.plan)
         self.background = BackgroundSave(TIMEOUT) if case.saves_in_background else None
 
@@ -198,15 +186,9 @@ class Training:
         return plan_all(source, assignment, options)
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> None:
-        save_checkpoint(
-            folder,
-            step=step,
-            session=self.session,
-            schedulers_state={"num_steps": step},
-            run_state=run_state or {"seed": self.case.seed},
-            keep_last=keep_last,
-            background=self.background,
-        )
+        how = {"schedulers_state": {"num_steps": step}, "run_state": run_state or {"seed": self.case.seed}}
+        how |= {"keep_last": keep_last, "background": self.background}
+        save_checkpoint(folder, step=step, session=self.session, **how)
 
     def finish_saving(self) -> None:
         if self.background is not None:
