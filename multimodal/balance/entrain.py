@@ -36,8 +36,7 @@ def balance_entrain(work: BatchWork, *, plan: Plan) -> Assignment:
 
 def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:
     """Yield the lower bound on a replica's microbatches for each assignment to try."""
-    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
-    most = work.count_microbatches(num_replicas)
+    most = work.count_microbatches(plan.units[work.graph.backbone.name].data_parallel_size)
     if work.options.microbatch_count is not MicrobatchCount.EFFECTIVE:
         yield most
     if work.options.microbatch_count is MicrobatchCount.PREDICTED:

@@ -73,8 +73,7 @@ class AssignedLoads:
 
     def _inside(self, work: StepWork, unit: str, sources: Integers) -> Integers:
         replicas, graph = self.shape.plan.units[unit].replicas, self.shape.graph
-        stages = work.computed_stages[sources]
-        ends, numbers = np.unique(stages, return_inverse=True)
+        ends, numbers = np.unique(work.computed_stages[sources], return_inverse=True)
         places = zip(work.pieces.replica_of_stage[ends].tolist(), work.pieces.index_of_stage[ends].tolist(), strict=True)
         layers = (replicas[replica].virtual_stages[index].layers for replica, index in places)
         hidden: Integers = np.array([graph.width_behind(unit, each.stop - 1) for each in layers], np.int64)[numbers]
@@ -110,8 +109,7 @@ class AssignedLoads:
         if places:
             shared = (self._rank_loads(unit, self.assignment.atoms(place)) for place in places)
             fullest = [max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens) for parts in shared]
-            num_ranks = self._dealers[unit].num_ranks
-            of_all = ([of_all_ranks(load, num_ranks) for load in part] for part in fullest)
+            of_all = ([of_all_ranks(load, self._dealers[unit].num_ranks) for load in part] for part in fullest)
             columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*of_all, strict=True)]
             return RankLoad(*(UnitLoad(*part) for part in columns))
         loads = self.of_microbatches(unit)
@@ -170,8 +168,7 @@ class AssignedLoads:
             return num_tokens * (len(self.shape.graph.upstream(unit)) if described.join == "features" else 1)
         if described.role is not Role.BACKBONE:
             loads = self.of_microbatches(unit)
-            is_given = self.shape.graph.takes_tokens(unit)
-            return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * is_given
+            return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * self.shape.graph.takes_tokens(unit)
         rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
 

@@ -102,8 +102,7 @@ def atom_numbers(unit: Unit, lengths: LengthArrays, sample_ids: Integers, item_i
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
     """Sum up loads; the sum of none is the empty load."""
-    columns = zip(*loads, strict=True)
-    return UnitLoad(*map(sum, columns))
+    return UnitLoad(*map(sum, zip(*loads, strict=True)))
 
 
 def of_all_ranks(load: UnitLoad, num_ranks: int) -> UnitLoad:

@@ -155,8 +155,7 @@ def max_communicators_per_rank(graph: ModelGraph, plan: Plan) -> int:
     """Return the most communicators of a rank: groups of different ranks, tracks of messages, and the group of all. O(ranks)."""
     groups: Iterable[tuple[int, ...]] = {ranks for ranks in group_ranks(graph, plan) if len(ranks) > 1}
     of_ranks = Counter(rank for ranks in groups for rank in ranks)
-    num_tracks = 2 * len({track for track, *_ in _links(graph, plan)})
-    return 1 + num_tracks + max(of_ranks.values(), default=0)
+    return 1 + 2 * len({track for track, *_ in _links(graph, plan)}) + max(of_ranks.values(), default=0)
 
 
 class WeightPart(NamedTuple):

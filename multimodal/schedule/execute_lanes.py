@@ -55,8 +55,7 @@ def unit_costs(shape: StepShape) -> Integers:
             like = unit, stage, shape.plan.virtual_stage(unit, replica, stage).layers
             if like not in known:
                 known[like] = unit_cost(Action(ActionKind.BACKWARD, unit, replica, stage, 0), shape)
-            number = pieces.first_stage + stage * pieces.has_backward.shape[1] + replica
-            costs[number, BACKWARD] = known[like]
+            costs[pieces.first_stage + stage * pieces.has_backward.shape[1] + replica, BACKWARD] = known[like]
     of_pieces: Integers = costs[work.computed_stages, work.kinds]
     of_pieces[work.pieces.is_range] = 1
     return of_pieces

@@ -234,8 +234,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
     is_circular = np.bincount(circles)[circles] > 1
     if not is_circular.any():
         return
-    is_message = work.resources[schedule.pieces] == RECEIVE
-    first = int(np.flatnonzero(is_circular[together] & is_message)[0])
+    first = int(np.flatnonzero(is_circular[together] & (work.resources[schedule.pieces] == RECEIVE))[0])
     inside = np.flatnonzero(circles[together] == circles[together[first]])
     stuck = {int(lanes[slot]): int(slot - schedule.lane_starts[lanes[slot]]) for slot in inside[::-1]}
     problem = (

@@ -120,8 +120,7 @@ class TransformerLayer(Layer):
         if is_spread and trains and not is_selective:
             output += query
         whole = shape.hidden_size * (3 if trains else 2)
-        split = query + key_value + output
-        return float(size * whole), float(size * split)
+        return float(size * whole), float(size * (query + key_value + output))
 
     def _local_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
         """Bytes per token that torch's autograd saves beside the MLP, whole and split; checked against real stages.

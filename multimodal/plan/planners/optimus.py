@@ -249,8 +249,7 @@ class _Search:
         fills = self.graph.encoders and not plan.is_whole_on_every_rank
         is_virtual = any(layout.virtual_stages > 1 for layout in candidate.layouts.values())
         schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
-        run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
-        return with_first_balance(run, request)
+        return with_first_balance(build_run(request, plan, schedule=schedule, seconds=scored.seconds), request)
 
 
 def _check_sizes(request: PlanningRequest) -> None:

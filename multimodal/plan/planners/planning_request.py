@@ -320,8 +320,7 @@ class PlanningRequest:
             weights = dict[str, int]()
             for kind in dict.fromkeys(unit.layers):
                 layer = describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size)
-                is_trained = self.backward_need(unit.name, kind).trains_weights
-                weights[kind] = layer.num_trained_weights if is_trained else 0
+                weights[kind] = layer.num_trained_weights if self.backward_need(unit.name, kind).trains_weights else 0
             sums[unit.name] = tuple(accumulate(map(weights.__getitem__, unit.layers), initial=0))
         return sums
 

@@ -37,8 +37,7 @@ def build_encoders_colocated(shape: StepShape) -> Schedule:
                 f"'{encoders[0]}' and {other} for '{unit}' (replica by replica); give '{unit}' the ranks of "
                 f"'{encoders[0]}' in the plan, or choose 1f1b"
             )
-    work = step_work(shape)
-    existing = work.computed_numbers
+    existing = step_work(shape).computed_numbers
     replicas = range(shape.plan.units[encoders[0]].data_parallel_size) if encoders else ()
     counts = [max(shape.num_microbatches(unit, replica) for unit in encoders) for replica in replicas]
     places = [(replica, microbatch) for replica, count in enumerate(counts) for microbatch in range(count)]

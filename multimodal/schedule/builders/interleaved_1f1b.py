@@ -150,8 +150,7 @@ def _num_buffered(replica: Replica) -> int:
 def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
     """Return the most microbatches in flight in the first chunk of the first stage."""
     order = interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
-    changes = np.where(order.kinds == FORWARD, 1, -1)[order.chunks == 0]
-    return int(changes.cumsum().max(initial=1))
+    return int(np.where(order.kinds == FORWARD, 1, -1)[order.chunks == 0].cumsum().max(initial=1))
 
 
 @lru_cache(maxsize=256)

@@ -184,6 +184,5 @@ class _Pauses:
         last = self.llm.last_stages[given], given
         goes_back = self.llm.width[last] > 0
         np.minimum.at(needed, taken[goes_back], self.start[self.llm.backward[last]][goes_back])
-        at = np.minimum(ready[groups], needed)
-        moments = np.broadcast_to(at, unit.forward.shape)
+        moments = np.broadcast_to(np.minimum(ready[groups], needed), unit.forward.shape)
         return _Moments(moments, moments)

@@ -30,8 +30,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     shape = schedule.shape
     encoders = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
     consumers = {each: len(shape.consumers(each)) for each in shape.microbatches if each.unit in encoders}
-    num_subsets = {each: count for each, count in consumers.items() if count > 1}
-    rewritten = _cut(schedule, num_subsets)
+    rewritten = _cut(schedule, {each: count for each, count in consumers.items() if count > 1})
     if rewritten == schedule:
         return schedule
     after, before = (duration_of(each, seconds=_seconds(each)) for each in (rewritten, schedule))

@@ -42,8 +42,7 @@ class PlacedAtoms(CountedMicrobatches):
     def of_replicas(cls, replicas: Sequence[Sequence[Sequence[Atom]]]) -> "PlacedAtoms":
         """Build from objects. O(atoms)."""
         microbatches = list(chain.from_iterable(replicas))
-        atoms = list(chain.from_iterable(microbatches))
-        columns = np.array(atoms, np.int64).reshape(-1, 2)
+        columns = np.array(list(chain.from_iterable(microbatches)), np.int64).reshape(-1, 2)
         samples, items = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
         return cls(samples, items, row_starts(list(map(len, microbatches))), row_starts(list(map(len, replicas))))
 

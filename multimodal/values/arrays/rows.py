@@ -30,8 +30,7 @@ def take_rows(starts: Integers, values: Integers, rows: Integers) -> tuple[Integ
     """Select rows, in any order: starts, values."""
     lengths = starts[rows + 1] - starts[rows]
     new_starts = row_starts(lengths)
-    offsets = np.repeat(starts[rows] - new_starts[:-1], lengths)
-    return new_starts, values[np.arange(new_starts[-1]) + offsets]
+    return new_starts, values[np.arange(new_starts[-1]) + np.repeat(starts[rows] - new_starts[:-1], lengths)]
 
 
 def row_sums(starts: Integers, values: Integers) -> Integers:

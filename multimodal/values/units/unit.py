@@ -292,8 +292,7 @@ class Unit:
         """
         if self.has_windows or self.queries is not None or bool(self.image and self.image.has_row_ends):
             return True
-        merges = self.merge_factor > 1
-        return merges and (self.audio is not None or bool(self.image and self.image.class_token))
+        return self.merge_factor > 1 and (self.audio is not None or bool(self.image and self.image.class_token))
 
     @property
     def is_causal(self) -> bool:

@@ -135,8 +135,7 @@ class UnitPieces:
     @cached_property
     def collective(self) -> Integers:
         """[num_stages, num_replicas] the number of the first collective, where there is one."""
-        of_collectives = self.trains * (self.num_gathers + self.num_reductions)
-        return self._first + self.sizes - of_collectives
+        return self._first + self.sizes - self.trains * (self.num_gathers + self.num_reductions)
 
     @property
     def num_pieces(self) -> int:
@@ -228,8 +227,7 @@ class Pieces:
             self.microbatches[ranges] = index[microbatch]
             self.parts[ranges] = np.arange(ranges.stop - ranges.start)
         found = unit.gradients
-        is_split = unit.is_split[found.stages, found.microbatches]
-        self.kinds[found.pieces] = np.where(is_split, INPUT_GRADIENT, BACKWARD)
+        self.kinds[found.pieces] = np.where(unit.is_split[found.stages, found.microbatches], INPUT_GRADIENT, BACKWARD)
         for pieces in (found.pieces, found.last_pieces):
             self.microbatches[pieces] = index[found.microbatches]
             self.parts[pieces] = found.parts

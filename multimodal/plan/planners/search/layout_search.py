@@ -149,8 +149,7 @@ def _colocated(request: PlanningRequest, problem: AllocationProblem) -> list[Sco
             if busy_seconds[row] + others_seconds > SLACK * best:
                 continue
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
-            ordered = {name: chosen[name] for name in graph.unit_names}
-            candidate = Candidate(ordered, (graph.unit_names,))
+            candidate = Candidate({name: chosen[name] for name in graph.unit_names}, (graph.unit_names,))
             if lower_bound_seconds(request, candidate) > SLACK * best:
                 continue
             seconds = estimate_seconds(request, candidate, has_spread=True)

@@ -211,14 +211,12 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
     ordered = sorted((each for runs in found.values() for each in runs), key=lambda each: each.key)
     near = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below] or ordered[:1]
     promising = (each for each in near if each.prediction.iteration_seconds <= HOPELESS * below)
-    closer = filter(None, (trials.try_run(each.run, RANKING) for each in promising))
-    return sorted(closer, key=lambda each: each.key)
+    return sorted(filter(None, (trials.try_run(each.run, RANKING) for each in promising)), key=lambda each: each.key)
 
 
 def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials) -> PredictedRun:
     """Return the first of a planner's tuned runs that fits the memory when it is judged; raises PlanError if none does."""
-    judged = (trials.try_run(each.run, FINAL) for each in tuned)
-    found = next(filter(None, judged), None)
+    found = next(filter(None, (trials.try_run(each.run, FINAL) for each in tuned)), None)
     return found or plan_to_fit(planner, trials.request, predict=partial(trials.predict, fidelity=FINAL))
 
 

@@ -146,8 +146,7 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
     stages, first = [], 0
     nodes_of_stages = place_stages(mapping.gpus, chain.request.cluster.gpus_per_node)
     for end, gpus, node in zip(mapping.ends, mapping.gpus, nodes_of_stages, strict=True):
-        row = chain.sizes.index(gpus)
-        forward, backward = chain.seconds[:, row, first:end].sum(axis=1).tolist()
+        forward, backward = chain.seconds[:, chain.sizes.index(gpus), first:end].sum(axis=1).tolist()
         stages.append(TemplateStage(int(chain.bounds[first]), int(chain.bounds[end]) - 1, gpus, node, forward, backward))
         first = end
     template = PipelineTemplate(nodes, num_microbatches, 0.0, tuple(stages))

@@ -1,9 +1,10 @@
 """Replicas of templates for a number of nodes, and when nodes are lost or return: new ones, and the layers copied for them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -75,8 +76,7 @@ def share_batch(times: Mapping[int, PipelineTimes], sizes: Sequence[int], *, num
         return times[ordered[index]].seconds(counts[index])
 
     while sum(counts) > num_microbatches:
-        shrinking = (each for each in range(len(counts)) if counts[each] > 1)
-        latest = max(shrinking, key=end)
+        latest = max((each for each in range(len(counts)) if counts[each] > 1), key=end)
         counts[latest] -= max(1, min(counts[latest] - 1, (sum(counts) - num_microbatches) // len(counts)))
     return Instantiation(tuple(map(Instance, ordered, counts)), max(map(end, range(len(counts)))))
 
@@ -172,6 +172,12 @@ class Pipeline:
     """Its share of the global batch."""
 
 
+def _on_nodes(instances: Sequence[Instance], nodes: Iterable[int]) -> tuple[Pipeline, ...]:
+    """Return the replicas on these nodes, one after the other."""
+    left = iter(nodes)
+    return tuple(Pipeline(tuple(islice(left, each.nodes)), each.num_microbatches) for each in instances)
+
+
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
     """The replicas with which a run continues, and the transition to them."""
@@ -199,17 +205,12 @@ class Reconfigurer:
 
     def start(self) -> tuple[Pipeline, ...]:
         """Return the instances of the set on nodes 0, 1, ..."""
-        pipelines, first = [], 0
-        for each in self.templates.instances:
-            pipelines.append(Pipeline(tuple(range(first, first + each.nodes)), each.num_microbatches))
-            first += each.nodes
-        return tuple(pipelines)
+        return _on_nodes(self.templates.instances, range(self.templates.num_nodes))
 
     def fresh(self, nodes: Sequence[int]) -> tuple[tuple[Pipeline, ...], float]:
         """Return replicas with the shortest step on these nodes, and its seconds, whatever the nodes hold."""
         chosen = self._fastest(len(nodes))
-        placed = self._place("replan", chosen, nodes, {})
-        return placed.pipelines, chosen.step_seconds
+        return self._place("replan", chosen, nodes, {}).pipelines, chosen.step_seconds
 
     def step_seconds(self, pipelines: Sequence[Pipeline]) -> float:
         """Return the seconds of a step of the slowest pipeline."""
@@ -268,10 +269,7 @@ class Reconfigurer:
         needs = np.array([np.isin(layers, each) for each in wanted])
         lacks = np.array([~np.isin(layers, held.get(node, ())) for node in nodes])
         _, chosen = linear_sum_assignment((needs * weights) @ lacks.T)
-        node_of_place = iter([nodes[index] for index in chosen.tolist()])
-        pipelines = tuple(
-            Pipeline(tuple(next(node_of_place) for _ in range(each.nodes)), each.num_microbatches) for each in choice.instances
-        )
+        pipelines = _on_nodes(choice.instances, [nodes[index] for index in chosen.tolist()])
         left = {node: held[node] for node in nodes if node in held}
         copies, missing = deal_copies(self._held_layers(pipelines), left, self.templates.layer_bytes)
         seconds = copy_seconds(copies, bytes_per_second=self.bytes_per_second)

@@ -131,9 +131,7 @@ def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) 
             continue
         shared = share_batch(templates.times, [size] * count, num_microbatches=templates.num_microbatches)
         places = [tuple(nodes[first : first + size]) for first in range(0, count * size, size)]
-        pipelines = tuple(
-            Pipeline(*each) for each in zip(places, (one.num_microbatches for one in shared.instances), strict=True)
-        )
+        pipelines = tuple(map(Pipeline, places, (each.num_microbatches for each in shared.instances)))
         found.append((shared.step_seconds, size, pipelines))
     if not found:
         raise PlanError(

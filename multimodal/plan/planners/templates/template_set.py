@@ -77,8 +77,7 @@ class PipelineTimes:
         ahead = np.clip(behind, 0, num_microbatches - 1)
         waits = [(way - ahead * np.array(each)[:, None]).max(axis=1, initial=0.0) for each in (self.forward, self.backward)]
         has_steady_phase = count - 1 - stages < num_microbatches - 1
-        idle = np.where(has_steady_phase, waits[0] + waits[1], np.maximum(*waits))
-        return np.asarray(before[:-1] + idle)
+        return np.asarray(before[:-1] + np.where(has_steady_phase, waits[0] + waits[1], np.maximum(*waits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +250,7 @@ class TemplateSet(FromFile):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
-        plain = asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TemplateSet":
