@@ -51,17 +51,9 @@ def autoencoder(folder: Path, *, seed: int = 0, channels: int = CHANNELS) -> Pat
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
-    AutoencoderKL(
-        in_channels=1,
-        out_channels=1,
-        latent_channels=channels,
-        block_out_channels=(4, 4),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=2,
-        scaling_factor=0.7,
-        shift_factor=0.1,
-    ).save_pretrained(folder)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    sizes = {"in_channels": 1, "out_channels": 1, "latent_channels": channels, "block_out_channels": (4, 4), "norm_num_groups": 2}
+    AutoencoderKL(**blocks, **sizes, scaling_factor=0.7, shift_factor=0.1).save_pretrained(folder)
     return folder
 
 

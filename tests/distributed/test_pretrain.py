@@ -155,18 +155,11 @@ def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate
 
 def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(tmp_path: Path, alone: Alone) -> None:
     """One replica on two nodes and one on one; the first stage of each holds the encoder and the LLM's first layers."""
-    templates = TemplateSet(
-        num_nodes=3,
-        gpus_per_node=2,
-        fault_tolerance=1,
-        micro_batch_size=1,
-        num_microbatches=3,
-        recompute_granularity=None,
-        chain=(ChainUnit("vision", 3), ChainUnit("llm", 6)),
-        layer_bytes=(1,) * 9,
-        instances=(Instance(2, 2), Instance(1, 1)),
-        templates=(template(1, (0, 5, 1, 0), (6, 8, 1, 0)), template(2, (0, 4, 2, 0), (5, 6, 1, 1), (7, 8, 1, 1))),
-    )
+    chain, instances = (ChainUnit("vision", 3), ChainUnit("llm", 6)), (Instance(2, 2), Instance(1, 1))
+    cut = (template(1, (0, 5, 1, 0), (6, 8, 1, 0)), template(2, (0, 4, 2, 0), (5, 6, 1, 1), (7, 8, 1, 1)))
+    batch = {"micro_batch_size": 1, "num_microbatches": 3, "recompute_granularity": None}
+    sizes = {"num_nodes": 3, "gpus_per_node": 2, "fault_tolerance": 1, "layer_bytes": (1,) * 9, **batch}
+    templates = TemplateSet(**sizes, chain=chain, instances=instances, templates=cut)
     plan = plan_instances(templates, templates.instances, llm="llm")
     assert [replica.ranks for replica in plan.units["vision"].replicas] == [(0, 1), (4,)]
     assert plan.units["llm"].is_unlike and plan.units["llm"].microbatch_shares == (2, 1)

@@ -139,15 +139,8 @@ def second_step(case: gradient_case.GradientCase, folder: Path, resumes: bool) -
         session.step_optimizers(session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
         session.complete_parameters()
         if number == 0:
-            save_checkpoint(
-                folder,
-                step=1,
-                session=session,
-                schedulers_state={"num_steps": 1},
-                run_state={"seed": 0},
-                keep_last=1,
-                background=None,
-            )
+            run = {"schedulers_state": {"num_steps": 1}, "run_state": {"seed": 0}}
+            save_checkpoint(folder, step=1, session=session, keep_last=1, background=None, **run)
     with gradient_case.whole_weights(session):
         named = {f"{unit} {name}": each for (unit, _), stage in session.stages.items() for name, each in stage.named_parameters()}
         return loss, {name: each.detach().double().numpy() for name, each in named.items()}

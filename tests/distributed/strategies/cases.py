@@ -103,22 +103,15 @@ def gradient_cases(
     source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     shape = assignment.shape(graph, plan)
-    return GradientCase(
-        graph,
-        plan,
-        assignment,
-        source,
-        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if can_build(name, shape)])),
-        sequence_parallel=draw(st.booleans()),
-        recompute=draw(st.sampled_from([None, "selective", "full"])),
-        passes=draw(passes()),
-        attention_mask=draw(st.sampled_from(MaskMode)),
-        attention_backend=draw(st.sampled_from(["auto", "blocks"])),
-        distribution=draw(st.sampled_from(list(TokenDistribution))),
-        block_size=draw(st.sampled_from([4, 8, 128])),
-        num_overlapped_parts=draw(st.sampled_from([1, 3])),
-        num_state_copies=num_state_copies if has_replicas else None,
-    )
+    builders = [name for name in sorted(BUILDERS) if can_build(name, shape)]
+    options: dict[str, Any] = {"builder": draw(st.sampled_from(builders)), "sequence_parallel": draw(st.booleans())}
+    options |= {"recompute": draw(st.sampled_from([None, "selective", "full"])), "passes": draw(passes())}
+    options["attention_mask"] = draw(st.sampled_from(MaskMode))
+    options["attention_backend"] = draw(st.sampled_from(["auto", "blocks"]))
+    options["distribution"] = draw(st.sampled_from(list(TokenDistribution)))
+    options |= {"block_size": draw(st.sampled_from([4, 8, 128])), "num_overlapped_parts": draw(st.sampled_from([1, 3]))}
+    options["num_state_copies"] = num_state_copies if has_replicas else None
+    return GradientCase(graph, plan, assignment, source, **options)
 
 
 @st.composite
@@ -157,16 +150,10 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
     shape = assignment.shape(graph, plan)
     sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
     options = RunOptions(transformer_impl="local", sequence_parallel=sequence_parallel, recompute=recompute)
-    return GradientCase(
-        graph,
-        plan,
-        assignment,
-        source,
-        builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if can_build(name, shape)])),
-        sequence_parallel=sequence_parallel,
-        recompute=recompute,
-        passes=(RunInsideWaits(draw(st.integers(0, 1000)), options, density=draw(st.sampled_from([0.2, 0.7, 1.0]))),),
-    )
+    builder = draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if can_build(name, shape)]))
+    inside = RunInsideWaits(draw(st.integers(0, 1000)), options, density=draw(st.sampled_from([0.2, 0.7, 1.0])))
+    layers = {"sequence_parallel": sequence_parallel, "recompute": recompute}
+    return GradientCase(graph, plan, assignment, source, builder=builder, passes=(inside,), **layers)
 
 
 @st.composite
@@ -216,16 +203,8 @@ def expert_cases(draw: st.DrawFn) -> GradientCase:
     # Others are refused: where encoders and replicas of the LLM wait for each other in a circle, or orders differ (zb-h1).
     shape = even_out_replicas(assignment, plan=plan).shape(graph, plan)
     assume(_keeps_experts_together(builder, shape, chosen))
-    return GradientCase(
-        graph,
-        plan,
-        assignment,
-        source,
-        builder=builder,
-        sequence_parallel=draw(st.booleans()),
-        recompute=draw(st.sampled_from([None, "selective", "full"])),
-        passes=chosen,
-    )
+    layers = {"sequence_parallel": draw(st.booleans()), "recompute": draw(st.sampled_from([None, "selective", "full"]))}
+    return GradientCase(graph, plan, assignment, source, builder=builder, passes=chosen, **layers)
 
 
 def _keeps_experts_together(builder: str, shape: StepShape, passes: tuple[Pass, ...]) -> bool:

@@ -55,15 +55,9 @@ class Singly:
         load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         found = np.zeros(2)
         for layer, need in self.costs.stages.in_order(action[1:4]):
-            one = self.costs.layer_costs.seconds(
-                action.unit,
-                layer,
-                load,
-                tensor_parallel_size=sizes.tensor_parallel_size,
-                context_parallel_size=sizes.context_parallel_size,
-                recompute=self.options.recompute,
-                ranks=self.shape.plan.virtual_stage(*action[1:4]).ranks,
-            )
+            shared = {"tensor_parallel_size": sizes.tensor_parallel_size, "context_parallel_size": sizes.context_parallel_size}
+            shared |= {"recompute": self.options.recompute, "ranks": self.shape.plan.virtual_stage(*action[1:4]).ranks}
+            one = self.costs.layer_costs.seconds(action.unit, layer, load, **shared)
             waits = one.input_gradient_waiting * LAYER_KINDS[layer].passes_gradient(need)
             weight = one.weight_gradient * need.trains_weights
             found += {

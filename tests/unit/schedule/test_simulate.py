@@ -192,20 +192,12 @@ def build_arrays(lanes, *, seconds, needs=None, fillers=(), kinds=None, latency=
     needs = [(needs or {}).get(node, ()) for node in nodes]
     receivers = [(receivers or {}).get(node, ()) for node in nodes]
     links = [(links or {}).get(node, -1) for node in nodes]
-    return EventArrays(
-        starts(lanes),
-        flat(lanes),
-        flat([[node in fillers for node in lane] for lane in lanes], np.uint8),
-        np.array([(kinds or {}).get(node, NodeKind.COMPUTE) for node in nodes], np.uint8),
-        starts(needs),
-        flat(needs),
-        starts(receivers),
-        flat(receivers),
-        np.array(seconds, np.float64),
-        np.array([(latency or {}).get(node, 0.0) for node in nodes]),
-        np.array(links),
-        max(links) + 1,
-    )
+    is_filler = flat([[node in fillers for node in lane] for lane in lanes], np.uint8)
+    kinds = np.array([(kinds or {}).get(node, NodeKind.COMPUTE) for node in nodes], np.uint8)
+    rows = (each for lists in (needs, receivers) for each in (starts(lists), flat(lists)))
+    latencies = np.array([(latency or {}).get(node, 0.0) for node in nodes])
+    times = (np.array(seconds, np.float64), latencies, np.array(links), max(links) + 1)
+    return EventArrays(starts(lanes), flat(lanes), is_filler, kinds, *rows, *times)
 
 
 GATE = NodeKind.GATE

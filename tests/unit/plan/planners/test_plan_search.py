@@ -141,15 +141,9 @@ def random_request(seed: int) -> PlanningRequest:
     draw = random.Random(seed)
     graph = GRAPHS[draw.choice(["text-only", "two", "three", "two-encoders"])]
     lengths = random_lengths(graph, count=draw.choice((1, 8, 16)), seed=seed)
-    asked = request(
-        graph,
-        num_gpus=draw.choice((2, 4, 6)),
-        global_batch_size=draw.choice((6, 8, 12)),
-        lengths=lengths,
-        micro_batch_size=draw.choice((None, None, None, 2)),
-        time_budget_seconds=draw.choice((0.2, 0.6)),
-        num_batches=draw.choice((1, 2)),
-    )
+    drawn = {"num_gpus": draw.choice((2, 4, 6)), "global_batch_size": draw.choice((6, 8, 12))}
+    drawn |= {"micro_batch_size": draw.choice((None, None, None, 2)), "time_budget_seconds": draw.choice((0.2, 0.6))}
+    asked = request(graph, lengths=lengths, **drawn, num_batches=draw.choice((1, 2)))
     return with_memory(asked, draw.choice((4.0, 16.0)))
 
 

@@ -16,17 +16,10 @@ from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from tests.unit.golden_answers import Kinds, changed, golden_test
 
-MANIFEST = Manifest(
-    step=7,
-    dtype="float32",
-    model={"units": {}},
-    plan={},
-    run_state={"seed": 1, "lr": 0.1, "path": "\udc80ü"},
-    schedulers_state={"num_steps": 7},
-    random_state={"python": [3, [1], None]},
-    files={"rank_00000.bin": 3},
-    index_crc32=5,
-)
+STATES = {"run_state": {"seed": 1, "lr": 0.1, "path": "\udc80ü"}, "schedulers_state": {"num_steps": 7}}
+STATES |= {"random_state": {"python": [3, [1], None]}}
+CONTENT = {"files": {"rank_00000.bin": 3}, "index_crc32": 5}
+MANIFEST = Manifest(step=7, dtype="float32", model={"units": {}}, plan={}, **STATES, **CONTENT)
 
 
 @pytest.fixture
