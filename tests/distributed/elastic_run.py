@@ -41,19 +41,12 @@ def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: 
     graph = read_model(model)
     num_layers = sum(len(unit.layers) for unit in graph.units)
     replicas = nodes.replicas or nodes.sizes[:1] * (nodes.count // nodes.sizes[0])
-    TemplateSet(
-        nodes.count,
-        nodes.gpus,
-        nodes.fault_tolerance,
-        1,
-        num_microbatches,
-        None,
-        tuple(ChainUnit(unit.name, len(unit.layers)) for unit in graph.units),
-        (1000,) * num_layers,
-        tuple(Instance(size, num_microbatches // len(replicas)) for size in replicas),
-        tuple(PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes),
-        nodes.replicas_per_copy,
-    ).to_file(path)
+    chain = tuple(ChainUnit(unit.name, len(unit.layers)) for unit in graph.units)
+    instances = tuple(Instance(size, num_microbatches // len(replicas)) for size in replicas)
+    templates = tuple(PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes)
+    counts = (nodes.count, nodes.gpus, nodes.fault_tolerance, 1, num_microbatches, None)
+    found = TemplateSet(*counts, chain, (1000,) * num_layers, instances, templates, nodes.replicas_per_copy)
+    found.to_file(path)
 
 
 def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[TemplateStage, ...]:

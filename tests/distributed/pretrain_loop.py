@@ -202,18 +202,10 @@ def _build_model(
         fill_weights(model, vp_stage)
         models.append(model)
         return model
-    model = GPTModel(
-        config or core_transformer_config_from_args(args),
-        get_gpt_layer_local_spec(),
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=SEQUENCE_LENGTH,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
+    ends = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage, "pg_collection": pg_collection}
+    sizes = {"vocab_size": args.padded_vocab_size, "max_sequence_length": SEQUENCE_LENGTH, "position_embedding_type": "rope"}
+    sizes["share_embeddings_and_output_weights"] = not args.untie_embeddings_and_output_weights
+    model = GPTModel(config or core_transformer_config_from_args(args), get_gpt_layer_local_spec(), **sizes, **ends)
     models.append(model)
     return model
 

@@ -86,14 +86,10 @@ def _betas(folder: Path | str) -> dict[str, Any]:
 
 
 def graph_with(folder: Path, prediction: str = "epsilon", **llm: Any) -> ModelGraph:
-    painter = {
-        **UNITS["painter"],
-        "hidden_size": WIDTH,
-        "image": {"patch_size": SIDE, "in_channels": 1, "merge_size": 1},
-        "flow": {"prediction": prediction, "condition_tokens": 3, "condition_dropout": 0.4, **_betas(folder)},
-        "module": {"directory": str(folder)},
-        "weights": str(folder),
-    }
+    flow = {"prediction": prediction, "condition_tokens": 3, "condition_dropout": 0.4, **_betas(folder)}
+    image = {"patch_size": SIDE, "in_channels": 1, "merge_size": 1}
+    kind = {"module": {"directory": str(folder)}, "weights": str(folder)}
+    painter = {**UNITS["painter"], "hidden_size": WIDTH, "image": image, "flow": flow, **kind}
     if "in layers" in folder.name:
         encoder, config = read_encoder(folder, Role.GENERATOR)
         described = encoder.to_unit(config)

@@ -83,12 +83,8 @@ def test_gradients_equal_one_process(painter: Any, options: Any, ranks: RankPool
     options = dict(options)
     of_flow, of_unit = {"has_joint_attention": options.pop("joint", False)}, {"lora": options.pop("lora", None)}
     image = image_with(autoencoder(tmp_path / "vae"))
-    drawing = {
-        **UNITS["painter"],
-        **of_unit,
-        "image": image,
-        "flow": {"condition_tokens": 2, "condition_dropout": 0.3, **of_flow},
-    }
+    flow = {"condition_tokens": 2, "condition_dropout": 0.3, **of_flow}
+    drawing = {**UNITS["painter"], **of_unit, "image": image, "flow": flow}
     edges = [["vision", "llm"], ["llm", "painter"], ["vision", "painter"]]
     units = {"vision": UNITS["vision"], "llm": UNITS["llm"], "painter": drawing}
     graph = ModelGraph.from_dict({"units": units, "edges": edges})

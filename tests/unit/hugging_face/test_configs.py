@@ -109,13 +109,8 @@ DINOV2: dict[str, Any] = {
     | {"num_attention_heads": 6, "num_hidden_layers": 12},
     "options": {},
 }
-DINOV2["vision"]["processor"] = {
-    "image_mean": [0.485, 0.456, 0.406],
-    "image_std": [0.229, 0.224, 0.225],
-    "size": {"shortest_edge": 256},
-    "do_center_crop": True,
-    "crop_size": {"height": 224, "width": 224},
-}
+CUT_OUT = {"size": {"shortest_edge": 256}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224}}
+DINOV2["vision"]["processor"] = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225], **CUT_OUT}
 """Of all published sizes: 16 x 16 of the 37 x 37 patches that have a position each are cut out."""
 CONFIGS: Kinds = {
     **{name: (config, partial(read, base=config)) for name, config in PUBLISHED.items()},

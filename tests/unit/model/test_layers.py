@@ -15,15 +15,9 @@ from tests.unit.model.rank_groups import LiveBytes
 
 
 def build(normalization: str, dtype: torch.dtype, *, sequence_parallel: bool = False) -> Norm:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=6,
-        num_attention_heads=2,
-        normalization=normalization,
-        params_dtype=dtype,
-        tensor_model_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 6, "num_attention_heads": 2, "tensor_model_parallel_size": 2}
+    how = {"normalization": normalization, "params_dtype": dtype, "sequence_parallel": sequence_parallel}
+    config = TransformerConfig(**sizes, **how)
     norm = Norm(config, 6, eps=1e-3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

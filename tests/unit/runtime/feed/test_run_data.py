@@ -109,13 +109,8 @@ A, B, C = "aa 9,1 30", "bb 9,1 10", "cc 9,1 7"
 
 
 def describe_run(*data_sets: tuple[str, float], size: int = 8, **changed: Any) -> dict[str, Any]:
-    run = {
-        "global_batch_size": size,
-        "data_sets": [list(each) for each in data_sets],
-        "learning_rate": {"lr": 0.1},
-        "trained": {},
-    }
-    return {**run, **changed}
+    run = {"global_batch_size": size, "data_sets": [list(each) for each in data_sets]}
+    return {**run, "learning_rate": {"lr": 0.1}, "trained": {}, **changed}
 
 
 def batches_of(run: dict[str, Any]) -> GlobalBatches:
