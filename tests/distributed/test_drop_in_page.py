@@ -30,12 +30,8 @@ from tests.distributed.rank_pool import RankPool
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHAPE = {"hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
-MODEL = {
-    "units": {
-        "vision": {"role": "encoder", "num_layers": 1, "image": {"patch_size": 2}, **SHAPE},
-        "llm": {"role": "backbone", "num_layers": 2, **SHAPE},
-    }
-}
+VISION = {"role": "encoder", "num_layers": 1, "image": {"patch_size": 2}, **SHAPE}
+MODEL = {"units": {"vision": VISION, "llm": {"role": "backbone", "num_layers": 2, **SHAPE}}}
 SIZES = {"vision": UnitSizes(data_parallel_size=1), "llm": UnitSizes(pipeline_parallel_size=2, data_parallel_size=1)}
 LLAVA = loop.LoopCase(2, has_images=True, options={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"})
 TEXT = loop.LoopCase(1)

@@ -20,14 +20,10 @@ from multimodal.values.model_graph import ModelGraph
 from tools.profile_layers import main
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
-MODEL = {
-    "units": {
-        "vision": {"role": "encoder", **SHAPE, "image": {"patch_size": 2, "in_channels": 1}},
-        "audio": {"role": "encoder", **SHAPE, "audio": {}},
-        "llm": {"role": "backbone", **SHAPE, "vocab_size": 32},
-        "painter": {"role": "generator", **SHAPE, "image": {"patch_size": 2, "in_channels": 1}},
-    }
-}
+IMAGE = {"patch_size": 2, "in_channels": 1}
+UNITS = {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "audio": {"role": "encoder", **SHAPE, "audio": {}}}
+UNITS |= {"llm": {"role": "backbone", **SHAPE, "vocab_size": 32}, "painter": {"role": "generator", **SHAPE, "image": IMAGE}}
+MODEL = {"units": UNITS}
 
 
 @pytest.fixture(scope="module", autouse=True)

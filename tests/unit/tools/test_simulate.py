@@ -17,12 +17,9 @@ from tools.trace import main as trace
 
 SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 MODEL = {"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}}
-PLAN = {
-    "units": {
-        "vision": {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 6]]}]} for rank in (0, 1)]},
-        "llm": {"replicas": [{"stages": [{"ranks": [2], "layers": [[0, 3]]}, {"ranks": [3], "layers": [[3, 6]]}]}]},
-    }
-}
+VISION = {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 6]]}]} for rank in (0, 1)]}
+LLM = {"replicas": [{"stages": [{"ranks": [2], "layers": [[0, 3]]}, {"ranks": [3], "layers": [[3, 6]]}]}]}
+PLAN = {"units": {"vision": VISION, "llm": LLM}}
 LENGTHS = "sample_id,image_sizes,text_tokens_gpt2,audio_seconds\na,56x56;84x56,12,0\nb,,40,0\nc,112x112,7,1.5\n"
 
 
