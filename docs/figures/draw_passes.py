@@ -14,7 +14,7 @@ from docs.figures.figure_folder import figure_folder
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.draw import draw_comparison
+from multimodal.schedule.draw import draw_timelines
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
@@ -122,7 +122,7 @@ def main() -> None:
         shape, costs = build_example(figure)
         before = BUILDERS[figure.builder](shape)
         timelines = {figure.before: _simulate(before, costs), figure.after: _simulate(PASSES[name](before), costs)}
-        draw_comparison(timelines, folder / f"pass-{name}.png")
+        draw_timelines(timelines, folder / f"pass-{name}.png")
         print(name, [round(timeline.duration_seconds, 2) for timeline in timelines.values()])
 
 

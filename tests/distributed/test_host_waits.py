@@ -14,7 +14,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core.optimizer import Adam
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +22,7 @@ from benchmarks.recorded_calls import Call, EventKind, Recorded, recording_calls
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.flags.configuration import OptimizerSettings
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.gradients.unit_optimizer import AdamInBlocks, build_optimizer_config
 from megatron.runtime.session import Session
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.schedule.passes import PASSES
@@ -97,7 +96,7 @@ def counting_until_updated() -> Iterator[list[str]]:
             step_optimizers(self, *args, **options)
             counting.close()
 
-        replaced = (LaneRun, "run", counted), (Session, "step_optimizers", last), (Adam, "step", lambda self: None)
+        replaced = (LaneRun, "run", counted), (Session, "step_optimizers", last), (AdamInBlocks, "step", lambda self: None)
         with ExitStack() as patches:
             for each in replaced:
                 patches.enter_context(patch.object(*each))
