@@ -185,7 +185,7 @@ def measure(batches: Callable[[], Iterable[Any]], *, num_samples: int) -> dict[s
 
 
 def _processor_seconds(*whose: int) -> float:
-    """whose: resource's names of processes; none: this one and its children that have ended."""
+    """Return the processor seconds of these (`resource.RUSAGE_...`); by default of this process and its ended children."""
     used = map(resource.getrusage, whose or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 

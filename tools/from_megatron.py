@@ -270,7 +270,9 @@ class Conversion:
                 aside[name] = value
             elif "would be ignored" in message:
                 self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{name}\b(?!-)", line)]
-                self.note(NOT_NEEDED, name, what=message.partition("would be ignored: ")[2])
+                self.answered.add(name)
+                shown = " ".join((f"--{name}", *self.flags.get(name, ())))
+                self.report[NOT_NEEDED].append(f"{shown}: {message.partition('would be ignored: ')[2]}")
             elif value is True and "expects one value" in message:
                 aside[name] = None
                 self.report[TO_DO].append(f"--{name} has no value in the script; set it")

@@ -120,7 +120,12 @@ def build_parser() -> Parser:
     add("--planner", choices=(*COMPARED, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
     add("--compare", type=_names, default=(), metavar="P1,P2,...", help="Show these planners' plans beside it.")
     add("--fault-tolerance", type="at_least_zero", metavar="F", help="Nodes that may be lost at once, for templates (1).")
-    add("--replicas-per-copy", type="count", metavar="G", help="Replicas to a copy of the optimizer state, for templates (1).")
+    add(
+        "--replicas-per-copy",
+        type="count",
+        metavar="G",
+        help="Replicas that share one of the F + 1 copies of the optimizer state (1).",
+    )
     add("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
     add("--mtbf-hours", type="positive", metavar="H", help="Plan for what the run delivers if nodes fail this often.")
     add("--repair-hours", type="positive", metavar="H", help="--mtbf-hours: until a failed node is back (24).")

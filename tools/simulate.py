@@ -182,7 +182,7 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     if memory_bytes is not None:
         fits = "" if report["peak_memory_bytes"] <= memory_bytes else ": does not fit"
         console.print(f"peak memory {report['peak_memory_bytes'] / 1e9:.2f} GB of {memory_bytes / 1e9:g} GB{fits}")
-    shares = Table("lane time", "share", box=None)
+    shares = Table("time of all ranks", "share", box=None)
     for kind, share in {"busy": report["busy_fraction"], **report["bubble"]}.items():
         shares.add_row(kind, f"{share:.2%}")
     console.print(shares)

@@ -1,7 +1,7 @@
 """Planners that only papers' comparisons ask for, by name: no search tries their plans, so that a run needs none of them."""
 
 from collections import ChainMap
-from functools import partial, wraps
+from functools import partial
 
 from benchmarks.baselines.cornstarch import plan_cornstarch
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
@@ -11,24 +11,21 @@ from benchmarks.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import Planner
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.errors import PlanError
 
 
-def _without_fed_encoders(plan: Planner) -> Planner:
-    """Return a planner that raises PlanError for models in which an encoder feeds another one."""
+class _WithoutFedEncoders(PlannerRow):
+    """A planner that is only for models in which no encoder feeds another one."""
 
-    @wraps(plan)
-    def checked(request: PlanningRequest) -> PlannedRun:
+    def __call__(self, request: PlanningRequest) -> PlannedRun:
+        """Plan as other rows do; raises PlanError, too, if an encoder feeds another one, even one without work."""
         if fed := fed_encoders(request.graph):
             raise PlanError(
-                f"it is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other encoders give; choose "
-                "another planner"
+                f"planner '{self.name}': it is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other "
+                "encoders give; choose another planner"
             )
-        return plan(request)
-
-    return checked
+        return PlannerRow.__call__(self, request)
 
 
 _ROWS = (
@@ -45,15 +42,12 @@ _ROWS = (
         "Entrain, Alg. 2, 3",
     ),
     PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
-    PlannerRow(
-        "encoders-colocated",
-        _without_fed_encoders(plan_encoders_colocated),
-        "all encoders fused in the same first stages",
-        "Cornstarch 2",
+    _WithoutFedEncoders(
+        "encoders-colocated", plan_encoders_colocated, "all encoders fused in the same first stages", "Cornstarch 2"
     ),
-    PlannerRow(
+    _WithoutFedEncoders(
         "encoders-replicated",
-        _without_fed_encoders(plan_encoders_replicated),
+        plan_encoders_replicated,
         "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
         "Cornstarch 2",
     ),
@@ -66,7 +60,7 @@ _ROWS = (
 )
 
 BASELINES = {row.name: row for row in _ROWS}
-WITHOUT_FED_ENCODERS = frozenset({"encoders-colocated", "encoders-replicated"})
+WITHOUT_FED_ENCODERS = frozenset(row.name for row in _ROWS if isinstance(row, _WithoutFedEncoders))
 """Those that are only for models in which no encoder feeds another one."""
 COMPARED = ChainMap(BASELINES, PLANNERS)
 """Every planner that a comparison can name: those of `PLANNERS`, also added ones, and then these."""

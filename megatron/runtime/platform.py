@@ -1,4 +1,4 @@
-"""megatron-core without CUDA: a table of replaced attributes, each of which must exist, with replacements and reasons."""
+"""megatron-core without CUDA (with it, nothing is changed): a table of replaced attributes, each of which must exist."""
 
 import functools
 import importlib
@@ -109,9 +109,10 @@ def _only_among_several(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_fewer_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, mscale: float = 1.0, **kwargs: Any) -> Any:
-        if t.shape[-1] != freqs.shape[-1] or any((*args, *kwargs.values(), mscale != 1.0)):
-            return original(t, freqs, *args, mscale=mscale, **kwargs)
+    def rotate(t: torch.Tensor, freqs: torch.Tensor, *args: Any, **options: Any) -> Any:
+        others = [value for name, value in options.items() if name != "mscale"]
+        if t.shape[-1] != freqs.shape[-1] or any((*args, *others)) or options.get("mscale", 1.0) != 1.0:
+            return original(t, freqs, *args, **options)
         from multimodal.model.rotary import rotated
 
         return rotated(t, freqs)

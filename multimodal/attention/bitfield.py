@@ -43,7 +43,7 @@ class MaskMode(StrEnum):
     """Items are treated as text: everything attends causally."""
     PREFIX = "prefix"
     """All tokens up to a sample's last item attend to each other in both directions, as in PaliGemma; text behind it causally.
-    Data sets ensure that no target, but only markers are beside these items."""
+    Nothing in the prefix may be a target: data sets ensure that it has only markers beside the items."""
     EMBEDDED = "embedded"
     """Items keep their positions in the document, and attend in both directions within themselves."""
     MODALITY = "modality"

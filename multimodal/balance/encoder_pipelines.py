@@ -34,8 +34,9 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
             busy += lane_seconds(plan, name, seconds, placed[name].replica_of_microbatch)
     for name, pipelines in beside.items():
         seconds, _ = costs.computations.of_both(name)
-        given = costs.assignment.placed[name].index_in_replica, needed_at(costs.assignment, graph, name)
-        needed = np.lexsort((placed[name].replica_of_microbatch, *given))
+        # In the order in which their consumers' first microbatches need them.
+        keys = costs.assignment.placed[name].index_in_replica, needed_at(costs.assignment, graph, name)
+        needed = np.lexsort((placed[name].replica_of_microbatch, *keys))
         owners = np.argsort(pipelines.ravel())[placed[name].replica_of_microbatch] // pipelines.shape[1]
         on_busiest = _on_busiest_rank(plan, name, seconds)
         turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines))

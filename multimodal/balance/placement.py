@@ -111,7 +111,10 @@ def order_by_need(assignment: Assignment, *, graph: ModelGraph) -> Assignment:
 
 
 def needed_at(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:
-    """Return, for each microbatch of a unit, the first of the microbatches that need it, as its index in its replica."""
+    """[num_microbatches] Return the first index in its replica of the microbatches that need each of a unit's.
+
+    The largest int64 for those that none needs. O(routes of the unit).
+    """
     found = np.full(assignment.placed[unit].num_microbatches, np.iinfo(np.int64).max)
     for target in graph.downstream(unit):
         given, taking = assignment.routes(graph).of_edge(unit, target)

@@ -66,7 +66,7 @@ class MeasuredLayers:
     plan: Plan
 
     def sums(self, steps: Sequence[tuple[ModelCosts, Sequence[TimelineEvent]]]) -> Floats:
-        """Return sums over one rank's computations in several steps, zeros without; costs: of each, on the described machine.
+        """Return sums over one rank's computations in several steps, zeros if there are none; costs: of each, as described.
 
         They are, unit by unit, the products of terms with terms and with seconds, weighted by what is described; the seconds
         measured and described; and last the seconds between actions and the number of forwards and backwards.

@@ -38,7 +38,10 @@ class _Sound(NamedTuple):
 
 
 def read_audio_length(path: str, *, content: BinaryIO | None = None, where: str) -> int:
-    """Return the samples at 16 kHz by the header; content: of no file of this machine (`path` names it). Raises DataError."""
+    """Return the number of samples at 16 kHz, from the header; raises DataError, which names the file and the sample (`where`).
+
+    content: a sound that is no file of this machine; `path` is then only its name.
+    """
     sound = _open(path, content, where=where)
     return -(-sound.num_samples * SAMPLING_RATE // sound.rate)
 

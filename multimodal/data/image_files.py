@@ -31,6 +31,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are opened, whatever the file's name; Pillow's other decoders, some of which start programs, are not used."""
 _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
 """Markers before the size: baseline, extended and progressive."""
+_JPEG_SKIPPED = (0xFFC4, 0xFFCC, 0xFFDB, 0xFFDD, 0xFFFE)
+"""Markers of tables and comments, which may stand before the size, as those of applications may."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixel modes with known values for black and white."""
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-pixels decides between Pillow's two limits
@@ -89,7 +91,10 @@ class ManifestPaths:
 
 
 def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:
-    """Return (width, height) by the header; content: of no file of this machine (`path` names it). Raises DataError."""
+    """Return (width, height) from the header; raises DataError, which names the file and the sample (`where`).
+
+    content: an image that is no file of this machine; `path` is then only its name.
+    """
     try:
         with open(path, "rb") if content is None else nullcontext(content) as file:
             if (size := _size_of_jpeg(file)) is not None:
@@ -104,13 +109,16 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
 
 
 def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of 8 bits by its header; None for other files: Pillow opens them, or says why not."""
+    """Return (width, height) of a JPEG of 8 bits by its header; None for other files: Pillow opens them, or says why not.
+
+    Nothing behind the size is looked at.
+    """
     is_jpeg = file.read(2) == b"\xff\xd8"
     while is_jpeg and len(segment := file.read(10)) == 10:
         marker, length, precision, height, width, num_channels = struct.unpack(">HHBHHB", segment)
         if marker in _JPEG_FRAMES:
             return (width, height) if precision == 8 and num_channels in (1, 3, 4) and width and height else None
-        if not 0xFFC0 <= marker <= 0xFFFE or length < 2:
+        if not (marker in _JPEG_SKIPPED or 0xFFE0 <= marker <= 0xFFEF) or length < 2:
             return None
         file.seek(length - 8, os.SEEK_CUR)  # behind marker and length
     return None
@@ -132,8 +140,8 @@ def read_image(
     """Decode an image file into patches; of an animation or a file with several pages, the first image.
 
     `size` is the (width, height) that was indexed, `where` names the sample in errors, `content` is an image that is no file of
-    this machine (`path` is then only its name). Raises DataError if the file is missing, damaged, none of FORMATS, of another
-    size (before it is decoded), or has pixels of unknown range.
+    this machine (`path` is then only its name), `tile` the index of the wanted tile. Raises DataError if the file is missing,
+    damaged, none of FORMATS, of another size (before it is decoded), or has pixels of unknown range.
     """
     try:
         with Image.open(path if content is None else content, formats=FORMATS) as image:

@@ -171,7 +171,7 @@ def build_tokenizer(tokenizer_type: str, tokenizer_model: str | Path | None = No
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """Return the tokenizer.json that a path is of, or of the folder that contains it."""
+    """Return the path of a tokenizer.json: the given one, or that in the given folder."""
     return Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
 
 

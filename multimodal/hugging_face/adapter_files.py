@@ -257,8 +257,9 @@ def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[
     of_none = [each for each in of_none if not any(_matches(each, module) for module in modules)]
     unnamed = [module for module in modules if not any(_matches(each, module) for each in targets)]
     problems = [f"names {each.removeprefix('^')!r}, of which there is none" for each in of_none]
-    for problem in (*problems, *(f"does not name {module}, which has one" for module in unnamed)):
-        where = f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}"
+    problems += [f"does not name {module}, which has one" for module in unnamed]
+    if problems:
+        where = f"{folder / ADAPTER_CONFIG}: target_modules {problems[0]} in {ADAPTER_WEIGHTS}"
         raise ConfigError(f"{where}; name the modules with adapters")
 
 

@@ -28,7 +28,10 @@ def has_grouped_kernel(rows: Tensor, weights: Sequence[Tensor]) -> bool:
 
 
 def grouped_linear(rows: Tensor, counts: RowCounts, weights: Sequence[Tensor]) -> Tensor:
-    """rows: [num_rows, input_size], by expert; weights: [output_size, input_size], whose gradients the active queue gets."""
+    """Multiply on this rank alone; weight gradients are left to the active queue.
+
+    rows: [num_rows, input_size], sorted by expert; weights: [output_size, input_size], of each expert.
+    """
     return _GroupedLinear.apply(rows, counts, queue_of(weights[0], None), *weights)  # type: ignore[no-untyped-call]
 
 

@@ -113,7 +113,7 @@ class PackedInput:
 
 
 def find_row_ends(places: Tensor) -> Tensor:
-    """Return the patch of each output token, [num_patches + num_rows]: num_patches behind a row; places: of whole images."""
+    """Return the patch of each output token, [num_patches + num_rows]: num_patches behind a row; places: [num_patches, 2]."""
     num_patches, columns = len(places), places[:, 1]
     is_last = torch.ones_like(columns, dtype=torch.bool)
     is_last[:-1] = columns[1:] != columns[:-1] + 1

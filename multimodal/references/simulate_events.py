@@ -160,8 +160,9 @@ class _Run(EventRun[float]):
         elif kind == NodeKind.COLLECTIVE:
             occupied = [(self.collective_free, lane) for lane in lanes]
         elif kind == NodeKind.SEND:
-            receiving = [(self.receive_free, lane) for lane in self.receivers[node]]
-            occupied = [*((self.send_free, lane) for lane in lanes), *receiving, *[(self.link_free, link)][: link >= 0]]
+            occupied = [(self.send_free, lane) for lane in lanes]
+            occupied += [(self.receive_free, lane) for lane in self.receivers[node]]
+            occupied += [(self.link_free, link)] if link >= 0 else []
         start = max([self.now, *(free_at[each] for free_at, each in occupied)])
         end = start + self.seconds[node]
         for free_at, each in occupied:

@@ -263,7 +263,7 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     shares_of_last = shares[lanes[is_last]]
     after = float(np.dot(iteration_seconds - pipeline_end, shares_of_last))
     reduces = bool((compiled.schedule.work.kinds[compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]] == REDUCTION).any())
-    idle_share = 1 - float(shares_of_last.sum())
+    idle_share = float(np.delete(shares, lanes[is_last]).sum())  # of lanes without computations
     seconds = {
         "dp_all_gather": float(np.dot(gathering, shares[lanes])),
         "dp_reduce_scatter": after if reduces else 0.0,

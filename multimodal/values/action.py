@@ -26,20 +26,22 @@ class ActionKind(StrEnum):
     """The kinds of action; the value is the kind's name in a schedule's text."""
 
     FORWARD = "F"
+    """Of one microbatch through one virtual stage."""
     BACKWARD = "B"
     """Whatever gradients the stage must give."""
     INPUT_GRADIENT = "I"
     """The first half of a split backward: the gradient of the stage's input."""
     WEIGHT_GRADIENT = "W"
-    """The second half."""
+    """The second half: the gradients of the stage's weights."""
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"
     RECEIVE_BACKWARD = "RB"
+    """Activations go forward, gradients backward; the action names its peer."""
     GATHER_PARAMETERS = "GP"
-    """Over replicas, after an update."""
+    """Of a stage over replicas, after an update."""
     REDUCE_GRADIENTS = "RG"
-    """Over replicas."""
+    """Of a stage over replicas."""
 
     @property
     def resource(self) -> Resource:
@@ -47,14 +49,14 @@ class ActionKind(StrEnum):
         return _RESOURCES[self]
 
 
+BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+"""Kinds of actions that compute gradients."""
 _RESOURCES = {
-    **dict.fromkeys(map(ActionKind, "FBIW"), Resource.COMPUTE),
+    **dict.fromkeys((ActionKind.FORWARD, *BACKWARDS), Resource.COMPUTE),
     **dict.fromkeys((ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD), Resource.SEND),
     **dict.fromkeys((ActionKind.RECEIVE_FORWARD, ActionKind.RECEIVE_BACKWARD), Resource.RECEIVE),
     **dict.fromkeys((ActionKind.GATHER_PARAMETERS, ActionKind.REDUCE_GRADIENTS), Resource.COLLECTIVE),
 }
-BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-"""Kinds of actions that compute gradients."""
 
 
 class Place(NamedTuple):

@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,8 +143,7 @@ def load_megatron(folder: Path, *, session: Session, load_optimizer: bool = Fals
         named = {key.removeprefix("model."): place.key for key, place in chosen.items() if place is not None}
         saved = {f"{kind}.{rest}" for rest, name in named.items() for kind in _KINDS.values() if (kind, name) in states}
         saved |= {f"step.{key.partition('.')[2]}" for key in saved}
-        restore = partial(held_tensors.fill_optimizers, session.state, saved=saved, fill=fill_states)
-        fresh_units = on_all_ranks(restore, what=what)
+        fresh_units = on_all_ranks(lambda: held_tensors.fill_optimizers(session.state, saved=saved, fill=fill_states), what=what)
     rates = {key: _find_value(common.get("optimizer"), key) for key in ("max_lr", "min_lr")} if states else {}
     return LoadedCheckpoint(step, {"rates": rates}, {}, path, tuple(sorted(set().union(*fresh_units))))
 

@@ -182,7 +182,10 @@ MAKE_ROOM = "make room or give another folder; a run with --save goes on from th
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
-    """Run `action` on every rank and return all (small) results; raises CheckpointError about `what` on all if one fails."""
+    """Run `action` on every rank and return all (small) results by rank; CheckpointError about `what` on all if one fails.
+
+    group: a gloo group of all ranks, for a thread of its own; by default the run's.
+    """
     return gather_objects(on_this_rank(action, what=what, group=group), group=group)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ActionKind
+from multimodal.values.action import BACKWARDS, ActionKind
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
@@ -20,7 +20,8 @@ from multimodal.values.units.items import ImageInput
 
 UNIT = "model"
 """Name of a pipeline that is all of the loop's model."""
-RUNNABLE = frozenset(ActionKind) - {ActionKind.GATHER_PARAMETERS}
+_MESSAGES = (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD, ActionKind.SEND_BACKWARD, ActionKind.RECEIVE_BACKWARD)
+RUNNABLE = frozenset((ActionKind.FORWARD, *BACKWARDS, *_MESSAGES, ActionKind.REDUCE_GRADIENTS))
 """Kinds of action that a loop's own forward step and model allow; split backwards, if its layers can delay weight gradients."""
 
 
@@ -66,7 +67,10 @@ class PipelineShape:
 
 @lru_cache(maxsize=64)
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
-    """Build, lower and validate a schedule, alike on all ranks; raises ConfigError for actions beside `RUNNABLE`, BraidErrors."""
+    """Build, lower and validate a schedule, alike on all ranks.
+
+    Raises ConfigError for actions beside `RUNNABLE`, ScheduleError and PlanError.
+    """
     schedule = build_schedule(BUILDERS[name], step_of_pipeline(shape))
     for lane in schedule.lanes:
         _check_lane(lane, name=name)

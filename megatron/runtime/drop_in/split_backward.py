@@ -27,7 +27,10 @@ _ADVICE = "give patches.apply(schedule=...) '1f1b' or another schedule of whole 
 
 
 def prepare_split(chunk: Module, config: Any, *, is_encoder: bool = False) -> None:
-    """Let linear layers leave weight gradients to the active queue, encoders' if they can; ConfigError for other layers."""
+    """Let linear layers leave weight gradients to the active queue; without one they stay as they are.
+
+    is_encoder: it may have any layers, whose backwards stay whole. Raises ConfigError for other layers that cannot.
+    """
     if chunk in _deferring:
         return
     if config.recompute_granularity is not None:

@@ -73,12 +73,13 @@ class StepClock:
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     """Split a lane's events into compute (with work and waits inside it), communication (sending, collectives) and receiving."""
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
-    kinds = {Resource.COMPUTE: "compute", Resource.RECEIVE: "waiting"}
+    sending = dict.fromkeys((Resource.SEND, Resource.COLLECTIVE), "communication")
+    kinds = {Resource.COMPUTE: "compute", Resource.RECEIVE: "waiting", **sending}
     end_seconds = -math.inf
     for event in sorted(events, key=lambda each: (each.start_seconds, -each.end_seconds)):
         if event.end_seconds > end_seconds:  # else it lies inside another one
             end_seconds = event.end_seconds
-            split[kinds.get(event.action.kind.resource, "communication")] += event.end_seconds - event.start_seconds
+            split[kinds[event.action.kind.resource]] += event.end_seconds - event.start_seconds
     return split
 
 
@@ -107,7 +108,8 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
     first = gathered[0]
     ahead = (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds for lane in gathered)
     starts = [lane.origin_seconds + seconds for lane, seconds in zip(gathered, ahead, strict=True)]
-    shifts = [start - min(starts) for start in starts]
+    earliest = min(starts)
+    shifts = [start - earliest for start in starts]
     aligned = (
         event._replace(start_seconds=event.start_seconds + shift, end_seconds=event.end_seconds + shift)
         for lane, shift in zip(gathered, shifts, strict=True)

@@ -80,7 +80,10 @@ def _positions(grid: Grid, item_input: ItemInput) -> npt.NDArray[np.int64]:
 
 
 def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0) -> npt.NDArray[Any]:
-    """Add rows for a class token, filled with `first`, and registers, one less each; behind the patches if they are dropped."""
+    """Add rows for a class token, filled with `first`, and registers, one less each; behind patches if dropped later.
+
+    first: 0 fills all of these rows with 0.
+    """
     if isinstance(item_input, AudioInput) or item_input.class_token is None:
         return rows
     values = first - np.arange(item_input.num_class_tokens) * (first != 0)

@@ -161,8 +161,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             self._kept = step, assignment == before
         if self.arrangement is not None:
             assignment, node_bytes = self.arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
-        facts = {"balance_ms": 1e3 * (time.perf_counter() - start), "predicted_seconds": predicted_seconds}
-        report = report_balance(before, assignment, work, node_bytes=node_bytes, **facts)
+        told = {"balance_ms": 1e3 * (time.perf_counter() - start)}
+        report = report_balance(before, assignment, work, **told, predicted_seconds=predicted_seconds, node_bytes=node_bytes)
         if self.exchange and share:
             source = received = self.exchange.exchange(share, self.options.schedules.shape(assignment), assignment)
             report = replace(report, exchanged_node_bytes=received.bytes_between_nodes)

@@ -209,7 +209,7 @@ class World:
 
 
 def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> World:
-    """Meet the other ranks, of whose failures `ending` learns; alone without RANK. Raises ConfigError for an unfit backend."""
+    """Meet the other ranks, alone without RANK; `ending` gets the meeting. Raises ConfigError for a backend that cannot work."""
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--distributed-backend nccl needs CUDA, which this machine lacks; use gloo or leave the flag out")
     place = find_rank_place(os.environ)

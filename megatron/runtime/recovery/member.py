@@ -76,7 +76,7 @@ class Member:
         self._lock = threading.Lock()
         self.go_on: Callable[[], object] | None = None
         """Continues training in another thread after this one has left a generation."""
-        self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_without_store)
+        self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_with_frozen_store)
         for work in (self._beat, self._listen):
             ledger = open_ledger(self._address, self._port, self._token)
             threading.Thread(target=work, args=(ledger,), daemon=True).start()
@@ -151,7 +151,7 @@ class Member:
             try:
                 signal = ledger.next_signal(generation, index, seconds=0.5)
             except RuntimeError as problem:
-                self._end_without_store(problem)
+                self._end_without_store(f"is gone ({problem})")
             if self._finished.is_set():
                 return
             if signal is None or generation != self.generation:
@@ -198,15 +198,15 @@ class Member:
             self._has_left, self.left_seconds = True, time.time()
             self._trainer.start()
 
-    def _end_without_store(self, how: Exception | float) -> NoReturn:
-        """End this process, as its connection to the store failed, or the store has not answered for these seconds."""
-        what = f"is gone ({how})"
-        if isinstance(how, float):
-            what = (
-                f"has not answered for {how:.0f} s (--elastic-timeout): its process, the supervisor that keeps the store, is "
-                "frozen, or its node is gone"
-            )
-        self._ending.fail(RanksLostError(f"the store at {self._address}:{self._port}, which outlives all ranks, {what}"))
+    def _end_without_store(self, found: str) -> NoReturn:
+        """End this process, as the store is lost; found: what is wrong with it."""
+        self._ending.fail(RanksLostError(f"the store at {self._address}:{self._port}, which outlives all ranks, {found}"))
+
+    def _end_with_frozen_store(self, seconds: float) -> NoReturn:
+        self._end_without_store(
+            f"has not answered for {seconds:.0f} s (--elastic-timeout): its process, the supervisor that keeps the store, is "
+            "frozen, or its node is gone"
+        )
 
     def _beat(self, ledger: Ledger) -> None:
         """Give signs of life, except while a step makes no progress although it does not wait for another process."""
@@ -221,7 +221,7 @@ class Member:
                     ledger.set_flag(f"beat/{'/'.join(map(str, self.identity))}", str(count))
                 ledger.flag(PATIENCE)  # as torch's store does not answer what sets values
             except RuntimeError as problem:
-                self._end_without_store(problem)
+                self._end_without_store(f"is gone ({problem})")
             self._store_watch.note_answer()
             time.sleep(min(1.0, self._timeout_seconds / 5))
 

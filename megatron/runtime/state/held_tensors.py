@@ -160,7 +160,10 @@ def model_tensors(state: TrainedState) -> list[HeldTensor]:
 
 
 def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
-    """Yield the same with adapters (whole; key of the weight ->) added to weights in at least float32; one copy at a time."""
+    """Yield the same without adapters, which are added to their weights in at least float32; one copy at a time.
+
+    adapters: by the key of the weight; whole on this rank.
+    """
     return (tensor for tensor in _held_weights(state, adapters) if not is_adapter(tensor.key))
 
 
@@ -216,7 +219,7 @@ def is_average(key: str) -> bool:
 
 
 def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
-    """Give optimizers that never stepped the state that `saved` tensors fill; returns units with parameters that have none."""
+    """Make room for `saved` state in optimizers that never stepped; clears that of others, and returns their units."""
     fresh_units = set()
     for parameter, part in _optimizer_parts(state):
         if not all(parameter.key(kind) in saved for kind in (*_MOMENTS, "step")):

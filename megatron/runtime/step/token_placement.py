@@ -166,7 +166,10 @@ class TokenPlacement:
         return rows, tokens
 
     def _made_of(self, piece: OutputPiece, unit: str, first_token: Mapping[Atom, int]) -> Iterator[tuple[Rows, Rows]]:
-        """Yield rows of a piece and tokens made of them: one each, but the LLM's last row makes the patches, or, carried, all."""
+        """Yield rows of a piece and a generator's tokens made of them: one per row, and all patches for the LLM's last row.
+
+        Where that is embedded with the item's time, all tokens of the item are made of it, too.
+        """
         sample_id, given = piece.item
         items = self._step.lengths[sample_id].items
         for made, item in enumerate(items):

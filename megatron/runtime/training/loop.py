@@ -107,7 +107,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             step = next(steps)
             wait_seconds = time.perf_counter() - start
             wish = run.wish_to_stop(can_leave=True)
-            wait_seconds, stop = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
+            longest_wait, stop = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
             if stop is StopReason.JOIN:
                 raise NodesJoinError("nodes have joined")
             has_trained = progress.step > progress.first_step  # time limits allow one step
@@ -125,7 +125,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)
             progress.step = number
-            _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * wait_seconds))
+            _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * longest_wait))
             if config.logging.log_straggler:
                 stragglers.add(run.trainer.compute_seconds)
                 if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0 or number == last_step:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.runtime.feed.data_sets import DataSets, text_settings
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
 from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
@@ -69,8 +69,9 @@ def collect_flag_values(config: RunConfig) -> StartValues:
         if flag.name not in MAY_DIFFER | BY_CONTENT:
             flags[flag.name] = _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
     sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
-    counts = {f"{unit}.{MICRO_BATCH_SIZE}": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
-    of_units = {**sizes, **counts, **config.optimizer.unit_rates}
+    counts, rates = config.training.encoder_micro_batch_sizes, config.optimizer.unit_rates
+    of_units = {**sizes, **{f"{unit}.{MICRO_BATCH_SIZE}": counts.get(unit) for unit in config.parallelism.units}}
+    of_units |= {name: rates.get(name) for unit in config.parallelism.units for rate in UNIT_RATES if (name := f"{unit}.{rate}")}
     flags |= {name: _shown(shown_flag(name), value) for name, value in of_units.items()}
     return {
         "program": {

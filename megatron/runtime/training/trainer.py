@@ -118,7 +118,10 @@ class Trainer:
         return None if number is None or executor is None else (number, len(executor.clock.spans))
 
     def finish(self, outcome: Outcome, *, is_updated: bool = False) -> None:
-        """Update the weights, unless done already, by this rank's gradients, complete once any rank knows the outcome."""
+        """Update the weights by this rank's gradients, complete once any rank knows the outcome; not if its norm is not finite.
+
+        is_updated: the weights are updated already.
+        """
         if math.isfinite(outcome.grad_norm):
             if not is_updated:
                 norm = torch.tensor([outcome.grad_norm], dtype=torch.float64, device=platform.device())

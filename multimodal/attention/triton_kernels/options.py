@@ -68,7 +68,7 @@ def choose_options(
 
 
 def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -> int:
-    """Return the longest sub-block with which all programs still end at about the same time; num_blocks: listed of the mask.
+    """Return the longest sub-block with which all programs still end at about the same time; num_blocks: those of the mask.
 
     If there is enough work beside it, even the longest row is short enough, and nothing is cut; so the partial results of cut
     rows have at most `ITEMS_PER_PROGRAM` blocks of tokens per program, however long the sequence.

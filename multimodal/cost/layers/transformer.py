@@ -94,8 +94,8 @@ class TransformerLayer(Layer):
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
         """Bytes per token of the MLP: first product, torch's intermediate values, inputs of products with trained weights.
 
-        A fused kernel keeps only the first product; SwiGLU here also the gate's activation, and other gated functions both of
-        their factors.
+        A fused kernel keeps only the first product. Otherwise SwiGLU keeps the activated gate, too, and other gated functions
+        both factors of their product.
         """
         shape = self.unit.transformer
         if is_fused:

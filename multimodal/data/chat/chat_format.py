@@ -259,8 +259,8 @@ class ChatFormat:
             ids += token_ids[done:]
             flags += trained[done:].tolist()
             is_cut = len(ids) > seq_length
-        tokens, trained = np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_)
-        return Conversation(tokens, trained, tuple(starts), is_cut)
+        tokens, are_targets = np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_)
+        return Conversation(tokens, are_targets, tuple(starts), is_cut)
 
 
 def _replaced(text: str, matches: Sequence[re.Match[str]], new: Sequence[str]) -> tuple[str, Callable[[int], int]]:

@@ -39,9 +39,9 @@ _Listed = Mapping[str, deque[tuple[int, str]]]
 
 
 def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
-    """Return the sample of an object with `messages` or `conversations`; raises DataError, which names `where`, for others.
+    """Return the sample of an object with `messages` or `conversations`; raises DataError, which names `where`, for faulty ones.
 
-    Those are roles that are unknown or out of order, empty conversations, unknown parts, keys and marks, and more or fewer files
+    Faults are roles that are unknown or out of order, empty conversations, unknown parts, keys and marks, and more or fewer files
     than places for them.
     """
     if isinstance(entry.get("id"), (str, int)):

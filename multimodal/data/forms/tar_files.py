@@ -116,9 +116,10 @@ class TarFiles:
                     opened.members = []  # type: ignore[attr-defined]  # which would grow with the archive
                     if member.isdir():
                         continue
-                    if not member.isfile() or member.issparse():
-                        kind = "sparse" if member.isfile() else "a link, not a file"
-                        raise DataError(f"{archive}: {member.name} is {kind}; archive what it leads to")
+                    if not member.isfile():
+                        raise DataError(f"{archive}: {member.name} is a link, not a file; archive what it leads to")
+                    if member.issparse():
+                        raise DataError(f"{archive}: {member.name} is sparse; write the archive anew without tar's --sparse")
                     if member.offset_data + member.size > size:
                         raise DataError(f"{archive}: ends inside {member.name}; copy the archive again")
                     kind = member.name.rpartition(".")[2].lower()

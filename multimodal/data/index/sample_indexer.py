@@ -122,7 +122,6 @@ class SampleIndexer:
         if (second := next(blocks, None)) is None:
             return
         num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-        gc.freeze()  # what is there already, which every process would look through, and so copy
         # Forked, so that each has the tokenizer and the template as they are.
         with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _adopt, (self,)) as pool:
             waiting = deque[Future[SampleIndex]]()
@@ -272,6 +271,7 @@ _adopted: list[SampleIndexer] = []
 
 
 def _adopt(indexer: SampleIndexer) -> None:
+    gc.freeze()  # collections here would touch, and so copy, what the process was forked with
     end_with_parent()
     _adopted.append(indexer)
 

@@ -88,7 +88,7 @@ class TransformerKind(LayerKind):
         _name_fused_norms(layer)
         if isinstance(layer.mlp, MLP) and not config.bias_activation_fusion and context.unit.transformer.activation == "swiglu":
             layer.mlp.config = copy.copy(config)
-            layer.mlp.config.use_te_activation_func = True  # asks for one function of gate and value, whoever has it
+            layer.mlp.config.use_te_activation_func = True  # the MLP then calls one function of gate and value
             layer.mlp.activation_func = swiglu
         # Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own.
         tensor_parallel_size = context.groups.tp.size()

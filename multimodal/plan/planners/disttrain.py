@@ -238,8 +238,8 @@ def _fill_sooner(
             continue
         others = sum(int(problem.others[other].gpus[each]) for other, each in choice.other_rows.items() if other != name)
         # At least as much in flight downstream of an encoder as before; in a generator, at most as much.
-        most = options.in_flight_downstream if name in problem.upstream else -options.data * options.pipeline
-        rows = np.flatnonzero((options.gpus <= problem.num_gpus - int(llm.gpus[row]) - others) & (most >= most[own]))
+        allowed = options.in_flight_downstream if name in problem.upstream else -options.data * options.pipeline
+        rows = np.flatnonzero((options.gpus <= problem.num_gpus - int(llm.gpus[row]) - others) & (allowed >= allowed[own]))
         chosen = options.take(rows)
         kept = rows[pareto_rows(chosen.gpus, chosen.stage_seconds / chosen.data, chosen.chain_seconds)]
         changed = (replace(choice, other_rows={**choice.other_rows, name: each}) for each in kept.tolist())

@@ -130,7 +130,7 @@ def _is_longer(after: Schedule, before: Schedule) -> bool:
     """Return True if the schedule takes longer under unit costs, with fillers in line or with fillers that run in waits."""
     if after == before:
         return False
-    if duration_of(after) > duration_of(before):
+    if (length := duration_of(after)) == math.inf or length > duration_of(before):
         return True
     return timeline_of_unit_costs(after).duration_seconds > timeline_of_unit_costs(before).duration_seconds
 

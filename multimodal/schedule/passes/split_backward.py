@@ -1,5 +1,6 @@
 """Split-backward (Entrain 4.5.3): an encoder does not wait for the gradients of samples that the LLM runs later."""
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -34,7 +35,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     if rewritten == schedule:
         return schedule
     after, before = (duration_of(each, seconds=_seconds(each)) for each in (rewritten, schedule))
-    return rewritten if after <= before + _ROUNDING else schedule
+    return rewritten if after <= before + _ROUNDING < math.inf else schedule
 
 
 def _seconds(schedule: Schedule) -> Floats:

@@ -268,7 +268,7 @@ def _check_data_set(data_set: str) -> None:
     try:
         _open_data_set(data_set)
         _open_indexer(data_set)
-    except BraidError:
+    except BraidError:  # a ValueError, too; the rank is told its message
         raise
     except (KeyError, TypeError, ValueError, RecursionError) as problem:
         raise WireError(f"a data set that is none ({problem})") from problem
