@@ -25,45 +25,17 @@ from multimodal.values.file_form import write_mapping
 from multimodal.values.model_graph import ModelGraph, Unit
 from tools.command_line import Parser, program
 from tools.megatron_command import Command, read_command
-from tools.megatron_models import Flags, read_model
+from tools.megatron_models import TABLES, Flags, read_model
 
 KEPT, RENAMED, MODEL, NOT_NEEDED = "taken over", "renamed", "in the model file", "not needed"
 NOT_AVAILABLE, UNKNOWN, TO_DO = "not available", "unknown", "left to do"
 SECTIONS = (KEPT, RENAMED, MODEL, NOT_NEEDED, NOT_AVAILABLE, UNKNOWN, TO_DO)
 _ANSWERS = {"use ": TO_DO, "it belongs ": TO_DO, "leave it out: ": NOT_NEEDED, "not avail": NOT_AVAILABLE}
-_SIZES = {
-    "tensor_parallel_size": ("llm-tp", "tensor-model-parallel-size"),
-    "pipeline_parallel_size": ("llm-pp", "pipeline-model-parallel-size"),
-    "context_parallel_size": ("llm-cp", "context-parallel-size"),
-    "data_parallel_size": ("llm-dp",),
-    "expert_parallel_size": ("llm-ep", "expert-model-parallel-size"),
-}
-_ENCODER_SIZES = {
-    "tensor_parallel_size": ("encoder-tp", "encoder-tensor-model-parallel-size"),
-    "pipeline_parallel_size": ("encoder-pipeline-model-parallel-size",),
-    "data_parallel_size": ("encoder-dp",),
-}
-_DEFAULT_SIZES = {
-    "pretrain_mimo": dict.fromkeys(("encoder-tp", "encoder-dp", "llm-tp", "llm-dp"), "2"),
-    "mimo_training_llava": {"encoder-tp": "4", "encoder-dp": "1", "llm-tp": "4", "llm-dp": "1"},
-}
-"""Sizes of modules that programs have by default."""
-_LENGTHS = "decoder-seq-length", "total-seq-length", "dataloader-seq-length", "encoder-seq-length", "seq-length"
-"""Flags of the length of sequences, the first that is given being that of the LLM's."""
 _MOST_CHECKS = 40
 MOCK = "mock.jsonl"
 """File of text in place of Megatron's random tokens."""
-_DEFAULTS = {"hidden-dropout": 0, "attention-dropout": 0, "rotary-percent": 1, "transformer-impl": "transformer_engine"}
-"""Flag -> the value with which it asks for what holds anyway (on CUDA)."""
-_HOLDS = {
-    **dict.fromkeys(("use-te", "attention-backend", "use-flash-attn"), "the fastest that suits is the default on CUDA"),
-    **dict.fromkeys(("overlap-grad-reduce", "overlap-param-gather"), "--schedule-passes has it by default on CUDA"),
-    "max-position-embeddings": "positions are rotary; --seq-length bounds samples",
-    "dataset-provider": "--data-path is where samples come from",
-    **dict.fromkeys(("llm-offset", "encoder-offset"), "the plan has the encoder's ranks first, then the LLM's"),
-    "prompt-path": "texts are those of the data",
-    "tokenizer-prompt-format": "the tokenizer's folder has the model's own chat template; another one is --chat-template",
-}
+_NOT_NEEDED = {name: reason for reason, names in TABLES["not_needed"].items() for name in names.split()}
+_LLM_SIZES, _ENCODER_SIZES, _LENGTHS = TABLES["llm_sizes"], TABLES["encoder_sizes"], TABLES["lengths"]
 _KNOWN = megatron_flags()["known_elsewhere"]
 _BY_VALUE = {name: key[2:] for key, names in _KNOWN.items() for name in names.split() if re.fullmatch(r"--[\w-]+", key)}
 
@@ -73,7 +45,7 @@ class Conversion:
 
     def __init__(self, command: Command) -> None:
         self.flags = Flags(command)
-        for where, sizes in _DEFAULT_SIZES.items():
+        for where, sizes in TABLES["default_sizes"].items():
             for name, size in sizes.items() if where in command.program else ():
                 self.flags.setdefault(name, (size,))
         self.world_size = command.world_size
@@ -92,7 +64,7 @@ class Conversion:
         if self.flags.text("position-embedding-type") != "rope" and "use-rotary-position-embeddings" not in self.flags:
             self.report[TO_DO].append("positions: Megatron's default, learned ones, is not there; the model file has rotary ones")
         multiple = self.flags.number("make-vocab-size-divisible-by", default=128)
-        vocabulary = int(multiple * self._size_of(_SIZES, "tensor_parallel_size"))
+        vocabulary = int(multiple * self._size_of(_LLM_SIZES, "tensor_parallel_size"))
         self.config["make-vocab-size-divisible-by"] = vocabulary
         what = f"{vocabulary}: Megatron multiplies by the tensor parallel size"
         self.note(RENAMED, "make-vocab-size-divisible-by", what=what)
@@ -137,8 +109,8 @@ class Conversion:
         self.note(RENAMED, *_LENGTHS, what=f"seq-length: {config.get('seq-length')}, images included")
 
     def _replicas(self) -> int:
-        size = self._size_of(_SIZES, "tensor_parallel_size") * self._size_of(_SIZES, "pipeline_parallel_size")
-        return max(1, (self.world_size or 1) // (size * self._size_of(_SIZES, "context_parallel_size")))
+        size = self._size_of(_LLM_SIZES, "tensor_parallel_size") * self._size_of(_LLM_SIZES, "pipeline_parallel_size")
+        return max(1, (self.world_size or 1) // (size * self._size_of(_LLM_SIZES, "context_parallel_size")))
 
     def _size_of(self, sizes: Mapping[str, tuple[str, ...]], size: str) -> int:
         return int(self.flags.number(*sizes.get(size, ("-",)), default=1)) or 1
@@ -186,8 +158,8 @@ class Conversion:
     def _sizes(self) -> None:
         """Set the parallelism: as in Megatron all units share all ranks, unless the encoder has sizes of its own."""
         flags, graph = self.flags, self.graph
-        llm = {size: self._size_of(_SIZES, size) for size in _SIZES}
-        own = {size: self._size_of(_ENCODER_SIZES, size) for size in _SIZES}
+        llm = {size: self._size_of(_LLM_SIZES, size) for size in _LLM_SIZES}
+        own = {size: self._size_of(_ENCODER_SIZES, size) for size in _LLM_SIZES}
         if flags.number("encoder-pipeline-model-parallel-size") or flags.has("encoder-tp", "encoder-dp"):
             dp = self._replicas() if "llm-dp" not in flags else llm["data_parallel_size"]
             if not flags.has("encoder-dp"):
@@ -204,13 +176,13 @@ class Conversion:
             section, what = KEPT, ""
             for size, value in llm.items():
                 if value > 1 and size != "data_parallel_size":
-                    self.config[_SIZES[size][-1]] = value
+                    self.config[_LLM_SIZES[size][-1]] = value
             if graph.encoders and (self.world_size or _ranks(llm)) > 1:
                 self.config["colocate-units"] = True
                 for unit in graph.encoders:
                     self._encoder_size(unit, llm["tensor_parallel_size"])
             self.world_size = self.world_size or _ranks(llm)
-        self.note(section, *chain(*_SIZES.values(), *_ENCODER_SIZES.values()), what=what)
+        self.note(section, *chain(*_LLM_SIZES.values(), *_ENCODER_SIZES.values()), what=what)
         if "sequence-parallel" in flags and max(llm["tensor_parallel_size"], own["tensor_parallel_size"]) == 1:
             self.note(NOT_NEEDED, "sequence-parallel", what="Megatron, too, leaves it out with tensor parallel size 1")
 
@@ -231,10 +203,10 @@ class Conversion:
             if name in self.answered:
                 continue
             value = _value(flags[name], is_list=name in ("freeze", "profile-ranks"))
-            if value == _DEFAULTS.get(name):
+            if value == TABLES["defaults"].get(name):
                 self.note(NOT_NEEDED, name, what="the default on CUDA" if isinstance(value, str) else "always so")
-            elif name in _HOLDS:
-                self.note(NOT_NEEDED, name, what=_HOLDS[name])
+            elif name in _NOT_NEEDED:
+                self.note(NOT_NEEDED, name, what=_NOT_NEEDED[name])
             elif name in _BY_VALUE and flags[name]:
                 self.rename(name, _BY_VALUE[name], value)
             elif name == "fp16":

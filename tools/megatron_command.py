@@ -22,18 +22,7 @@ from multimodal.values.errors import ConfigError
 
 _SECONDS = 20
 _START = 'exec 3>&"$1"; _text=$2; shift 2; eval "$_text"'
-_BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
-kill() { return 0; }
-sbatch() { local text; read -r -d '' text; eval "$text"; }
-dirname() { [[ $1 == */* ]] && echo "${1%/*}" || echo .; }
-seq() { local i=1; (( $# > 1 )) && i=$1; for (( ; i <= ${!#}; i++ )); do echo $i; done; }
-command_not_found_handle() {
-    for _name in ${!MIMO_@}; do printf '%s\\0' "$_name=${!_name}" >&3; done
-    printf '%s\\0' "$@" $'\\x01' >&3
-    [[ ${!#} == ?(*/)?(ba)sh ]] && sbatch
-    return 0
-}
-"""
+_BEFORE = Path(__file__).with_name("read_script.sh").read_text()
 _OUT_OF_PLACE = (
     (r"(?m)^(\s*)set\s+[-+][a-zA-Z].*$", r"\1:"),  # an error must not end the script
     (r"\$\{(\w+):?\?[^}]*\}", r"${\1}"),

@@ -2,57 +2,15 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from multimodal.hugging_face.encoder_forms import OF_CLIP, OF_IMAGENET
 from multimodal.values.errors import ConfigError
+from multimodal.values.file_form import read_mapping
 from tools.megatron_command import Command
 
-_WIDE = {"normalization": "LayerNorm", "add_bias_linear": True, "has_rotary_positions": False}
-
-
-def _shape(layers: int, width: int, heads: int, inner: int, activation: str, **more: Any) -> dict[str, Any]:
-    names = "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"
-    return {**dict(zip(names, (layers, width, heads, inner), strict=True)), **_WIDE, "activation": activation, **more}
-
-
-_INTERNVIT = {"layernorm_epsilon": 1e-6, "has_layer_scale": True}
-VISION = {
-    "clip": _shape(24, 1024, 16, 4096, "quick_gelu", image={"has_pre_norm": True, "has_patch_bias": False, **OF_CLIP}),
-    "siglip": _shape(27, 1152, 16, 4304, "gelu_tanh", layernorm_epsilon=1e-6, image={}),
-    "internvit": _shape(
-        45, 3200, 25, 12800, "gelu", normalization="RMSNorm", qk_layernorm=True, qk_norm_spans_heads=True, **_INTERNVIT
-    )
-    | {"image": OF_IMAGENET},
-    "internvit300M": _shape(24, 1024, 16, 4096, "gelu", **_INTERNVIT, image=OF_IMAGENET),
-    "radio": _shape(32, 1280, 16, 5120, "gelu_tanh", layernorm_epsilon=1e-6, image=OF_CLIP),
-    "radio-g": _shape(40, 1536, 24, 4096, "swiglu", layernorm_epsilon=1e-6, image=OF_CLIP),
-    "cradio-g": _shape(40, 1536, 24, 6144, "gelu_tanh", layernorm_epsilon=1e-6, image=OF_CLIP),
-}
-"""--vision-model-type -> the encoder, as examples/multimodal/config.py of Megatron-LM has it."""
-_CLASS_TOKENS = {"clip": 1, "internvit": 1, "internvit300M": 1, "radio": 8, "radio-g": 5, "cradio-g": 8}
-"""Encoder -> class tokens; those behind the first are registers."""
-
-LANGUAGES: Mapping[str, tuple[int, int, str]] = {
-    "llama3_8b": (14336, 14336, "none"),
-    "llama3.1_8b": (14336, 4096, "merged"),
-    "llama3.2_1b": (8192, 2048, "merged"),
-    "llama3.1_70B": (28672, 28672, "none"),
-    "llama_nemotron_8b": (14336, 14336, "merged"),
-    "mistral_7b": (14336, 14336, "none"),
-    "yi-34b": (20480, 20480, "merged"),
-    "qwen2.0_72B": (29568, 29568, "merged"),
-    "qwen2.5_7B": (18944, 3584, "none"),
-    "qwen2.5_72B": (29568, 29568, "merged"),
-}
-"""--language-model-type -> inner width of its MLP and of the projector, and the projector's norm; all are SwiGLU without bias."""
-_WHISPER = {
-    "openai/whisper-tiny": (4, 384, 6),
-    "openai/whisper-base": (6, 512, 8),
-    "openai/whisper-small": (12, 768, 12),
-    "openai/whisper-medium": (24, 1024, 16),
-}
-_MIMO_PROVIDERS = "llava_vlm", "llava_avlm", "video_llava_vlm"
+TABLES: Mapping[str, Any] = read_mapping(Path(__file__).with_suffix(".yaml"), error=ConfigError)
+"""What Megatron's scripts name."""
 
 
 class Flags(dict[str, tuple[str, ...]]):
@@ -93,21 +51,18 @@ def read_model(flags: Flags, program: str) -> dict[str, Any]:
             what = "latent attention" if name.startswith("multi") else "state space layers"
             raise ConfigError(f"--{name}: Braid has no {what}, so this model has no model file; take another model")
     if re.search("mimo_training_llava", program):  # Megatron-Bridge's, whose shape is in its code
-        given = {"num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "model-provider": "llava_vlm"}
-        given |= {"audio-encoder-model": "openai/whisper-base"} if program.endswith("audio.py") else {}
+        given = TABLES["bridge_llava"] | (TABLES["bridge_llava_audio"] if program.endswith("audio.py") else {})
         flags |= {name: (value,) for name, value in given.items() if name not in flags}
     llm = _language(flags)
     provider = flags.text("model-provider")
     units: dict[str, Any] = {}
-    if provider in _MIMO_PROVIDERS:
-        shape = VISION["clip"] | {"num_layers": 23, "projector_hidden_size": 4096, "projector_norm": "none"}
-        image = {"patch_size": 14, "merge_size": 1, "image_size": 336, "fit": "crop", "class_token": "dropped"}
-        units["vision"] = shape | {"image": image | VISION["clip"]["image"]}
-        llm |= {"ffn_hidden_size": 11008, "normalization": "RMSNorm", "activation": "swiglu", "vocab_size": 32256}
+    if provider in TABLES["mimo_providers"]:
+        units["vision"] = {**TABLES["mimo_vision"]}
+        llm |= TABLES["mimo_language"]
         llm.pop("add_bias_linear", None)
     elif program.endswith("pretrain_vlm.py") or provider == "mock":
-        own = {name: value for name, value in llm.items() if name in _LIKE_LANGUAGE}
-        shape = _WIDE | own | {"num_layers": flags.number("encoder-num-layers", default=llm["num_layers"])}
+        own = {name: value for name, value in llm.items() if name in TABLES["like_language"]}
+        shape = TABLES["wide"] | own | {"num_layers": flags.number("encoder-num-layers", default=llm["num_layers"])}
         units["vision"] = shape | {"image": _image(flags, {"has_pre_norm": True, "has_patch_bias": False}, "clip")}
         units["vision"] |= {"projector_hidden_size": llm["ffn_hidden_size"], "projector_norm": "none"}
     elif flags.has("language-model-type", "vision-model-type"):
@@ -124,31 +79,16 @@ def read_model(flags: Flags, program: str) -> dict[str, Any]:
     return {"units": {**roles, "llm": {"role": "backbone", **llm}}}
 
 
-_NUMBERS = {"num-query-groups": "num_query_groups", "kv-channels": "kv_channels", "vocab-size": "vocab_size"}
-_OF_EXPERTS = {
-    "num-experts": "num_experts",
-    "moe-router-topk": "router_topk",
-    "moe-ffn-hidden-size": "ffn_hidden_size",
-    "moe-aux-loss-coeff": "aux_loss_coeff",
-    "moe-shared-expert-intermediate-size": "shared_expert_intermediate_size",
-}
-_LIKE_LANGUAGE = {
-    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "activation"),
-    *("layernorm_epsilon", "init_method_std"),
-}
-"""Keys that pretrain_vlm.py's encoder takes from the language model."""
-
-
 def _language(flags: Flags) -> dict[str, Any]:
     kind = flags.text("language-model-type")
-    known = LANGUAGES.get(kind)
+    known = TABLES["languages"].get(kind)
     if not flags.has("hidden-size") or not flags.has("num-layers", "decoder-num-layers"):
         raise ConfigError(
             "--num-layers and --hidden-size are not there, so the model is in a checkpoint or a recipe; add the shape's flags, "
             "or start from a folder of Hugging Face with --load-hf, which gives the model"
         )
     if kind and known is None:
-        known_types = ", ".join(LANGUAGES)
+        known_types = ", ".join(TABLES["languages"])
         raise ConfigError(f"--language-model-type {kind}: no such model here; known are {known_types}; else use --load-hf DIR")
     width = flags.number("hidden-size")
     flags.has("ffn-hidden-size", "norm-epsilon")
@@ -172,9 +112,8 @@ def _language(flags: Flags) -> dict[str, Any]:
         "init_method_std": flags.number("init-method-std", default=0.02),
         "untie_embeddings_and_output_weights": flags.has("untie-embeddings-and-output-weights"),
     }
-    shape |= {key: flags.number(name) for name, key in _NUMBERS.items() if flags.has(name)}
-    switches = {"add-qkv-bias": "add_qkv_bias", "qk-layernorm": "qk_layernorm"}
-    shape |= {key: True for name, key in switches.items() if flags.has(name)}
+    shape |= {key: flags.number(name) for name, key in TABLES["numbers"].items() if flags.has(name)}
+    shape |= {key: True for name, key in TABLES["switches"].items() if flags.has(name)}
     flags.has("group-query-attention")
     if not flags.has("disable-bias-linear") and known is None:
         shape["add_bias_linear"] = True
@@ -185,18 +124,19 @@ def _language(flags: Flags) -> dict[str, Any]:
     if flags.has("use-rope-scaling"):
         shape["rotary_scaling"] = [flags.number("rope-scaling-factor", default=8.0), 1.0, 4.0, 8192.0]
     if flags.has("num-experts"):
-        shape["experts"] = {key: flags.number(name) for name, key in _OF_EXPERTS.items() if flags.has(name)}
+        shape["experts"] = {key: flags.number(name) for name, key in TABLES["experts"].items() if flags.has(name)}
         shape["experts"] |= {"router_pre_softmax": True} if flags.has("moe-router-pre-softmax") else {}
     return shape
 
 
 def _vision(flags: Flags) -> dict[str, Any]:
-    kind = flags.text("vision-model-type", default="clip")
-    if kind not in VISION:
-        raise ConfigError(f"--vision-model-type {kind}: no such encoder; known are {', '.join(VISION)}; else use --load-hf DIR")
-    _, inner, norm = LANGUAGES.get(flags.text("language-model-type"), (0, flags.number("hidden-size"), "none"))
-    image = _image(flags, VISION[kind]["image"], kind)
-    return VISION[kind] | {"image": image, "projector_hidden_size": inner, "projector_norm": norm}
+    kind, known = flags.text("vision-model-type", default="clip"), TABLES["vision"]
+    if kind not in known:
+        raise ConfigError(f"--vision-model-type {kind}: no such encoder; known are {', '.join(known)}; else use --load-hf DIR")
+    width = flags.number("hidden-size")
+    _, inner, norm = TABLES["languages"].get(flags.text("language-model-type"), (0, width, "none"))
+    image = _image(flags, known[kind]["image"], kind)
+    return known[kind] | {"image": image, "projector_hidden_size": inner, "projector_norm": norm}
 
 
 def _image(flags: Flags, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -211,7 +151,7 @@ def _image(flags: Flags, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
     flags.has("img-w")
     if flags.has("use-tiling"):
         image["max_tiles"] = flags.number("max-num-tiles", default=1)
-    num_tokens = flags.number("class-token-len", default=_CLASS_TOKENS.get(kind, 0))
+    num_tokens = flags.number("class-token-len", default=TABLES["class_tokens"].get(kind, 0))
     is_dropped = flags.has("disable-vision-class-token") or merge > 1
     if num_tokens:
         image["class_token"] = "dropped" if is_dropped else "kept"
@@ -220,9 +160,6 @@ def _image(flags: Flags, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _audio(kind: str) -> dict[str, Any]:
-    if kind not in _WHISPER:
-        raise ConfigError(f"--audio-encoder-model {kind}: no such encoder here; known are {', '.join(_WHISPER)}")
-    layers, width, heads = _WHISPER[kind]
-    audio = {"num_mel_bins": 80, "tokens_per_second": 50, "merge_factor": 1}
-    shape = _shape(layers, width, heads, 4 * width, "gelu")
-    return shape | {"audio": audio, "projector_hidden_size": 4096, "projector_norm": "none"}
+    if kind not in (known := TABLES["audio"]):
+        raise ConfigError(f"--audio-encoder-model {kind}: no such encoder here; known are {', '.join(known)}")
+    return known[kind] | TABLES["of_all_audio"]
