@@ -1,12 +1,12 @@
 """The machine that a plan runs on: accelerators, nodes and the links between them, and what messages take."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import FromFile
-from multimodal.values.typed_reader import Plain
+from multimodal.values.file_form import FileValue
+from multimodal.values.typed_reader import BRIEF, Plain
 
 PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
     "H200": {"bfloat16": 989.0, "float32": 67.0, "float64": 67.0},
@@ -48,7 +48,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster(FromFile):
+class Cluster(FileValue):
     """Any number of equal nodes. Rank r is accelerator r % gpus_per_node of node r // gpus_per_node."""
 
     gpus_per_node: int = field(metadata=_COUNT)
@@ -62,9 +62,9 @@ class Cluster(FromFile):
     """Share of the peak that large matrix products reach, 0 to 1."""
     half_efficiency_gflop: float = field(default=0.0, metadata=_AT_LEAST_ZERO)
     """FLOPs (10^9) of the matrix product that reaches half of `efficiency`: one of w reaches `efficiency x w / (w + this)`."""
-    attention_efficiency: float | None = field(default=None, metadata=_POSITIVE)
+    attention_efficiency: float | None = field(default=None, metadata={**BRIEF, **_POSITIVE})
     """Share of the peak that core attention reaches; None: `efficiency`."""
-    memory_bandwidth_gbytes_per_second: float | None = field(default=None, metadata=_POSITIVE)
+    memory_bandwidth_gbytes_per_second: float | None = field(default=None, metadata={**BRIEF, **_POSITIVE})
     """10^9 bytes per second, as reached in one accelerator's memory; None: elementwise work is part of `efficiency`."""
     dtype: str = field(default="bfloat16", metadata={"choices": tuple(BYTES_OF_DTYPE)})
     """Type of activations and weights."""
@@ -97,10 +97,6 @@ class Cluster(FromFile):
     def is_one_node(self, ranks: Sequence[int]) -> bool:
         """Return True if all ranks are on the same node."""
         return len({self.node(rank) for rank in ranks}) <= 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form, read back by `from_dict`."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Cluster":

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import yaml
 
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.typed_reader import to_plain
 
 T = TypeVar("T")
 LARGEST_FILE_BYTES = 64 * 2**20
@@ -43,6 +44,22 @@ class FromFile(ABC):
     def from_file(cls, path: str | Path) -> Self:
         """Read a YAML or JSON file; a `file_error` names the line."""
         return read_file(path, cls.from_dict, error=cls.file_error)
+
+
+class FileValue(FromFile):
+    """A value that is also written; its plain form is that of its fields, unless it has another one."""
+
+    __slots__ = ()
+    has_short_lists: ClassVar[bool] = False
+    """True if innermost lists go on one line of a YAML file."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        return dict(to_plain(self))
+
+    def to_file(self, path: str | Path) -> None:
+        """Write a YAML or JSON file."""
+        write_mapping(path, self.to_dict(), has_short_lists=self.has_short_lists)
 
 
 def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]:

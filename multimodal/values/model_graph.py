@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from multimodal.values.errors import ModelError
-from multimodal.values.file_form import FromFile
-from multimodal.values.typed_reader import Plain
+from multimodal.values.file_form import FileValue
+from multimodal.values.typed_reader import Plain, to_plain
 from multimodal.values.units.check_unit import check_unit
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
 from multimodal.values.units.transformer import Experts, Transformer
-from multimodal.values.units.unit import Lora, Queries, Role, Unit, unit_from_plain, unit_to_dict
+from multimodal.values.units.unit import Lora, Queries, Role, Unit, unit_from_plain
 
 __all__ = ["AudioInput", "Experts", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Queries", "Role", "Transformer", "Unit"]
 _EDGE_ROLES = (*((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)), (Role.BACKBONE, Role.GENERATOR))
 
 
 @dataclass(frozen=True)
-class ModelGraph(FromFile):
+class ModelGraph(FileValue):
     """Units in a topological order, and the edges along which activations flow."""
 
     file_error: ClassVar = ModelError
@@ -130,7 +130,7 @@ class ModelGraph(FromFile):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
-        return {"units": {unit.name: unit_to_dict(unit) for unit in self.units}, "edges": [list(e) for e in self.edges]}
+        return {"units": {unit.name: to_plain(unit, given=("name",)) for unit in self.units}, "edges": to_plain(self.edges)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "ModelGraph":

@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import FromFile, write_mapping
-from multimodal.values.typed_reader import Plain
+from multimodal.values.file_form import FileValue
+from multimodal.values.typed_reader import BRIEF, Plain
 from multimodal.values.units.transformer import MOST_LAYERS
 
 MOST_RANKS = 2**20
@@ -31,13 +30,8 @@ class Stage:
         metadata={"key": "layers", "minimum": 0, "maximum": MOST_LAYERS + 2, "min_entries": 1}
     )
     """Half-open ranges of the unit's layer list; several when the stage is virtual."""
-    tensor_parallel_size: int | None = field(default=None, metadata=_SIZE)
+    tensor_parallel_size: int | None = field(default=None, metadata={**BRIEF, **_SIZE})
     """The stage's own size, if replicas are not alike; None: that of its unit."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form."""
-        own = {} if self.tensor_parallel_size is None else {"tensor_parallel_size": self.tensor_parallel_size}
-        return {"ranks": list(self.ranks), "layers": [list(pair) for pair in self.layer_ranges], **own}
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,14 @@ class UnitPlan:
     replicas: tuple[Replica, ...] = field(metadata={"min_entries": 1})
     tensor_parallel_size: int = field(default=1, metadata=_SIZE)
     context_parallel_size: int = field(default=1, metadata=_SIZE)
-    microbatch_shares: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_SHARE})
+    microbatch_shares: tuple[int, ...] = field(default=(), metadata={**BRIEF, "minimum": 0, "maximum": MOST_SHARE})
     """Whole numbers. For the LLM: the share of a step's microbatches that each replica takes; empty: by their numbers of ranks.
 
     For an encoder: the shares of an LLM replica's microbatches that the encoder's own replicas take; empty: equal shares. With m
     shares and d replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica r: the
     partition over m encoder pipelines (Optimus 4.1). Microbatches are dealt in turn.
     """
-    expert_parallel_size: int = field(default=1, metadata=_SIZE)
+    expert_parallel_size: int = field(default=1, metadata={**BRIEF, **_SIZE})
     """Neighbouring replicas that share the experts of every layer evenly; every replica has all other weights."""
 
     @property
@@ -149,15 +143,6 @@ class UnitPlan:
         """All ranks of this unit, replica by replica."""
         return tuple(rank for replica in self.replicas for rank in replica.ranks)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form, without what is left at its default."""
-        plain: dict[str, Any] = {name: getattr(self, name) for name in ("tensor_parallel_size", "context_parallel_size")}
-        if self.expert_parallel_size > 1:
-            plain["expert_parallel_size"] = self.expert_parallel_size
-        if self.microbatch_shares:
-            plain["microbatch_shares"] = list(self.microbatch_shares)
-        return {**plain, "replicas": [{"stages": [stage.to_dict() for stage in each.stages]} for each in self.replicas]}
-
 
 class StageTable(NamedTuple):
     """The virtual stages of a unit, stage by stage, replica by replica."""
@@ -170,7 +155,7 @@ class StageTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(FromFile):
+class Plan(FileValue):
     """The parallelism of every unit; units may own disjoint ranks or share them."""
 
     file_error: ClassVar = PlanError
@@ -255,20 +240,12 @@ class Plan(FromFile):
         ranks = self.virtual_stage(unit, replica, stage).ranks
         return tuple(dict.fromkeys(self.lane_of_rank[rank] for rank in ranks))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form, read back by `from_dict`."""
-        return {"units": {name: unit.to_dict() for name, unit in self.units.items()}}
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Plan":
         """Build from the plain form; raises PlanError naming the offending place."""
         top = Plain(value, "plan", PlanError).mapping(known=("units",), required=("units",))
         units = top["units"].mapping(at_least=1, expected="each unit's name with its replicas")
         return cls({name: replace(entry, where=f"plan: unit '{name}'").build(UnitPlan) for name, entry in units.items()})
-
-    def to_file(self, path: str | Path) -> None:
-        """Write a YAML or JSON plan file."""
-        write_mapping(path, self.to_dict())
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""Turns the plain form of YAML and JSON into typed values: one reader for all files, driven by the fields of dataclasses.
+"""Turns the plain form of YAML and JSON into typed values, and back: one rule for all files, driven by the fields of dataclasses.
 
 A field's type defines the values that it takes (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its
 metadata define the rest:
@@ -8,6 +8,7 @@ choices                   the texts that are allowed
 min_entries               of a list
 key                       the field's name in the file, where it differs
 inline                    True: the field is a dataclass whose keys stand among those of its owner
+brief                     True: the field is not written at its default
 """
 
 import difflib
@@ -15,7 +16,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -37,6 +38,10 @@ _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 def up_to(maximum: int) -> dict[str, Any]:
     """Return the metadata of a positive integer."""
     return {"minimum": 1, "maximum": maximum}
+
+
+BRIEF: Mapping[str, Any] = {"brief": True}
+"""The metadata of a field that is not written at its default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,24 @@ def check_fields(value: Any, *, at: Plain) -> None:
             check_fields(part, at=at if field.metadata.get("inline") else plain)
         else:
             plain.read(hint, **field.metadata)
+
+
+def to_plain(value: Any, *, given: Collection[str] = ()) -> Any:
+    """Return the plain form of a value, from which `Plain.build` makes it again; given: fields that are not part of it."""
+    if isinstance(value, Mapping):
+        return {key: to_plain(part) for key, part in value.items()}
+    if isinstance(value, tuple):
+        return list(map(to_plain, value))
+    if not is_dataclass(value):
+        return str(value) if isinstance(value, StrEnum) else value
+    plain: dict[str, Any] = {}
+    for field in fields(value):
+        part, is_brief = getattr(value, field.name), field.metadata.get("brief", False)
+        if field.metadata.get("inline"):
+            plain |= to_plain(part)
+        elif field.name not in given and not (is_brief and part == field.default):
+            plain[field.metadata.get("key", field.name)] = to_plain(part)
+    return plain
 
 
 def shown(value: Any) -> str:

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, Quadratic
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import FromFile, write_mapping
+from multimodal.values.file_form import FileValue
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
@@ -50,9 +49,10 @@ class StepProfile:
 
 
 @dataclass(frozen=True)
-class LayerProfile(FromFile):
+class LayerProfile(FileValue):
     """Curves of one rank's computations, without collectives and recomputation."""
 
+    has_short_lists: ClassVar = True
     device: str
     dtype: str
     curves: Mapping[ProfileKey, LayerCurves]
@@ -117,10 +117,6 @@ class LayerProfile(FromFile):
         step = top["step"].build(StepProfile) if "step" in top else None
         device, dtype = (top[key].read(str) if key in top else "" for key in ("device", "dtype"))
         return cls(device, dtype, curves, step)
-
-    def to_file(self, path: str | Path) -> None:
-        """Write a YAML or JSON file."""
-        write_mapping(path, self.to_dict(), has_short_lists=True)
 
 
 def _entries(unit: str, kinds: Plain) -> Iterator[tuple[str, Plain]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multimodal.values.typed_reader import up_to
+from multimodal.values.typed_reader import BRIEF, up_to
 
 MOST_LAYERS = 10_000
 """Transformer layers of a unit; every list of layers is bounded by it."""
@@ -16,9 +16,9 @@ class Experts:
     num_experts: int = field(metadata=up_to(2**14))
     router_topk: int = field(default=2, metadata=up_to(2**10))
     """Experts that compute each token."""
-    ffn_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
+    ffn_hidden_size: int | None = field(default=None, metadata={**BRIEF, **up_to(2**24)})
     """Inner width of every expert; None: that of the unit's other MLPs."""
-    shared_expert_intermediate_size: int | None = field(default=None, metadata=up_to(2**24))
+    shared_expert_intermediate_size: int | None = field(default=None, metadata={**BRIEF, **up_to(2**24)})
     """Inner width of an additional MLP that computes every token; None: there is none."""
     aux_loss_coeff: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1000})
     """Weight of the loss that balances experts within every sequence (DeepSeek-V3, 2.1.2), so that no plan changes it."""
@@ -105,7 +105,7 @@ class Transformer:
     rotary_local_base: float | None = field(default=None, metadata={"above": 0, "maximum": 1e30})
     """Backbone only: the rotary base of sliding_transformer layers, without scaling (Gemma 3); None: that of all layers."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
-    experts: Experts | None = None
+    experts: Experts | None = field(default=None, metadata=BRIEF)
     """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""
 
     @property

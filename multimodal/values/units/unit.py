@@ -1,12 +1,12 @@
 """A unit: one module of the model graph, with its layers, its input, and what may stand in for parts of it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
-from multimodal.values.typed_reader import Plain, up_to
+from multimodal.values.typed_reader import BRIEF, Plain, up_to
 from multimodal.values.units.items import AudioInput, Grid, ImageInput, ItemInput
 from multimodal.values.units.transformer import Transformer
 
@@ -53,25 +53,25 @@ class Opaque:
 
     directory: str
     """The folder with the config.json that it is built from, relative to the model file if in one. Nothing in it is executed."""
-    class_name: str | None = field(default=None, metadata={"key": "class"})
+    class_name: str | None = field(default=None, metadata={**BRIEF, "key": "class"})
     """A class of transformers, such as CLIPVisionModel; None: the class that AutoModel chooses for config.json."""
-    part: str | None = None
+    part: str | None = field(default=None, metadata=BRIEF)
     """The submodule to take, such as `vision_model`; None: all of it."""
-    before_encoder: str | None = None
+    before_encoder: str | None = field(default=None, metadata=BRIEF)
     """A function `package.module:function` of the images, [num_images, channels, height, width], or of one clip, [1, samples] or
     [1, num_mel_bins, frames], that returns the module's input. Runs import it only if that is allowed."""
-    after_encoder: str | None = None
+    after_encoder: str | None = field(default=None, metadata=BRIEF)
     """The same for the module's hidden states, [num_images, num_tokens, hidden_size]; the last tokens of its result must be the
     patches, or the first ones those of the clip."""
-    after_projector: str | None = None
+    after_projector: str | None = field(default=None, metadata=BRIEF)
     """The same for the projector's output, [num_tokens, hidden_size of the LLM]."""
 
-    operations: tuple[float, ...] | None = field(default=None, metadata={"minimum": 0, "min_entries": 3})
+    operations: tuple[float, ...] | None = field(default=None, metadata={**BRIEF, "minimum": 0, "min_entries": 3})
     """Of generators, as `tools/profile_layers.py --count-operations` finds them: c, a and b, so that a forward of an item of n
     patches takes c + a n + b n^2 FLOPs; None: those of the layers in the unit's shape."""
-    num_weights: int | None = field(default=None, metadata=up_to(2**40))
+    num_weights: int | None = field(default=None, metadata={**BRIEF, **up_to(2**40)})
     """Of generators, found together with these."""
-    kept_values: tuple[float, ...] | None = field(default=None, metadata={"minimum": 0, "min_entries": 3})
+    kept_values: tuple[float, ...] | None = field(default=None, metadata={**BRIEF, "minimum": 0, "min_entries": 3})
     """The same of the numbers that its forward keeps for the backward, also found with these; None: those of the layers."""
 
     @property
@@ -170,9 +170,9 @@ class Unit:
     name: str
     role: Role
     transformer: Transformer = field(metadata={"inline": True})
-    image: ImageInput | None = None
+    image: ImageInput | None = field(default=None, metadata=BRIEF)
     """The images that an encoder takes, or that a generator makes, which may be spectrograms of sound."""
-    audio: AudioInput | None = None
+    audio: AudioInput | None = field(default=None, metadata=BRIEF)
     """The sound that an encoder takes, in place of images."""
     projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
     """Encoders only; None: hidden_size x merge_factor."""
@@ -180,22 +180,22 @@ class Unit:
     """Encoders only: a projector is one product, instead of two with a GELU between them."""
     projector_norm: Literal["patches", "merged", "none"] = "patches"
     """Encoders only: the norm before the projector's first product: over every patch, or over the patches that are merged."""
-    projector_normalization: Literal["LayerNorm", "RMSNorm"] | None = None
+    projector_normalization: Literal["LayerNorm", "RMSNorm"] | None = field(default=None, metadata=BRIEF)
     """Encoders only: the kind of that norm; None: `normalization`."""
-    projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    projector_norm_epsilon: float | None = field(default=None, metadata={**BRIEF, "above": 0, "maximum": 1})
     """Encoders only; None: layernorm_epsilon."""
-    join: Literal["features", "sequence"] | None = None
+    join: Literal["features", "sequence"] | None = field(default=None, metadata=BRIEF)
     """For encoders that other encoders feed instead of images or sound: the inputs of an item are concatenated by channels
     (features) or by tokens (sequence)."""
     has_projector: bool = True
     """Encoders that feed other encoders only. False: their tokens leave normalised and merged, but not projected."""
-    queries: Queries | None = None
+    queries: Queries | None = field(default=None, metadata=BRIEF)
     """Encoders only: the projector is cross-attention of learned queries; None: it maps tokens, or merged tokens, one by one."""
-    flow: Flow | None = None
+    flow: Flow | None = field(default=None, metadata=BRIEF)
     """Generators only; None: it learns the items themselves, by squared error."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
-    vocab_size: int | None = field(default=None, metadata=up_to(2**31))
+    vocab_size: int | None = field(default=None, metadata={**BRIEF, **up_to(2**31)})
     """Backbone only: the vocabulary size if no tokenizer gives it; a run uses its tokenizer's."""
     has_exact_vocabulary: bool = False
     """Backbone only. True: the vocabulary has `vocab_size` tokens (or the tokenizer's, if more), and rows that pad it have no
@@ -203,19 +203,19 @@ class Unit:
     freeze_module: bool = False
     freeze_projector: bool = False
     """Freezes the projector: the last layer of encoders, the first layer of generators."""
-    lora: Lora | None = None
+    lora: Lora | None = field(default=None, metadata=BRIEF)
     """Adapters of linear layers of the module, and of the projector if they are named. All other weights of the module are then
     frozen, and those of a projector that has adapters."""
-    new_tokens: tuple[int, ...] | None = field(default=None, metadata={"minimum": 0})
+    new_tokens: tuple[int, ...] | None = field(default=None, metadata={**BRIEF, "minimum": 0})
     """Backbone only: the first of the tokens that training adds to the vocabulary, and the one behind the last. Their rows of the
     embeddings and of the output projection are trained where these are frozen, too."""
-    module: Opaque | None = None
+    module: Opaque | None = field(default=None, metadata=BRIEF)
     """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector. Generators
     with a flow: one of diffusers, whose cross-attention is as wide as `hidden_size`.
     Until its cost is measured, it is estimated from `num_layers` and the rest of the shape."""
-    weights: str | None = None
+    weights: str | None = field(default=None, metadata=BRIEF)
     """A Hugging Face folder that initialises the unit, except for its projector; relative to the model file if in one."""
-    layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
+    layer_kinds: tuple[str, ...] | None = field(default=None, metadata={**BRIEF, "key": "layers"})
     """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the ends of
     the role (encoders of images of one size learn positions). The kinds are those of multimodal/cost/layers."""
 
@@ -417,34 +417,6 @@ class Unit:
         if self.new_tokens is None or kind not in _ENDS[Role.BACKBONE] or is_adapted or self.trains_weights(0):
             return range(0)
         return range(*self.new_tokens)
-
-
-_OPTIONAL = (
-    *("image", "audio", "vocab_size", "projector_normalization", "projector_norm_epsilon", "join", "queries", "flow", "lora"),
-    *("new_tokens", "weights"),
-)
-"""Keys of a unit that are omitted if they are not set."""
-
-
-def unit_to_dict(unit: Unit) -> dict[str, Any]:
-    """Return the plain form, without the name."""
-    entry = asdict(unit)
-    del entry["name"]
-    transformer = entry.pop("transformer")
-    experts = transformer.pop("experts")
-    kinds = entry.pop("layer_kinds")
-    optional = {key: entry.pop(key) for key in _OPTIONAL} | {
-        "layers": kinds and list(kinds),
-        "experts": experts and {key: value for key, value in experts.items() if value is not None},
-    }
-    if (module := entry.pop("module")) is not None:
-        optional["module"] = {
-            "class" if key == "class_name" else key: list(value) if isinstance(value, tuple) else value
-            for key, value in module.items()
-            if value is not None
-        }
-    given = {key: list(value) if isinstance(value, tuple) else value for key, value in optional.items() if value is not None}
-    return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
 
 def unit_from_plain(name: str, entry: Plain) -> Unit:

@@ -1,16 +1,15 @@
 """Pipeline templates: whole model replicas for every number of nodes, whose sums give any number of nodes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import PlanError
-from multimodal.values.file_form import FromFile, write_mapping
+from multimodal.values.file_form import FileValue
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
@@ -152,10 +151,11 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class TemplateSet(FromFile):
+class TemplateSet(FileValue):
     """Templates for consecutive numbers of nodes, and their instances at the start."""
 
     file_error: ClassVar = PlanError
+    has_short_lists: ClassVar = True
     num_nodes: int = field(metadata=_COUNT)
     gpus_per_node: int = field(metadata=_COUNT)
     fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
@@ -248,15 +248,7 @@ class TemplateSet(FromFile):
                 held.setdefault((template.nodes, stage.node), []).extend(stage.layers)
         return {place: tuple(layers) for place, layers in held.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain form, read back by `from_dict`."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "TemplateSet":
         """Build from the plain form; raises PlanError naming the offending place."""
         return Plain(value, "templates", PlanError).build(cls)
-
-    def to_file(self, path: str | Path) -> None:
-        """Write a YAML or JSON file of templates."""
-        write_mapping(path, self.to_dict(), has_short_lists=True)
