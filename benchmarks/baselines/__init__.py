@@ -8,7 +8,9 @@ from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
 from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
 from benchmarks.baselines.entrain import plan_entrain
 from benchmarks.baselines.flops_ratio import plan_flops_ratio
+from benchmarks.baselines.one_grid import plan_fsdp, plan_megatron_balanced
 from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import fed_encoders
@@ -29,6 +31,21 @@ class _WithoutFedEncoders(PlannerRow):
 
 
 _ROWS = (
+    PlannerRow(
+        "megatron-replicated",
+        partial(plan_megatron, replicates=True),
+        "as `megatron`, but every rank of an encoder's or a generator's tensor parallel group has all of it, for other images",
+        "DistTrain 2.1",
+    ),
+    PlannerRow(
+        "megatron-balanced",
+        plan_megatron_balanced,
+        "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
+        "Optimus, App. B",
+    ),
+    PlannerRow(
+        "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
+    ),
     PlannerRow(
         "cornstarch",
         plan_cornstarch,

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 
+from benchmarks.baselines.one_grid import with_replicas
 from multimodal.plan.planners.allowed_sizes import (
     pipeline_parallel_sizes,
     shared_data_parallel_sizes,
     stage_sizes,
 )
-from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
+from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_run
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, stage_times
 from multimodal.plan.planners.estimate.unit_options import infeasible

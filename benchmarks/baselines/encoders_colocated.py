@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
+from benchmarks.baselines.one_grid import with_replicas
 from multimodal.plan.planners.allowed_sizes import (
     pipeline_parallel_sizes,
     shared_data_parallel_sizes,
     shared_stage_sizes,
 )
-from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
+from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.megatron import MOST_EXTRA_STAGES

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from benchmarks.baselines.one_grid import with_replicas
 from multimodal.plan.planners.allowed_sizes import (
     data_parallel_sizes,
     pipeline_parallel_sizes,
     shared_stage_sizes,
 )
-from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
+from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun

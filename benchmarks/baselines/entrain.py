@@ -18,7 +18,7 @@ from multimodal.plan.planners.allowed_sizes import (
     tensor_parallel_sizes,
 )
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates, unit_stage_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, unit_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -45,7 +45,7 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
         if request.num_gpus // data // block >= len(request.graph.units)
     }
     candidates = (each for data, size in batch_sizes.items() for each in _candidates(request, work, size, data))
-    chosen, seconds = choose_near(request, candidates, seconds=iteration_seconds)[0]
+    chosen, seconds = choose_candidates(request, candidates, seconds=iteration_seconds, least_seconds=lambda *_: 0.0)[0]
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
     schedule = AHEAD if is_pipeline and chosen.fits(request, schedule=AHEAD) else None
     run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)

@@ -12,7 +12,7 @@ from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
-from multimodal.plan.planners.megatron import plan_fsdp, plan_megatron, plan_megatron_balanced
+from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -99,22 +99,7 @@ _ROWS = (
         "DistTrain 2.1",
     ),
     PlannerRow(
-        "megatron-replicated",
-        partial(plan_megatron, replicates=True),
-        "the same, but every rank of an encoder's or a generator's tensor parallel group has all of it, for other images",
-        "DistTrain 2.1",
-    ),
-    PlannerRow(
-        "megatron-balanced",
-        plan_megatron_balanced,
-        "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
-        "Optimus, App. B",
-    ),
-    PlannerRow(
         "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
-    ),
-    PlannerRow(
-        "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
     ),
     PlannerRow(
         "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"

@@ -1,17 +1,15 @@
-"""Megatron-LM's one grid for all units, its balanced chain of layers (Optimus, App. B), and FSDP."""
+"""Megatron-LM's one grid for all units."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice, product
 
 from multimodal.plan.planners import allowed_sizes
-from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
-from multimodal.plan.planners.estimate.grid import cut_grid, list_shapes
-from multimodal.plan.planners.estimate.step_estimate import choose_near, choose_run
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_run
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role, Unit
 
 MOST_EXTRA_STAGES = 8
@@ -61,39 +59,3 @@ def _on_grid(
     tensor = fixed.tensor_parallel_size or (1 if replicates else size.tensor)
     copies = data * (size.tensor if replicates else 1)
     return even_layout(unit, tensor, fixed.data_parallel_size or copies, stages, context=size.context)
-
-
-_VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
-"""Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
-
-
-def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
-    """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
-
-    The layers of all units, in the graph's order, form one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l)
-    cuts into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper does not cover several encoders; here
-    they follow each other in the chain. tp, cp, pp, V and dp are those with the shortest expected step. Raises PlanError if
-    nothing fits.
-    """
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
-    pairs = product(list_shapes(request), (fixed,) if fixed else _VIRTUAL_STAGES)
-    grids = (cut_grid(request, shape, virtual_stages=number) for shape, number in pairs if shape.can_hold(number))
-    grid, seconds = choose_near(request, grids, seconds=lambda request, grid: grid.seconds(request))[0]
-    return grid.to_run(request, seconds=seconds)
-
-
-def plan_fsdp(request: PlanningRequest) -> PlannedRun:
-    """Plan all units on all ranks, with tp 1, pp 1 and shared weights; raises PlanError if that does not fit, or must not be."""
-    if request.sharding not in (None, "optim_grads_params"):
-        raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")
-    asked, names = request.changed(sharding="optim_grads_params"), request.graph.unit_names
-    for name in names:
-        fixed = request.fixed(name)
-        sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_stages
-        if any(size not in (None, 1) for size in sizes):
-            raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
-    data_sizes, candidates = allowed_sizes.shared_data_parallel_sizes(asked, names), list[Candidate]()
-    for context in (size.context for size in allowed_sizes.shared_stage_sizes(asked, names) if size.tensor == 1):
-        layouts = {unit.name: even_layout(unit, 1, 1, 1, context=context) for unit in request.graph.units}
-        candidates += with_replicas(asked, layouts, data_sizes, groups=(names,))
-    return choose_run(asked, candidates)

@@ -1,10 +1,9 @@
 """One point of a planner's search: unit layouts, and the units that share ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from multimodal.plan.planners.allowed_sizes import largest_fitting
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -122,15 +121,6 @@ class Candidate:
             sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
             for group in self.all_groups
         )
-
-
-def with_replicas(
-    request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
-) -> Iterator[Candidate]:
-    """Yield one replica of every unit, repeated by the largest of the data parallel sizes that fit (`largest_fitting`)."""
-    one = Candidate({name: layouts[name] for name in request.graph.unit_names}, groups)
-    for data in largest_fitting(data_sizes, gpus_per_replica=one.num_gpus, num_gpus=request.num_gpus):
-        yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float, balance: str = "none") -> PlannedRun:

@@ -92,13 +92,10 @@ class Grid(Candidate):
         (tensor, context), data = self.shape.size, self.shape.data_parallel_size
         return Plan({name: place_stages(self.held[name], tensor=tensor, context=context, data=data) for name in graph.unit_names})
 
-    def seconds(self, request: PlanningRequest, *, has_spread: bool = False) -> float:
-        """Return the expected step: interleaving divides the warm-up; has_spread: as in `estimate_seconds`."""
+    def seconds(self, request: PlanningRequest) -> float:
+        """Return the expected step: interleaving divides the warm-up; the rest as in `estimate_seconds` with `has_spread`."""
         count, slowest, through_all = self.num_microbatches(request), max(self.stage_seconds), sum(self.stage_seconds)
         ends = (through_all - slowest) / self.virtual_stages
-        if not has_spread:
-            reducing = max(step_estimate.reduction_seconds(request, *each) for each in self.layouts.items())
-            return ends + count * slowest + reducing
         waits = step_estimate.slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
         heaviest = max(step_estimate.heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
         exposed_seconds = partial(step_estimate.exposed_reduction_seconds, request, stage_seconds=slowest)

@@ -269,13 +269,13 @@ def exposed_reduction_seconds(
 Choice = TypeVar("Choice", bound=Candidate)
 
 
-def choose_near(
+def choose_candidates(
     request: PlanningRequest,
     candidates: Iterable[Choice],
     *,
-    seconds: Callable[[PlanningRequest, Choice], float],
-    least_seconds: Callable[[PlanningRequest, Choice], float] = lambda *_: 0.0,
     within: float = 1.0,
+    seconds: Callable[[PlanningRequest, Choice], float] = estimate_seconds,
+    least_seconds: Callable[[PlanningRequest, Choice], float] = lower_bound_seconds,
 ) -> list[tuple[Choice, float]]:
     """Return the candidates that fit and whose steps are at most `within` times the shortest, in order, with their seconds.
 
@@ -294,13 +294,6 @@ def choose_near(
         raise infeasible(request)
     near = sorted((each for each in found if each[0] <= within * best), key=lambda each: each[:2])
     return [(candidate, taken) for taken, _, candidate in near]
-
-
-def choose_candidates(
-    request: PlanningRequest, candidates: Iterable[Candidate], *, within: float = 1.0
-) -> list[tuple[Candidate, float]]:
-    """Return the candidates within a factor of the best by `estimate_seconds` that fit by the memory estimate (`choose_near`)."""
-    return choose_near(request, candidates, seconds=estimate_seconds, least_seconds=lower_bound_seconds, within=within)
 
 
 def choose_run(request: PlanningRequest, candidates: Iterable[Candidate]) -> PlannedRun:

@@ -117,7 +117,7 @@ def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
 def grid_estimate(request: PlanningRequest, grid: Grid) -> float:
     """Return the expected step of a grid, with gathers and reductions hidden as far as possible."""
     if grid.virtual_stages == 1:
-        return grid.seconds(request, has_spread=True)
+        return grid.seconds(request)
     known, ranges = _known_ranges(request, grid.shape), []
     for position, pieces in enumerate(grid.ranges):
         key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers

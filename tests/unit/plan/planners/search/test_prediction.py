@@ -10,7 +10,7 @@ from benchmarks.baselines.encoders_colocated import plan_encoders_colocated, sho
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
-from multimodal.plan.planners.estimate.step_estimate import choose_near
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import build_unit, even_layout
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -138,13 +138,14 @@ def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
     slow, best, near, equal, huge, unfit = (
         sized(*each) for each in ((4, 1.3), (4, 1.0), (2, 1.09), (2, 1.0), (16, 0.1), (8, 0.5, False))
     )
-    given = {"seconds": lambda _, each: each.seconds}
+    given = {"seconds": lambda _, each: each.seconds, "least_seconds": lambda _, each: 0.0}
     candidates = [slow, best, huge, near, unfit, equal]
-    assert choose_near(asked, candidates, **given, within=1.1) == [(equal, 1.0), (best, 1.0), (near, 1.09)]
-    assert choose_near(asked, candidates, **given)[0] == (equal, 1.0)
-    assert choose_near(asked, candidates, **given, least_seconds=lambda _, each: each.seconds, within=1.1)[-1] == (near, 1.09)
+    assert choose_candidates(asked, candidates, **given, within=1.1) == [(equal, 1.0), (best, 1.0), (near, 1.09)]
+    assert choose_candidates(asked, candidates, **given)[0] == (equal, 1.0)
+    bounded = given | {"least_seconds": lambda _, each: each.seconds}
+    assert choose_candidates(asked, candidates, **bounded, within=1.1)[-1] == (near, 1.09)
     with pytest.raises(PlanError):
-        choose_near(asked, [huge, unfit], **given)
+        choose_candidates(asked, [huge, unfit], **given)
 
 
 def simulated_seconds(run: PlannedRun, asked) -> float:

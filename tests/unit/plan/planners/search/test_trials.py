@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
@@ -84,7 +85,7 @@ def test_what_does_not_fit_is_remembered_as_that():
 
 def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_closely():
     asked = request(TWO)
-    apart, chain = (PLANNERS[name](asked) for name in ("disttrain", "megatron-balanced"))
+    apart, chain = (COMPARED[name](asked) for name in ("disttrain", "megatron-balanced"))
     search = Trials(asked)
     assert search.placed(apart) != search.placed(chain)
     prediction = predict_run(apart, asked)
