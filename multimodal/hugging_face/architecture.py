@@ -71,46 +71,6 @@ class Architecture:
 
 
 @dataclass(frozen=True)
-class EncoderForm:
-    """An encoder as a unit, as a part of config.json, and as tensors; one description reads and writes all models of its kind."""
-
-    keys: tuple[Key, ...]
-    """The fields of the unit that config.json has under another name."""
-    item_keys: tuple[Key, ...]
-    """The same for fields of its `image` or `audio`."""
-    fields: Mapping[str, Any]
-    """Fields of the unit that are the same in all models."""
-    item: Mapping[str, Any]
-    """The same of its `image` or `audio`."""
-    names: UnitNames
-    """Names of its weights inside the encoder; last: those of a norm behind its layers."""
-    kind: str = "image"
-    defaults: Config = field(default_factory=dict)
-    """Values of keys that are missing or null, as in transformers."""
-    allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of keys that can be trained here."""
-    read_more: Callable[[Config, str], dict[str, Any]] = lambda config, where: {}
-    """Fields that depend on several keys, or have other values here; from the config.json and its place in a larger one."""
-    write_more: Callable[[Unit], dict[str, Any]] = lambda unit: {}
-    """The inverse of `read_more`; reading back shows if it describes the unit."""
-    written: Config = field(default_factory=dict)
-    """Entries of config.json that are written if nothing else says so."""
-
-    def read(self, given: Config, *, where: str = "") -> dict[str, Any]:
-        """Return the plain form of the unit without its projector; raises ModelError, with its place `where` in config.json."""
-        config = with_defaults(given, self.defaults)
-        config.setdefault("in_channels", config.get("in_chans", 3))  # earlier versions of Qwen2-VL
-        require(config, self.allowed, where=where)
-        more = self.read_more(config, where)
-        item = {**read_keys(self.item_keys, config), **more.pop(self.kind, {}), **self.item}
-        return {"role": "encoder", **read_keys(self.keys, config), **self.fields, self.kind: item, **more}
-
-    def write(self, unit: Unit) -> dict[str, Any]:
-        """Return the part of a config.json that describes the unit."""
-        return {**self.written, **write_keys((*self.keys, *self.item_keys), unit), **self.write_more(unit)}
-
-
-@dataclass(frozen=True)
 class Encoder:
     """One family of encoders that can be composed with an LLM of another folder, and the other tensors of its folders."""
 

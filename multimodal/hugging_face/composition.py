@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multimodal.hugging_face.encoder_forms import VIT
+from multimodal.hugging_face.families import FAMILIES
 from multimodal.hugging_face.processors import SAMPLING_RATE, read_processors, with_processors
 from multimodal.hugging_face.registry import CONFIG_NAME, is_known_encoder, read_encoder, read_graph
 from multimodal.values.errors import BraidError, ModelError
@@ -226,7 +226,7 @@ def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: s
     if whole.get("model_type") in _PARTS:
         module["part"] = _PARTS[whole["model_type"]]
     epsilon = {"layernorm_epsilon": config.get("layer_norm_eps", 1e-6)}
-    return {"role": "encoder", **shape, **VIT, **item, "module": module, **epsilon}
+    return {"role": "encoder", **shape, **FAMILIES["vit"], **item, "module": module, **epsilon}
 
 
 def _item(config: Any, merge_size: int) -> dict[str, Any]:

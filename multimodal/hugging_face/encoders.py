@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, Encoder, EncoderForm
+from multimodal.hugging_face.architecture import Config, Encoder
 from multimodal.hugging_face.encoder_forms import PIXTRAL, TOWERS
+from multimodal.hugging_face.families import EncoderForm
 from multimodal.hugging_face.qwen_forms import WHISPER
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit

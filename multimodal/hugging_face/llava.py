@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, image_of, require
+from multimodal.hugging_face.architecture import Architecture, Config, image_of, require
 from multimodal.hugging_face.encoder_forms import INTERNVIT, PIXTRAL, TOWERS
 from multimodal.hugging_face.encoders import is_unused_in_tower, tower_named
+from multimodal.hugging_face.families import EncoderForm
 from multimodal.hugging_face.processors import write_image_processor
 from multimodal.hugging_face.text_families import decoder_names
 from multimodal.hugging_face.text_models import read_inner_text, write_model

@@ -1,48 +1,26 @@
 """Qwen's models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL (images, videos), Qwen2-Audio (sound), and Qwen2.5-Omni's thinker (all)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, require, with_defaults
+from multimodal.hugging_face.architecture import Architecture, Config, require, with_defaults
+from multimodal.hugging_face.families import FAMILIES, EncoderForm
 from multimodal.hugging_face.llava import LLM_INSIDE, patch_shape
 from multimodal.hugging_face.processors import write_feature_extractor, write_image_processor
 from multimodal.hugging_face.qwen_forms import OMNI_VISION, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, WHISPER
 from multimodal.hugging_face.rotary_positions import rotary_entries
 from multimodal.hugging_face.text_families import decoder_names
 from multimodal.hugging_face.text_models import read_text_unit, write_model, write_placed_text
-from multimodal.hugging_face.weight_names import Names, Tensor, UnitNames, Weight
+from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
-_SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-_NUMBERS = *_SIZES, "rms_norm_eps", "rope_theta"
-
-
-def _defaults(*numbers: float, **more: int) -> Config:
-    return dict(zip(_NUMBERS, numbers, strict=True)) | more
-
-
-_TEXT_DEFAULTS = _defaults(152064, 8192, 29568, 80, 64, 8, 1e-5, 1000000.0, max_window_layers=80)
-_QWEN3_DEFAULTS = _defaults(151936, 4096, 22016, 32, 32, 32, 1e-6, 500000.0, head_dim=128)
-_OMNI_DEFAULTS = _defaults(152064, 3584, 18944, 28, 28, 4, 1e-6, 1000000.0, sliding_window=32768)
+_TEXTS: Mapping[str, Config] = FAMILIES["qwen_texts"]
 _VISION, _AUDIO = "visual.", "audio_tower."
 _INSIDE = ((_VISION, "model.visual."), ("model.", "model.language_model."))
 """The spelling of modules inside transformers."""
 _IMAGE_TOKENS = {name: f"{name}_token_id" for name in ("image", "video", "vision_start", "vision_end")}
 """The tokenizer's name of a token -> the key of config.json."""
-
-
-def _merger(prefix: str, norm: str, fc1: str, fc2: str, ours: str = "") -> Names:
-    """Return the names of a norm behind the encoder's layers and of the two matrices that merge its patches."""
-    names = {"norm": norm, "mlp.linear_fc1": fc1, "mlp.linear_fc2": fc2}
-    return tuple(Weight(ours + name, (f"{_VISION}{prefix}.{theirs}",)) for name, theirs in names.items())
-
-
-_MERGER = _merger("merger", "ln_q", "mlp.0", "mlp.2")
-_DEEPSTACK_MERGERS = (
-    *_merger("merger", "norm", "linear_fc1", "linear_fc2"),
-    *_merger("deepstack_merger_list.{}", "norm", "linear_fc1", "linear_fc2", ours="deepstack.{}."),
-)
 
 
 def _read_placed_text(
@@ -91,7 +69,6 @@ def _vision_language(
     model_type: str,
     form: EncoderForm,
     *,
-    merger: Names = _MERGER,
     size_key: str = "out_hidden_size",
     text: Config | None = None,
     llm_fields: Config | None = None,
@@ -101,7 +78,7 @@ def _vision_language(
 
     size_key: the key of the encoder's output size; text: how its LLM is read; llm_fields: fields that the LLM always has.
     """
-    how: dict[str, Any] = {"defaults": _TEXT_DEFAULTS, **(text or {})}
+    how: dict[str, Any] = {"defaults": _TEXTS["of_qwen2_vl"], **(text or {})}
 
     def read(config: Config) -> dict[str, Any]:
         llm = _read_placed_text(config, **how)
@@ -118,7 +95,7 @@ def _vision_language(
         name,
         read,
         write,
-        (form.names.inside(_VISION, merger), decoder_names()),
+        (form.names.inside(_VISION), decoder_names()),
         spellings=((), _INSIDE),
         module_spelling=_INSIDE,
         to_processor=write_image_processor,
@@ -170,7 +147,7 @@ _OMNI_TOKENS = {
 
 def _read_thinker(config: Config) -> dict[str, Any]:
     config = config.get("thinker_config") or config
-    llm = _read_placed_text(config, defaults=_OMNI_DEFAULTS, is_tied=False)
+    llm = _read_placed_text(config, defaults=_TEXTS["of_omni"], is_tied=False)
     given = config.get("audio_config") or {}
     chunk_tokens = _CHUNK_TOKENS if given.get("n_window") is None else given["n_window"]
     size = llm["hidden_size"]
@@ -204,7 +181,7 @@ def _omni(name: str, *, is_alone: bool = False) -> Architecture:
         name,
         _read_thinker,
         _write_thinker if is_alone else None,
-        (OMNI_VISION.names.inside(_VISION, _MERGER), _audio_names("ln_post", f"{_AUDIO}proj"), decoder_names()),
+        (OMNI_VISION.names.inside(_VISION), _audio_names("ln_post", f"{_AUDIO}proj"), decoder_names()),
         is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
         spellings=_OMNI_SPELLINGS,
         to_processor=lambda graph: {  # without the key that means something else for images than for sound
@@ -228,8 +205,7 @@ QWEN = (
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
         QWEN3_VL,
-        merger=_DEEPSTACK_MERGERS,
-        text={"defaults": _QWEN3_DEFAULTS, "family": "qwen3", "sections": (24, 20, 20), "is_tied": False},
+        text={"defaults": _TEXTS["of_qwen3_vl"], "family": "qwen3", "sections": (24, 20, 20), "is_tied": False},
         llm_fields={"has_interleaved_sections": True},
         written_spelling=_INSIDE,
     ),

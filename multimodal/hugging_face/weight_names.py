@@ -4,9 +4,10 @@ A parameter here is one or several of their tensors, stacked by rows and otherwi
 keys and values, or of gate and up. So one table of names serves reading and writing, for whole tensors and parts of them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple
 
 from multimodal.values.model_graph import Unit
 
@@ -70,6 +71,23 @@ def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
         yield rows._replace(key=keys[0], start=rows.start + starts[rows.key])
 
 
+def second_if_gated(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """One tensor, under the second of two names in an MLP with a gate, whose gate and up it holds."""
+    yield Rows(keys[unit.transformer.is_gated], 0, 0, num_rows)
+
+
+def modulation(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
+    """Shift, scale and gate of two branches, for patches and conditions; conditions of the last layer have scale and shift."""
+    size = unit.transformer.hidden_size
+    is_last = keys[0].split(".")[1] == str(unit.transformer.num_layers - 1)
+    for number, key in enumerate(keys):
+        if number and is_last:
+            yield Rows(key, size, 6 * size, size)
+            yield Rows(key, 0, 7 * size, size)
+        else:
+            yield Rows(key, 0, 6 * size * number, 6 * size)
+
+
 class Weight(NamedTuple):
     """A module of ours and the modules of theirs that make it up; weight and bias have the same names on both sides.
 
@@ -89,25 +107,6 @@ class Tensor(NamedTuple):
 
 
 Names = tuple[Weight | Tensor, ...]
-
-
-def layer_names(
-    norms: str, qkv: str, proj: str, fc1: str, fc2: str, *more: Weight | Tensor, merge: Merge | None = None, mlp: Merge = stacked
-) -> Names:
-    """Return the names of a layer's weights: before attention and before the MLP a norm, then the matrices.
-
-    Names of several tensors, such as those of queries, keys and values, have spaces between them; more: other weights.
-    """
-    before, behind = norms.split()
-    return (
-        Weight("input_layernorm", (before,)),
-        Weight("pre_mlp_layernorm", (behind,)),
-        Weight("self_attention.linear_qkv", tuple(qkv.split()), merge or (grouped_qkv if " " in qkv else fused_qkv)),
-        Weight("self_attention.linear_proj", (proj,)),
-        Weight("mlp.linear_fc1", tuple(fc1.split()), mlp),
-        Weight("mlp.linear_fc2", tuple(fc2.split()), mlp),
-        *more,
-    )
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,32 @@ class UnitNames:
 
         last = tuple(renamed(self.last)) if last is None else last
         return UnitNames(tuple(renamed(self.first)), self.body, last, prefix + self.prefix)
+
+
+MERGES = {
+    each.__name__: each
+    for each in (same, stacked, vocabulary, grouped_qkv, grouped_qkv_without_key_bias, fused_qkv, second_if_gated, modulation)
+}
+"""Merges by their names in `families.yaml`."""
+
+
+def names_in(row: Mapping[str, Any]) -> UnitNames:
+    """Return the names of a unit's weights in a row of `families.yaml`."""
+
+    def names(layer: str, merges: Mapping[str, str]) -> Names:
+        modules = ((ours, tuple(theirs.split())) for ours, theirs in row.get(layer, {}).items())
+        weights = (Weight(ours, theirs, MERGES[merges.get(ours) or _usual_merge(ours, theirs)]) for ours, theirs in modules)
+        return (*weights, *starmap(Tensor, row.get(f"{layer}_tensors", {}).items()))
+
+    return UnitNames(names("first", {}), names("body", row.get("merges", {})), names("last", {}), row["prefix"])
+
+
+def _usual_merge(ours: str, theirs: Sequence[str]) -> str:
+    if ours in ("word_embeddings", "output_layer"):
+        return "vocabulary"
+    if "linear_qkv" in ours:
+        return "grouped_qkv" if len(theirs) > 1 else "fused_qkv"
+    return "stacked" if len(theirs) > 1 else "same"
 
 
 def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:
