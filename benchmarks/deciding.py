@@ -192,7 +192,7 @@ def _schedule(schedules: ScheduleCache, assignment: Assignment, costs_of: Callab
 
 
 def _own_part(schedule: Any, assignment: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:
-    schedule.lane(schedule.shape.plan.lane_of_rank[rank])
+    schedule.entries(schedule.shape.plan.lane_of_rank[rank])
     by_id = {sample.sample_id: sample for sample in lengths}
     step = Step(schedule=schedule, assignment=assignment, lengths=by_id, inputs={}, digest=digest)
     with_emulated_inputs(step, rank=rank)

@@ -138,9 +138,9 @@ def measure_hand_over(step: Any, *, repeats: int) -> float:
         taken = next(steps)
         check_agreement(taken, number=number, wait_seconds=0.0, stop=StopReason.NONE, device=torch.device("cpu"))
         _ = taken.num_tokens, taken.num_target_tokens, taken.num_generated_values, len(taken.lengths)
-        _ = taken.schedule.lane(taken.plan.lane_of_rank[dist.get_rank()])
+        _ = taken.schedule.entries(taken.plan.lane_of_rank[dist.get_rank()])
         for place in step.inputs:
-            _ = taken.routes.from_source.get(place), taken.routes.to_target.get(place), taken.subsets(place)
+            _ = taken.subsets(place)
         seconds.append(time.process_time() - start)
     return statistics.median(seconds[1:])
 
@@ -164,7 +164,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     schedule, assignment, lengths = decide(graph, plan, schedule=arguments.schedule, balance=arguments.balance)
     rows = {}
     for name, rank in RANKS.items():
-        schedule.lane(schedule.shape.plan.lane_of_rank[rank])
+        schedule.entries(schedule.shape.plan.lane_of_rank[rank])
         digest = assignment_digest(assignment)
         by_id = {sample.sample_id: sample for sample in lengths}
         step = Step(schedule=schedule, assignment=assignment, lengths=by_id, inputs={}, digest=digest)

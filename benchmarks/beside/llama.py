@@ -51,7 +51,7 @@ def run_braid(folder: Path, num_steps: int, turn: Any) -> None:
     def train_step(trainer: Trainer, step: Any, *, number: int) -> Any:
         turn.recv()
         place = MicrobatchPlace(step.graph.backbone.name, 0, 0)
-        (batch,) = StepInputs(step, rank=0, device=torch.device("cpu")).of(place)
+        (batch,) = StepInputs(step, device=torch.device("cpu")).of(place)
         start = time.perf_counter()
         report, events = original(trainer, step, number=number)
         seconds = time.perf_counter() - start

@@ -104,6 +104,16 @@ Coverage = SampleSubset | LayerRange | SegmentRange | None
 """The part of its microbatch and stage that a piece of work covers; None: the whole."""
 
 
+class MessageKey(NamedTuple):
+    """The identity of a message: a microbatch's tensor between two places; direction is `forward` or `backward`."""
+
+    direction: str
+    source: Place
+    target: Place
+    covers: Coverage = None
+    """The sample subset whose gradient it is, between stages of one unit; None: the whole microbatch."""
+
+
 class Action(NamedTuple):
     """One thing a lane does. `stage` counts virtual stages; `microbatch` is -1 where the kind has none."""
 

@@ -11,12 +11,12 @@ import numpy as np
 from multimodal.values.action import Action
 from multimodal.values.arrays.rows import Bytes, Integers, integers, row_numbers, row_starts
 from multimodal.values.errors import ScheduleError
-from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
+from multimodal.values.parts.lane import NO_WAIT, Entry, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
 from multimodal.values.shape import StepShape
 from multimodal.values.work.read_cuts import read_cuts
 from multimodal.values.work.step_work import StepWork, step_work
 
-__all__ = ["NO_WAIT", "Lane", "Schedule", "Slot", "SlotMode", "lane_of", "read_cuts", "show_slots", "slot_error"]
+__all__ = ["NO_WAIT", "Entry", "Lane", "Schedule", "Slot", "SlotMode", "lane_of", "read_cuts", "show_slots", "slot_error"]
 
 _MODES = tuple(SlotMode)
 
@@ -42,14 +42,16 @@ class Schedule:
     made: dict[str, object] = field(default_factory=dict, init=False, repr=False)
     """Values that were derived from this schedule alone, cached for the functions that derive them."""
     _lanes: dict[int, Lane] = field(default_factory=dict, init=False, repr=False)
-    """Cached results of `lane`: a schedule from another process need not number the step's work again."""
+    """Cached results of `lane`."""
+    _entries: dict[int, tuple[Entry, ...]] = field(default_factory=dict, init=False, repr=False)
+    """Cached results of `entries`: a schedule from another process need not number the step's work again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle numbers in narrow types, constants and `made` not at all: a training process receives one schedule per step."""
         pieces = self.pieces.astype(np.int32) if self.pieces.max(initial=0) < 2**31 else self.pieces
         modes = self.modes if self.modes.any() else None
         waits = self.waits if (self.waits != NO_WAIT).any() else None
-        return _unpickled, (self.shape, self.lane_starts, pieces, modes, waits, self.lowered, self._lanes)
+        return _unpickled, (self.shape, self.lane_starts, pieces, modes, waits, self.lowered, self._entries)
 
     @classmethod
     def in_line(cls, shape: StepShape, lane_starts: Integers, pieces: Integers) -> "Schedule":
@@ -106,10 +108,17 @@ class Schedule:
             self._lanes[index] = Lane(self.shape.plan.lanes[index], self._slots(actions, slots))
         return self._lanes[index]
 
+    def entries(self, index: int) -> tuple[Entry, ...]:
+        """Return one lane as ranks execute it, made when first asked for. O(its slots + needs)."""
+        if index not in self._entries:
+            messages = self.work.messages_of(self.lane_pieces(index))
+            self._entries[index] = tuple(Entry(*slot, *own) for slot, own in zip(self.lane(index).slots, messages, strict=True))
+        return self._entries[index]
+
     def spelled_out(self, index: int) -> "Schedule":
-        """Return the same schedule with one lane as slots, which it is pickled with, whatever else was asked of this one."""
+        """Return the same schedule with one lane as entries, which it is pickled with, whatever else was asked of this one."""
         found = replace(self)
-        found._lanes[index] = self.lane(index)
+        found._entries[index] = self.entries(index)
         return found
 
     @property
@@ -192,12 +201,12 @@ def _unpickled(
     modes: Bytes | None,
     waits: Integers | None,
     lowered: bool,
-    lanes: dict[int, Lane],
+    entries: dict[int, tuple[Entry, ...]],
 ) -> Schedule:
     plain = Schedule.in_line(shape, lane_starts, pieces.astype(np.int64, copy=False))
     own = plain.modes if modes is None else modes, plain.waits if waits is None else waits
     found = Schedule(shape, lane_starts, plain.pieces, *own, lowered)
-    found._lanes.update(lanes)
+    found._entries.update(entries)
     return found
 
 

@@ -16,7 +16,6 @@ from megatron.runtime.execution import step_messages
 from megatron.runtime.execution.activation_store import ActivationStore
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.execution.segment_pass import SegmentPass
-from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.feed import step_inputs, step_planner
 from megatron.runtime.gradients import gradients, sharded_layer, unlike_gradients
 from megatron.runtime.gradients.gradients import UnitGradients
@@ -40,6 +39,7 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
 from multimodal.values.action import Place
 from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.schedule import Entry
 
 Error = Callable[[], AbstractContextManager[Any]]
 """Enters an error."""
@@ -109,12 +109,14 @@ items_of_other_samples = replaced(Step, "source_rows", rows_of_other_samples)
 def gradient_of_other_samples(right: Any, *args: Any) -> Any:
     """Forwards are right, but a gradient comes back to another sample's item."""
 
-    def of_others(inputs: StepInputs, route: Any) -> torch.Tensor:
+    def of_others(run: RunningStep, source: Place, target: Place) -> torch.Tensor:
+        from_source = run.step.routes.from_source[source.microbatch_place]
+        (route,) = (route for route in from_source if route.target == target.microbatch_place)
         with items_of_other_samples():
-            placement, end = inputs._step.placement, route.source.unit
-            return placement.output_rows(route, rank=inputs._step.plan.units[end].context_parallel_rank(inputs._rank))
+            rank = run.step.plan.units[source.unit].context_parallel_rank(run.executor.rank)
+            return run.step.placement.output_rows(route, rank=rank)
 
-    with patch.object(StepInputs, "output_rows", of_others):
+    with patch.object(RunningStep, "output_rows", of_others):
         return right(*args)
 
 
@@ -209,10 +211,10 @@ def a_token_late(right: Any, self: LanguageHead, hidden: torch.Tensor, given: St
     return right(self, hidden, replace(given, batch=replace(given.batch, generator_rows=None if rows is None else rows + 1)))
 
 
-def not_from_generators(right: Any, run: Any, action: Any, shape: torch.Size) -> torch.Tensor:
+def not_from_generators(right: Any, run: Any, entry: Entry, shape: torch.Size) -> torch.Tensor:
     """The LLM's last stage gets no gradient."""
-    gradient: torch.Tensor = right(run, action, shape)
-    return torch.zeros_like(gradient) if action.unit == "llm" and run.stage(action.place).is_last else gradient
+    gradient: torch.Tensor = right(run, entry, shape)
+    return torch.zeros_like(gradient) if entry.action.unit == "llm" and run.stage(entry.action.place).is_last else gradient
 
 
 OF_GENERATORS: Mapping[str, Error] = {

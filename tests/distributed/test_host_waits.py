@@ -28,7 +28,7 @@ from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.schedule.passes import PASSES
 from multimodal.values.action import Action
 from multimodal.values.plan import Plan
-from multimodal.values.schedule import Lane
+from multimodal.values.schedule import Entry
 from tests.distributed import test_plan_change, test_reduce_by_layer
 from tests.distributed.dealt_case import UNITS, dealt_case, described
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_on_rank
@@ -87,7 +87,7 @@ def counting_until_updated() -> Iterator[list[str]]:
 
     with ExitStack() as counting:
 
-        def counted(self: LaneRun, lane: Lane) -> None:
+        def counted(self: LaneRun, lane: Sequence[Entry]) -> None:
             inside = counting.enter_context(counting_host_waits())
             counting.callback(lambda: found.extend(inside))
             run(self, lane)

@@ -23,7 +23,7 @@ from megatron.runtime.communication.message_channel import MessageChannel, Wait
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.attention.device_values import CPU, DerivedValues, map_tensors
 from multimodal.plan.communicators import track_of
-from multimodal.values.action import Coverage, Place
+from multimodal.values.action import MessageKey
 
 Rows = NDArray[np.int64]
 
@@ -93,20 +93,6 @@ class RowShares:
             return None if is_in_order else torch.from_numpy(positions)
 
         return self._derived.on(device, ("taken", target), derive)
-
-
-class MessageKey(NamedTuple):
-    """The identity of a message: a microbatch's tensor between two places; direction is `forward` or `backward`."""
-
-    direction: str
-    source: Place
-    target: Place
-    covers: Coverage = None
-    """The sample subset whose gradient it is, between stages of one unit; None: the whole microbatch."""
-
-    def answered(self, covers: Coverage = None) -> "MessageKey":
-        """Return the message that brings the gradient of what this one brought."""
-        return MessageKey("backward", self.target, self.source, covers)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.core.utils import get_model_type
 from torch import Tensor
 
 from megatron.runtime import platform
-from megatron.runtime.communication.broker import Broker, Link, MessageKey
+from megatron.runtime.communication.broker import Broker, Link
 from megatron.runtime.communication.message_channel import MessageChannel, Wait
 from megatron.runtime.drop_in.modules_on_ranks import LoopInputs, acting_as
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
@@ -23,9 +23,9 @@ from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.plan.communicators import BETWEEN_UNITS, Track, track_of
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind, MessageKey, Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Schedule
+from multimodal.values.schedule import Entry, Schedule
 
 
 class GradientSync:
@@ -116,7 +116,7 @@ class ShapeTellingBroker(Broker):
         """Start sending a tensor; an activation's shape goes first."""
         if key.direction == "forward":
             assert self._channel is not None
-            self._shapes[key.answered()] = tuple(payload.shape)
+            self._shapes[MessageKey("backward", key.target, key.source)] = tuple(payload.shape)
             told = torch.tensor((*payload.shape, *[-1] * (NUM_DIMENSIONS - payload.dim())), device=self._device)
             self._channel.start(_shape_track(key), sends=[(told, rank) for rank in _told_by(link, self._rank)])
         super().send(key, replace(link, shape=tuple(payload.shape)), payload)
@@ -180,14 +180,15 @@ class PipelineStep(LaneRun):
         make_broker = ShapeTellingBroker if inputs.config.variable_seq_lengths else Broker
         broker = make_broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
         super().__init__(broker=broker, clock=StepClock(lane=0))
-        lane = schedule.lanes[schedule.shape.plan.lane_of_rank[dist.get_rank()]]
-        self.inputs, self.message_shapes, self.shape, self.step, self.lane = inputs, message_shapes, shape, schedule.shape, lane
+        self.inputs, self.message_shapes, self.shape, self.plan = inputs, message_shapes, shape, schedule.shape.plan
+        self.lane = schedule.entries(self.plan.lane_of_rank[dist.get_rank()])
         self.modules = {module.name: module for module in shape.modules}
-        is_shared = len({action.unit for action in lane.actions}) > 1
+        actions = [entry.action for entry in self.lane]
+        is_shared = len({action.unit for action in actions}) > 1
         self.forward_data: list[Any] = []
         """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
-        has_halves = any(action.kind is ActionKind.INPUT_GRADIENT for action in lane.actions)
+        has_halves = any(action.kind is ActionKind.INPUT_GRADIENT for action in actions)
         self.is_split = has_halves or getattr(inputs.config, "delay_wgrad_compute", False)
         self.is_late = self.is_split or is_shared
         """True if no backward computes a chunk's last gradients alone."""
@@ -196,13 +197,13 @@ class PipelineStep(LaneRun):
             for chunk in inputs.chunks:
                 prepare_split(chunk, inputs.config, is_encoder=not shape.llm.is_here)
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks, is_late=self.is_late)
-        forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
+        forwards = [action for action in actions if action.kind is ActionKind.FORWARD]
         self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))
         """Chunks for which param_sync_func was not called, in the order of their first forwards."""
         self.started: set[int] = set()
         self._gather_next()
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.has_messages else None
-        opened = ((each.kind is ActionKind.FORWARD) - (each.kind in BACKWARDS) for each in lane.actions)
+        opened = ((each.kind is ActionKind.FORWARD) - (each.kind in BACKWARDS) for each in actions)
         num_in_flight = max(accumulate(opened), default=1)
         self.recomputed = {
             action: None if num_keeping is None else index % num_in_flight >= num_keeping for index, action in enumerate(forwards)
@@ -212,19 +213,19 @@ class PipelineStep(LaneRun):
         Of the microbatches in flight at once, the first (Megatron's num_microbatches_with_partial_activation_checkpoints) keep
         theirs.
         """
-        self.last_of_chunk = {(action.kind, self._chunk_index(action)): action for action in lane.actions}
+        self.last_of_chunk = {(action.kind, self._chunk_index(action)): action for action in actions}
 
     def execute(self) -> None:
         """Run the lane; gradients accumulate where the model keeps them."""
         with nullcontext() if self.shape.forward_only else self.gradient_sync.holding():
             self.run(self.lane)
 
-    def forward(self, action: Action) -> None:
+    def forward(self, entry: Entry) -> None:
         """Run the loop's forward step of a microbatch."""
-        inputs, chunk_index, place = self.inputs, self._chunk_index(action), action.place
+        inputs, action, place, chunk_index = self.inputs, entry.action, entry.action.place, self._chunk_index(entry.action)
         parts_of: dict[str, list[Tensor]] = {}
-        for source in self._sources(place):
-            parts_of.setdefault(source.unit, []).append(self.collect(MessageKey("forward", source, place)))
+        for key in entry.takes:
+            parts_of.setdefault(key.source.unit, []).append(self.collect(key))
         sizes = {name: [part.shape[inputs.batch_dimension(name)] for part in each] for name, each in parts_of.items()}
         received = {name: self._join(each, name).requires_grad_() for name, each in parts_of.items()}
         if chunk_index not in self.started:
@@ -256,44 +257,43 @@ class PipelineStep(LaneRun):
             )
         self.num_tokens += num_tokens
         if not self._is_last_stage(action):
-            sent, targets = self._checked_output(output, place.unit), self._targets(place)
-            parts = [sent] if inputs.split is None or len(targets) == 1 else inputs.split(sent, place.unit, len(targets))
-            for target, part in zip(targets, parts, strict=True):
-                self.publish(MessageKey("forward", place, target), part.detach())
+            sent, num_parts = self._checked_output(output, place.unit), len(entry.gives)
+            parts = [sent] if inputs.split is None or num_parts == 1 else inputs.split(sent, place.unit, num_parts)
+            for key, part in zip(entry.gives, parts, strict=True):
+                self.publish(key, part.detach())
         if not self.shape.forward_only:
             self.store.put(("open", place), _OpenMicrobatch(received, sizes, output, queue), size_bytes=0)
             if not self._is_last_stage(action):
                 schedules.deallocate_output_tensor(output, inputs.config.deallocate_pipeline_outputs)
 
-    def backward(self, action: Action) -> None:
+    def backward(self, entry: Entry) -> None:
         """Run megatron-core's backward step of a microbatch; a chunk's last one may reduce its gradients."""
-        queue = self._propagate(action)
+        queue = self._propagate(entry)
         if queue is not None:
             with without_overlap(self.overlapped):
                 queue.compute()
 
-    def input_gradient(self, action: Action) -> None:
+    def input_gradient(self, entry: Entry) -> None:
         """Run the same; linear layers leave their weight gradients to a queue."""
-        self.store.put(("weight gradients", action.place), self._propagate(action), size_bytes=0)
+        self.store.put(("weight gradients", entry.action.place), self._propagate(entry), size_bytes=0)
 
-    def weight_gradient(self, action: Action) -> None:
+    def weight_gradient(self, entry: Entry) -> None:
         """Compute the weight gradients that an input gradient left."""
-        queue: WeightGradientQueue = self.store.take(("weight gradients", action.place))
-        with self.clock.span(action), without_overlap(self.overlapped):
+        queue: WeightGradientQueue = self.store.take(("weight gradients", entry.action.place))
+        with self.clock.span(entry.action), without_overlap(self.overlapped):
             queue.compute()
 
-    def _propagate(self, action: Action) -> WeightGradientQueue | None:
+    def _propagate(self, entry: Entry) -> WeightGradientQueue | None:
         """Run a backward step, and send its inputs' gradients; returns the weight gradients that it left."""
-        place, inputs, sources, gradient = action.place, self.inputs, self._sources(action.place), None
+        inputs, action, place, gradient = self.inputs, entry.action, entry.action.place, None
         opened: _OpenMicrobatch = self.store.take(("open", place))
         if not self._is_last_stage(action):
-            parts = [self.collect(MessageKey("backward", each, place)) for each in self._targets(place)]
-            gradient = self._join(parts, place.unit)
+            gradient = self._join([self.collect(key) for key in entry.takes], place.unit)
         sync: AbstractContextManager[None] = nullcontext()
         if self.is_late:
             sync = without_overlap(self.overlapped)
         elif self.last_of_chunk[action.kind, self._chunk_index(action)] == action:
-            sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not sources)
+            sync = self.gradient_sync.last_backward(self._chunk_index(action), is_first_stage=not entry.gives)
         with sync, self.clock.span(action):
             if inputs.is_by_module:
                 gradients = None if gradient is None else {place.unit: gradient}
@@ -309,18 +309,19 @@ class PipelineStep(LaneRun):
             # A microbatch without any trained parameters has no gradient, but the stage before waits for one.
             whole = torch.zeros_like(received) if found[name] is None else found[name]
             cut = whole.split(opened.sizes[name], dim=inputs.batch_dimension(name))
-            for source, part in zip((each for each in sources if each.unit == name), cut, strict=True):
-                self.publish(MessageKey("backward", place, source), part)
+            for key, part in zip((each for each in entry.gives if each.target.unit == name), cut, strict=True):
+                self.publish(key, part)
         return opened.queue
 
-    def reduce_gradients(self, action: Action) -> None:
+    def reduce_gradients(self, entry: Entry) -> None:
         """Start the loop's grad_sync_func; the loop's finalizing waits for it."""
-        if self.last_of_chunk[action.kind, self._chunk_index(action)] == action:
-            self.gradient_sync.launch(self._chunk_index(action))
+        chunk_index = self._chunk_index(entry.action)
+        if self.last_of_chunk[entry.action.kind, chunk_index] == entry.action:
+            self.gradient_sync.launch(chunk_index)
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message: each rank of a pipeline sends its own data."""
-        source, target = (self.step.plan.virtual_stage(*place[:3]).ranks for place in (key.source, key.target))
+        source, target = (self.plan.virtual_stage(*place[:3]).ranks for place in (key.source, key.target))
         is_like_input = (key.direction == "forward") == (dist.get_rank() in target)
         is_between = key.source.unit != key.target.unit
         return Link(source, target, self.message_shapes[0 if is_like_input else 1], is_replicated=is_between)
@@ -329,21 +330,6 @@ class PipelineStep(LaneRun):
         """Return the tensor that a message brought; between modules each tensor parallel rank received a share of its rows."""
         is_between = key.source.unit != key.target.unit
         return self.broker.complete(key, self.inputs.tensor_parallel_groups[key.target.unit] if is_between else None)
-
-    def _sources(self, place: Place) -> list[Place]:
-        """Return the places whose outputs a forward takes, module by module."""
-        if place.stage > 0:
-            return [place._replace(stage=place.stage - 1)]
-        found = self.step.routes.sources_of.get(place.microbatch_place, ())
-        last = {unit: self.step.plan.units[unit].num_virtual_stages - 1 for unit in {each.unit for each in found}}
-        return [Place(each.unit, each.replica, last[each.unit], each.microbatch) for each in found]
-
-    def _targets(self, place: Place) -> list[Place]:
-        """Return the places that take a forward's output."""
-        if place.stage < self._num_stages(place) - 1:
-            return [place._replace(stage=place.stage + 1)]
-        found = self.step.routes.targets_of[place.microbatch_place]
-        return [Place(each.unit, each.replica, 0, each.microbatch) for each in found]
 
     def _join(self, parts: Sequence[Tensor], module: str) -> Tensor:
         """Put together what several replicas sent, or took, of a module's output."""

@@ -36,7 +36,7 @@ class Executor(RankResources):
             torch.cuda.reset_peak_memory_stats()
             memory_before = torch.cuda.memory_allocated()
         self.clock.start_step()
-        running.run(step.schedule.lane(self.lane))
+        running.run(step.schedule.entries(self.lane))
         peak_bytes = torch.cuda.max_memory_allocated() - memory_before if has_cuda else running.store.peak_bytes
         return partial(self._result, running, peak_bytes)
 

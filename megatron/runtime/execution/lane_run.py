@@ -1,20 +1,20 @@
 """The run of one lane: one loop over its actions and one set of handlers, for any kind of stage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.runtime.communication.broker import Broker, Link, MessageKey
+from megatron.runtime.communication.broker import Broker, Link
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.attention.context_parallel import detached
 from multimodal.model.weight_gradient_queue import defer_weight_gradients
-from multimodal.values.action import Action, ActionKind, Resource, action_to_text
+from multimodal.values.action import Action, ActionKind, MessageKey, Resource, action_to_text
 from multimodal.values.errors import ScheduleError
-from multimodal.values.schedule import Lane
+from multimodal.values.schedule import Entry, SlotMode
 
 
 class LaneRun(ABC):
@@ -25,7 +25,7 @@ class LaneRun(ABC):
         self.store = ActivationStore()
         self.collectives: dict[Action, Callable[[], None]] = {}
         """Action -> function that waits for its collective, which has been started and not finished."""
-        self.inside: dict[int, list[Action]] = {}
+        self.inside: dict[int, list[Entry]] = {}
         """Pieces to run inside the next computation in line, by the number of the wait that they fill."""
         self.num_waits = 0
         """Waits for tensor parallel collectives in the last computation that had work inside."""
@@ -36,51 +36,51 @@ class LaneRun(ABC):
         self.held_back: list[Callable[[], None]] = []
         """Collectives of work inside a wait, which start when that wait is over."""
 
-    def run(self, lane: Lane) -> None:
+    def run(self, lane: Sequence[Entry]) -> None:
         """Run the actions of a lane in order."""
-        for index, action in enumerate(lane.actions):
+        for index, entry in enumerate(lane):
             self.before_action(index)
-            if index in lane.inside:
-                self.inside.setdefault(lane.inside[index], []).append(action)
+            if entry.mode is SlotMode.INSIDE:
+                self.inside.setdefault(entry.wait, []).append(entry)
                 continue
             self.num_waits = 0
-            self.handle(action)
-            is_carrier = action.kind.resource is Resource.COMPUTE and index not in lane.fillers
+            self.handle(entry)
+            is_carrier = entry.action.kind.resource is Resource.COMPUTE and entry.mode is SlotMode.IN_LINE
             if self.inside and is_carrier:
                 wait, (missed, *_) = min(self.inside.items())
                 found = (
                     f"{self.num_waits} waits for tensor parallel collectives" if self.num_waits else "no wait that can be filled"
                 )
                 raise ScheduleError(
-                    f"{action_to_text(missed)}: was to run in wait {wait} (counted from 0) inside {action_to_text(action)}, "
-                    f"which has {found}; let it run in another one, or between computations"
+                    f"{action_to_text(missed.action)}: was to run in wait {wait} (counted from 0) inside "
+                    f"{action_to_text(entry.action)}, which has {found}; let it run in another one, or between computations"
                 )
-        self.before_action(len(lane.actions))
+        self.before_action(len(lane))
         for action in tuple(self.collectives):
             self.finish_collective(action)
         self.broker.finish()
         self.store.check_empty()
 
-    def handle(self, action: Action) -> None:
+    def handle(self, entry: Entry) -> None:
         """Run an action by the method that has the name of its kind."""
-        getattr(self, action.kind.name.lower())(action)
+        getattr(self, entry.action.kind.name.lower())(entry)
 
     @abstractmethod
-    def forward(self, action: Action) -> None:
+    def forward(self, entry: Entry) -> None:
         """Run a microbatch's forward: collect its inputs, compute, publish its outputs, and keep what the backward needs."""
 
     @abstractmethod
-    def backward(self, action: Action) -> None:
+    def backward(self, entry: Entry) -> None:
         """Run a microbatch's backward: collect its output's gradient, compute, and publish its inputs' gradients."""
 
-    def refuse(self, action: Action) -> None:
+    def refuse(self, entry: Entry) -> None:
         """Run a kind of action that not all subclasses have: a split backward's halves, and gathering parameters."""
-        raise AssertionError(f"{action} should have been refused")
+        raise AssertionError(f"{entry.action} should have been refused")
 
     input_gradient = weight_gradient = gather_parameters = refuse
 
     @abstractmethod
-    def reduce_gradients(self, action: Action) -> None:
+    def reduce_gradients(self, entry: Entry) -> None:
         """Start reducing a stage's gradients."""
 
     @abstractmethod
@@ -110,17 +110,17 @@ class LaneRun(ABC):
         """Return the tensor that a message brought."""
         return self.broker.complete(key)
 
-    def post_receive(self, action: Action) -> None:
+    def post_receive(self, entry: Entry) -> None:
         """Start a receive action; the consumer of the message waits for it."""
-        key = _message_of(action)
+        (key,) = entry.gives
         self.store.put(("posted", key), None, size_bytes=self.broker.post_receive(key, self.link(key)))  # memory of the broker
 
     receive_forward = receive_backward = post_receive
 
-    def send(self, action: Action) -> None:
+    def send(self, entry: Entry) -> None:
         """Run a send action."""
-        key = _message_of(action)
-        with self.clock.span(action):
+        (key,) = entry.takes
+        with self.clock.span(entry.action):
             self.broker.send(key, self.link(key), self.store.take(key))
 
     send_forward = send_backward = send
@@ -128,10 +128,10 @@ class LaneRun(ABC):
     def fill_wait(self, number: int) -> None:
         """Run the work that fills a wait of the running computation; it must not inherit any of its context."""
         self.num_waits = number + 1
-        for action in self.inside.pop(number, ()):
+        for entry in self.inside.pop(number, ()):
             self.is_filling = self.is_inside = True
             with torch.enable_grad(), defer_weight_gradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
-                self.handle(action)
+                self.handle(entry)
             self.is_filling = self.is_inside = False
 
     def end_wait(self) -> None:
@@ -149,12 +149,3 @@ class LaneRun(ABC):
         if action in self.collectives:
             with self.clock.span(action):
                 self.collectives.pop(action)()
-
-
-def _message_of(action: Action) -> MessageKey:
-    """Return the message of which an action is one end."""
-    assert action.peer is not None
-    direction = "forward" if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD) else "backward"
-    if action.kind.resource is Resource.SEND:
-        return MessageKey(direction, action.place, action.peer, action.covers)
-    return MessageKey(direction, action.peer, action.place, action.covers)

@@ -22,6 +22,7 @@ from multimodal.schedule.align_replicas import Join
 from multimodal.values.action import BACKWARDS, Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output
+from multimodal.values.schedule import Entry
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class RunningStep(StepMessages):
         super().__init__(executor, step)
         self._joins: Mapping[int, tuple[Join, ...]] = step.joins[executor.lane] if step.joins else {}
         if executor.sharded:  # alike on all replicas
-            passes: list[Action | Join] = [*step.schedule.lane(executor.lane).actions, *chain(*self._joins.values())]
+            actions = (entry.action for entry in step.schedule.entries(executor.lane))
+            passes: list[Action | Join] = [*actions, *chain(*self._joins.values())]
             counts = Counter((each.unit, each.stage) for each in passes if each.kind in BACKWARDS)
             for key, stage in executor.sharded.items():
                 stage.num_backwards = counts[key]
@@ -63,76 +65,80 @@ class RunningStep(StepMessages):
                 with self.executor.sharded[join.unit, join.stage].collectives(join.kind):
                     pass
 
-    def forward(self, action: Action) -> None:
+    def forward(self, entry: Entry) -> None:
         """Collect the stage's inputs, run it, hand on its outputs, and keep what the backwards need."""
+        action = entry.action
         if action.place in self.step.cuts.segments:
-            self._forward_segments(action)
+            self._forward_segments(entry)
             return
         need = self._need(action)
-        inputs, batches = self._collect(action)
+        inputs, batches = self._collect(entry)
         of_subsets = [inputs] * len(batches)
-        if None in inputs and len(batches) > 1:  # sample subsets have separate graphs, and so leaves of their own
+        if action.stage > 0 and len(batches) > 1:  # sample subsets have separate graphs, and so leaves of their own
             sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
-            of_subsets = [{None: rows.detach()} for rows in inputs[None].split(sizes)]
+            ((before, hidden),) = inputs.items()
+            of_subsets = [{before: rows.detach()} for rows in hidden.split(sizes)]
         with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(need.has_backward):
             outputs = []
             for subset, batch, own in zip(self.step.cuts.subsets(action.microbatch_place), batches, of_subsets, strict=True):
-                if None in own:
-                    own[None].requires_grad_(need.has_backward and need.sends_gradient)
+                for hidden in own.values() if action.stage > 0 else ():
+                    hidden.requires_grad_(need.has_backward and need.sends_gradient)
                 outputs.append(self._run_subset(action._replace(covers=subset), batch, own))
             if all(output is not None for output in outputs):
-                self.publish_outputs(action.place, [output for output in outputs if output is not None])
+                self.publish_outputs(entry, [output for output in outputs if output is not None])
 
-    def backward(self, action: Action) -> None:
+    def backward(self, entry: Entry) -> None:
         """Compute gradients from a stage's loss and output gradient to its input, including weight gradients."""
-        if action.place in self.step.cuts.segments:
-            self._backward_segments(action)
+        if entry.action.place in self.step.cuts.segments:
+            self._backward_segments(entry)
         else:
-            self._propagate(action)
+            self._propagate(entry)
 
-    def input_gradient(self, action: Action) -> None:
+    def input_gradient(self, entry: Entry) -> None:
         """Run the same backward; linear layers defer weight gradients to the queue that was active in the forward."""
-        queue = self._propagate(action)
+        action, queue = entry.action, self._propagate(entry)
         assert queue is not None, f"the forward of {action} did not know that its backward is split"
         if self._need(action).trains_weights:
             self.store.put(("weight gradients", action.place, action.subset), queue, size_bytes=queue.size_bytes)
 
-    def weight_gradient(self, action: Action) -> None:
+    def weight_gradient(self, entry: Entry) -> None:
         """Compute the weight gradients that an input gradient deferred."""
+        action = entry.action
         queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.subset))
         with self.clock.span(action), self._gathering_weights(action):
             queue.compute()
 
-    def gather_parameters(self, action: Action) -> None:
+    def gather_parameters(self, entry: Entry) -> None:
         """Start gathering a stage's parameters."""
-        self.start_collective(action, self.executor.gradients[action.unit].start_gathering)
+        self.start_collective(entry.action, self.executor.gradients[entry.action.unit].start_gathering)
 
-    def reduce_gradients(self, action: Action) -> None:
+    def reduce_gradients(self, entry: Entry) -> None:
         """Start a reduction, or finish one that a backward has begun; or, before that backward, prepare it."""
-        unit = self.executor.gradients[action.unit]
+        action, unit = entry.action, self.executor.gradients[entry.action.unit]
         if self.step.shape.begins_early(action):
             self.start_collective(action, unit.expect_last_backward)
         else:
             layers = action.covers if isinstance(action.covers, LayerRange) else None
             self.start_collective(action, partial(unit.start_reduction, layers=layers))
 
-    def _forward_segments(self, action: Action) -> None:
+    def _forward_segments(self, entry: Entry) -> None:
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
+        action = entry.action
         covered, need, stage = self._segments_of(action), self._need(action), self.stage(action.place)
         if covered.first > 0:
             running, inputs = self.store.take(("open", action.place, -1))
         else:
             cut = self.step.cuts.segments[action.place]
-            inputs, (batch,) = self._collect(action)
-            if None in inputs:
-                inputs[None].requires_grad_(need.has_backward and need.sends_gradient)
+            inputs, (batch,) = self._collect(entry)
             with torch.set_grad_enabled(need.has_backward):
-                embeddings = stack_items(tensor for route, tensor in inputs.items() if route is not None)
+                hidden, embeddings = _inputs_of_stage(action, inputs)
+            if hidden is not None:
+                hidden.requires_grad_(need.has_backward and need.sends_gradient)
             running = SegmentPass(
                 stage,
                 stage.prepare(batch, embeddings),
                 bounds=(*cut.forward, *cut.backward),
-                hidden=inputs.get(None),
+                hidden=hidden,
                 close=partial(self._close, action),
                 has_backward=need.has_backward,
                 parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
@@ -142,22 +148,22 @@ class RunningStep(StepMessages):
             self._start_collective_behind(running)
             is_last = covered.end == running.num_segments
             if is_last and (output := running.take_output()) is not None:
-                self.publish_outputs(action.place, [output])
+                self.publish_outputs(entry, [output])
         if not is_last or running.has_backward:
             self.store.put(("open", action.place, -1), (running, inputs), size_bytes=running.size_bytes)
 
-    def _backward_segments(self, action: Action) -> None:
+    def _backward_segments(self, entry: Entry) -> None:
         """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
-        covered, whole = self._segments_of(action), action._replace(covers=None)
+        action, covered = entry.action, self._segments_of(entry.action)
         running, inputs = self.store.take(("open", action.place, -1))
         if covered.end == running.num_segments:
             shape = running.output_shape
-            running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
+            running.start_backward(None if shape is None else self.collect_output_gradient(entry, shape))
         with self.clock.span(action):
             running.backward(covered.first)
             self._start_collective_behind(running)
         if covered.first == 0:
-            self.publish_input_gradients(whole, inputs)
+            self.publish_input_gradients(entry, inputs)
         else:
             self.store.put(("open", action.place, -1), (running, inputs), size_bytes=running.size_bytes)
 
@@ -186,14 +192,14 @@ class RunningStep(StepMessages):
         count = self.step.loss_divisor if is_backbone else self.step.num_generated_values[action.unit]
         return output.loss_sum / (count or 1), output.conditions
 
-    def _collect(self, action: Action) -> tuple[Inputs, tuple[PackedInput, ...]]:
+    def _collect(self, entry: Entry) -> tuple[Inputs, tuple[PackedInput, ...]]:
         """Take all inputs of a forward: hidden states, upstream outputs, and the data of its sample subsets."""
-        inputs = {route: self.collect(key) for route, key in self.inputs_of(action.place)}
+        action, inputs = entry.action, {key.source: self.collect(key) for key in entry.takes}
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
         has_backward = self._need(action).has_backward
-        for route, tensor in inputs.items():
-            if route is not None:
-                tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
+        for place, tensor in inputs.items():
+            if place.unit != action.unit:
+                tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, place.unit))
         return inputs, self.data.of(action.microbatch_place)
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
@@ -213,7 +219,7 @@ class RunningStep(StepMessages):
     def _run_subset(self, action: Action, batch: PackedInput, inputs: Inputs) -> Tensor | None:
         """Run one sample subset; returns the tensor that the stage hands on, or None if it only has a loss."""
         has_backward = self._need(action).has_backward
-        hidden, embeddings = inputs.get(None), stack_items(tensor for route, tensor in inputs.items() if route is not None)
+        hidden, embeddings = _inputs_of_stage(action, inputs)
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
         is_deferred = action.place in self.step.cuts.split or self.stage(action.place).delays_weight_gradients
@@ -222,8 +228,8 @@ class RunningStep(StepMessages):
             output = self.stage(action.place)(hidden, batch, embeddings)
             loss, given = self._close(action, output)
         if has_backward:
-            for route, tensor in inputs.items():
-                if saved is not None and (route is None or action.subset <= 0):
+            for tensor in inputs.values():
+                if saved is not None and (action.stage > 0 or action.subset <= 0):
                     saved.add(tensor)
             size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
             root = loss if loss is not None and loss.requires_grad else None
@@ -232,9 +238,10 @@ class RunningStep(StepMessages):
             self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
         return None if given is None else given.detach()
 
-    def _propagate(self, action: Action) -> WeightGradientQueue | None:
+    def _propagate(self, entry: Entry) -> WeightGradientQueue | None:
+        action = entry.action
         opened: OpenSubset = self.store.take(("open", action.place, action.subset))
-        gradient = None if opened.output_shape is None else self.collect_output_gradient(action, opened.output_shape)
+        gradient = None if opened.output_shape is None else self.collect_output_gradient(entry, opened.output_shape)
         roots = [(root, each) for root, each in ((opened.loss, None), (opened.output, gradient)) if root is not None]
         with self.clock.span(action), self._gathering_weights(action), self._filling_waits(action):
             if roots:
@@ -247,5 +254,10 @@ class RunningStep(StepMessages):
                     self.end_wait()
             if action.kind is ActionKind.BACKWARD and opened.queue is not None:
                 opened.queue.compute()
-        self.publish_input_gradients(action, opened.inputs)
+        self.publish_input_gradients(entry, opened.inputs)
         return opened.queue
+
+
+def _inputs_of_stage(action: Action, inputs: Inputs) -> tuple[Tensor | None, Tensor | None]:
+    """Return the hidden states that a stage goes on with, and the outputs of other units that its first stage takes."""
+    return (next(iter(inputs.values())), None) if action.stage > 0 else (None, stack_items(inputs.values()))

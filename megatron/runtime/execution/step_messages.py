@@ -1,4 +1,4 @@
-"""A rank's resources for all its steps; of one step its inputs on the rank's device, and the messages of its computations."""
+"""A rank's resources for all its steps; of one step its inputs on the rank's device, and the tensors of its messages."""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron.runtime.communication.broker import Broker, Link, MessageKey, RowShares
+from megatron.runtime.communication.broker import Broker, Link, RowShares
 from megatron.runtime.execution.activation_store import storage_identity
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
@@ -22,13 +22,14 @@ from multimodal.attention.device_values import Parcel, map_tensors
 from multimodal.balance.batch_work import list_items
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.action import Action, Coverage, Place, SampleSubset
-from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.action import Coverage, MessageKey, Place, SampleSubset
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, VirtualStage
+from multimodal.values.schedule import Entry
 
-Inputs = Mapping[Route | None, Tensor]
-"""Inputs of a forward: in a unit's first stage tensors of other units, by route; else, under None, the stage's hidden states."""
+Inputs = Mapping[Place, Tensor]
+"""Inputs of a forward by where they come from: in a unit's first stage tensors of other units, else the stage's hidden states."""
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 
@@ -64,8 +65,8 @@ class RankResources:
 class StepInputs:
     """Copies a step's inputs on a stream beside the computations, which wait for them: parcels at once, others piece by piece."""
 
-    def __init__(self, step: Step, *, rank: int, device: torch.device) -> None:
-        self._step, self._rank, self._device = step, rank, device
+    def __init__(self, step: Step, *, device: torch.device) -> None:
+        self._step, self._device = step, device
         self._opened: dict[Hashable, Any] = {}
         self._coming: dict[Hashable, tuple[Parcel, torch.cuda.Event]] = {}
         if device.type == "cuda" and step.parcels:
@@ -93,18 +94,10 @@ class StepInputs:
         is_kept = torch.tensor([sample not in step.dropped for sample in samples], dtype=torch.float64, device=self._device)
         return replace(batch, target_weights=is_kept if batch.target_weights is None else is_kept * batch.target_weights)
 
-    def output_rows(self, route: Route) -> Tensor:
-        """[num_rows]: for each row that this rank sends on a route, its index in the result of the sample subset."""
-        rows = self._rows(route).output
-        assert rows is not None, f"rank {self._rank} gives nothing to {route.target}"
+    def rows_between(self, source: Place, target: Place) -> RouteRows:
+        """Return the rows that travel from one unit to the next."""
+        rows: RouteRows = self._open(ROUTES)[source.microbatch_place, target.microbatch_place]
         return rows
-
-    def row_shares(self, route: Route) -> RowShares | None:
-        """Return the rows that ranks send and receive; None if neither end spreads tokens."""
-        return self._rows(route).shares
-
-    def _rows(self, route: Route) -> RouteRows:
-        return self._open(ROUTES)[route.source, route.target]
 
     def _open(self, key: Hashable) -> Any:
         if key not in self._opened and self._step.parcels:
@@ -133,12 +126,12 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StepMessages(LaneRun):
-    """The messages of a step between stages and between units, derived from plan, assignment and lengths."""
+    """The tensors that a step's computations take from and give to other stages and other units."""
 
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(broker=executor.broker, clock=executor.clock)
         self.executor, self.step = executor, step
-        self.data = StepInputs(step, rank=executor.rank, device=executor.device)
+        self.data = StepInputs(step, device=executor.device)
 
     def stage(self, place: Place) -> UnitStage:
         """Return the module of a virtual stage of this rank."""
@@ -158,57 +151,41 @@ class StepMessages(LaneRun):
         if upstream.unit == downstream.unit:
             shape = self._hidden_shape(downstream, key.covers, width=width)
             return Link(source_ranks, target_ranks, shape, is_replicated=False)
-        source, target = upstream.microbatch_place, downstream.microbatch_place
-        (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
-        rows = self.data.row_shares(route)
-        rows = rows.reversed if rows is not None and key.direction == "backward" else rows
-        return Link(source_ranks, target_ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
+        route = self.data.rows_between(upstream, downstream)
+        rows = route.shares.reversed if route.shares is not None and key.direction == "backward" else route.shares
+        return Link(source_ranks, target_ranks, (route.num_rows, width), is_replicated=True, rows=rows)
 
-    def inputs_of(self, place: Place) -> Sequence[tuple[Route | None, MessageKey]]:
-        """Return the messages that a forward takes: those of its routes or, under None, that of the stage before."""
-        if place.stage > 0:
-            return [(None, MessageKey("forward", place._replace(stage=place.stage - 1), place))]
-        keys = []
-        for route in self.step.routes.to_target.get(place.microbatch_place, ()):
-            source = route.source
-            last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
-            keys.append((route, MessageKey("forward", Place(source.unit, source.replica, last, source.microbatch), place)))
-        return keys
-
-    def outputs_of(self, place: Place) -> Sequence[tuple[Route | None, MessageKey]]:
-        """Return the messages that a forward gives: to the consumers of its routes or, under None, to the next stage."""
-        if not self.stage(place).is_last:
-            return [(None, MessageKey("forward", place, place._replace(stage=place.stage + 1)))]
-        routes = self.step.routes.from_source.get(place.microbatch_place, ())
-        ends = ((route, route.target) for route in routes)
-        return [(route, MessageKey("forward", place, Place(end.unit, end.replica, 0, end.microbatch))) for route, end in ends]
-
-    def publish_outputs(self, place: Place, outputs: Sequence[Tensor]) -> None:
+    def publish_outputs(self, forward: Entry, outputs: Sequence[Tensor]) -> None:
         """Hand on a forward's outputs (one per sample subset): all to the next stage, or to each consumer its rows."""
-        for route, key in self.outputs_of(place):
-            if route is None:
+        for key in forward.gives:
+            if key.source.unit == key.target.unit:
                 self.publish(key, outputs[0] if len(outputs) == 1 else torch.cat(list(outputs)))
             else:
-                self.publish(key, outputs[self.step.part_of(route)].index_select(0, self.data.output_rows(route)))
+                route = self.data.rows_between(key.source, key.target)
+                self.publish(key, outputs[route.part].index_select(0, self.output_rows(key.source, key.target)))
 
-    def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
-        """Take the gradient of a forward's output (of one sample subset: `action.subset`)."""
+    def collect_output_gradient(self, backward: Entry, shape: torch.Size) -> Tensor:
+        """Take the gradient of a forward's output, or of one sample subset of it."""
         gradient: Tensor | None = None
-        for route, key in self.outputs_of(action.place):
-            if route is None:
-                return self.collect(key.answered(action.covers))
-            if action.subset in (-1, self.step.part_of(route)):
-                found = self.collect(key.answered())
-                gradient = found.new_zeros(shape) if gradient is None else gradient
-                gradient.index_add_(0, self.data.output_rows(route), found)
-        assert gradient is not None, f"{action.place} feeds nobody"
+        for key in backward.takes:
+            found = self.collect(key)
+            if key.source.unit == key.target.unit:
+                return found
+            gradient = found.new_zeros(shape) if gradient is None else gradient
+            gradient.index_add_(0, self.output_rows(key.target, key.source), found)
+        assert gradient is not None, f"{backward.action.place} feeds nobody"
         return gradient
 
-    def publish_input_gradients(self, action: Action, inputs: Inputs) -> None:
+    def publish_input_gradients(self, backward: Entry, inputs: Inputs) -> None:
         """Hand back the gradients of a forward's inputs."""
-        for route, key in self.inputs_of(action.place):
-            if (tensor := inputs[route]).requires_grad:
-                self.publish(key.answered(action.covers if route is None else None), _gradient_of(tensor))
+        for key in backward.gives:
+            self.publish(key, _gradient_of(inputs[key.target]))
+
+    def output_rows(self, source: Place, target: Place) -> Tensor:
+        """[num_rows]: for each row that this rank gives to another unit, its index in the result of the sample subset."""
+        rows = self.data.rows_between(source, target).output
+        assert rows is not None, f"rank {self.executor.rank} gives nothing to {target}"
+        return rows
 
     def _resized_link(self, key: MessageKey, *, width: int) -> Link:
         """Return the link between stages of different tensor parallel sizes; rows that only one end pads are zero."""

@@ -104,9 +104,6 @@ class Step(StepDecision):
         for total in TOTALS:
             getattr(self, total)
         own = {atom.sample_id for place in self.inputs for atom in self.assignment.atoms(place)}
-        for place in self.inputs:
-            for route in (*self.routes.from_source.get(place, ()), *self.routes.to_target.get(place, ())):
-                own |= {atom.sample_id for atom in route.atoms}
         lengths = FoldedLengths(self.lengths, own=own)
         return self.changed(inputs={}, route_rows={}, parcels=Parcels.pack(contents), lengths=lengths)
 

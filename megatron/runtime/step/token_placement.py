@@ -44,8 +44,12 @@ RouteKey = tuple[MicrobatchPlace, MicrobatchPlace]
 class RouteRows(NamedTuple):
     """Rows of one route, as one rank needs them."""
 
+    num_rows: int
+    """Rows of all ranks."""
+    part: int
+    """The index of the source's sample subset that they are taken from; 0 if it is not cut."""
     output: Tensor | None
-    """[num_rows]: positions of the rows that it sends in its output of the route's sample subset; None: it sends none."""
+    """[num_rows]: positions of the rows that it sends in its output of that sample subset; None: it sends none."""
     shares: RowShares | None
     """None if neither end spreads tokens."""
 
@@ -106,7 +110,8 @@ class TokenPlacement:
             if shares is not None:
                 shares.prepare(giver=giver, taker=taker)
             output = None if giver is None else self.output_rows(route, rank=giver)
-            found[route.source, route.target] = RouteRows(output, shares)
+            num_rows, part = self._step.num_rows_of_route(route), self._step.part_of(route)
+            found[route.source, route.target] = RouteRows(num_rows, part, output, shares)
         return found
 
     def forget_routes(self) -> None:

@@ -6,7 +6,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from multimodal.values.action import Action, action_to_text
+from multimodal.values.action import Action, MessageKey, action_to_text
 from multimodal.values.errors import ScheduleError
 
 _SHOWN_SLOTS = 2
@@ -38,6 +38,18 @@ class Slot(NamedTuple):
     """The wait of its carrier in which it runs, if it runs inside: the carrier's waits are counted from 0, in order."""
 
 
+class Entry(NamedTuple):
+    """A slot as ranks execute it, with the messages that its work takes and gives; also those that stay on the same ranks."""
+
+    action: Action
+    mode: SlotMode = SlotMode.IN_LINE
+    wait: int = NO_WAIT
+    takes: tuple[MessageKey, ...] = ()
+    """In the order of their sources; a send takes the message that it sends."""
+    gives: tuple[MessageKey, ...] = ()
+    """In the order of their targets; a receive gives the message that it receives."""
+
+
 @dataclass(frozen=True)
 class Lane:
     """The ordered work of one group of ranks."""
@@ -54,11 +66,6 @@ class Lane:
     def fillers(self) -> frozenset[int]:
         """Positions of the slots that fill a wait."""
         return frozenset(position for position, slot in enumerate(self.slots) if slot.mode is SlotMode.FILLS_WAIT)
-
-    @cached_property
-    def inside(self) -> Mapping[int, int]:
-        """Position of each slot inside its carrier -> the carrier's wait."""
-        return {position: slot.wait for position, slot in enumerate(self.slots) if slot.mode is SlotMode.INSIDE}
 
     def __str__(self) -> str:
         """Print the lane: `lane 0,1: {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]`.

@@ -1,12 +1,13 @@
 """The work of a step as numbered pieces, and what each of them needs before it may run, as arrays."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
 
-from multimodal.values.action import Action, ActionKind, LayerRange, Place, Resource, SegmentRange
+from multimodal.values.action import Action, ActionKind, LayerRange, MessageKey, Place, Resource, SegmentRange
 from multimodal.values.arrays.rows import Bools, Bytes, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
@@ -173,18 +174,40 @@ class StepWork:
         return np.repeat(np.arange(self.num_computed), np.diff(self.need_starts))
 
     @cached_property
+    def _hand_overs(self) -> Integers:
+        """The needs between stages for what a computation hands over: activations and their gradients."""
+        stages = np.repeat(self.computed_stages, np.diff(self.need_starts))
+        found = np.flatnonzero(self.computed_stages[self.needs] != stages)
+        return found[_IS_SENT[self.kinds[self.needs[found]]] & _IS_SENT[self.kinds[self.need_owners[found]]]]
+
+    def messages_of(self, pieces: Integers) -> list[tuple[tuple[MessageKey, ...], tuple[MessageKey, ...]]]:
+        """Return the messages that each of these pieces takes and gives, by the other end. O(pieces + needs)."""
+        is_here = np.zeros(self.num_pieces(lowered=True), bool)
+        is_here[pieces] = True
+        producers, consumers = self.needs[self._hand_overs], self.need_owners[self._hand_overs]
+        found = np.flatnonzero(is_here[producers] | is_here[consumers])
+        takes, gives = defaultdict[int, list[MessageKey]](list), defaultdict[int, list[MessageKey]](list)
+        action = cache(self.pieces.action)
+        key_between = cache(lambda producer, consumer: message_key(action(producer), action(consumer)))
+        for producer, consumer in zip(producers[found].tolist(), consumers[found].tolist(), strict=True):
+            gives[producer].append(key_between(producer, consumer))
+            takes[consumer].append(key_between(producer, consumer))
+        numbers = pieces.tolist()
+        for number in (each for each in numbers if each >= self.num_computed):
+            index, is_receive = divmod(number - self.num_computed, 2)
+            (gives if is_receive else takes)[number].append(key_between(*(int(ends[index]) for ends in self.message_ends)))
+        return [(tuple(takes[number]), tuple(gives[number])) for number in numbers]
+
+    @cached_property
     def message_of_need(self) -> Integers:
         """[num_needs] the number of the message that carries the need; -1: none."""
-        stages = np.repeat(self.computed_stages, np.diff(self.need_starts))
-        between_stages = np.flatnonzero(self.computed_stages[self.needs] != stages)
-        is_carried = self._needs_message(self.needs[between_stages], self.need_owners[between_stages])
-        carried = between_stages[is_carried]
+        carried = self._hand_overs[self._needs_message(self.needs[self._hand_overs], self.need_owners[self._hand_overs])]
         numbers = np.full(len(self.needs), -1)
         numbers[carried] = np.arange(len(carried))
         return numbers
 
     def _needs_message(self, producers: Integers, consumers: Integers) -> Bools:
-        """Return which needs between stages lack results of computations: their ranks differ, or hold other tokens.
+        """Return which hand-overs are no matter of one process: the ranks of their ends differ, or hold other tokens.
 
         They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
         """
@@ -197,7 +220,7 @@ class StepWork:
         if is_shared.any():
             units = unit_of_stage[source], unit_of_stage[target]
             found |= (units[0] != units[1]) & (is_shared[units[0]] | is_shared[units[1]])
-        return found & _IS_SENT[self.kinds[producers]] & _IS_SENT[self.kinds[consumers]]
+        return found
 
     @cached_property
     def blocks(self) -> Integers:
@@ -285,17 +308,23 @@ class StepWork:
                 parts[index] = 1 + self.plan.virtual_stage(*action[1:4]).layers.start + action.covers.first
 
 
-def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
-    """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
+def message_key(producer: Action, consumer: Action) -> MessageKey:
+    """Return the message by which a computation hands its result to another one."""
     kind, unit, replica, stage, microbatch, _, covers = producer
-    other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
+    _, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
     # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which. Of ranges
     # of segments, one alone sends.
     if unit != other_unit or isinstance(covers, SegmentRange):
         covers = None
     source = _new(Place, (unit, replica, stage, microbatch))
     target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
+    return _new(MessageKey, ("forward" if kind is ActionKind.FORWARD else "backward", source, target, covers))
+
+
+def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
+    """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
+    _, source, target, covers = message_key(producer, consumer)
     return (
-        _new(Action, (SEND_OF[kind], unit, replica, stage, microbatch, target, covers)),
-        _new(Action, (_RECEIVE_OF[other_kind], other_unit, other_replica, other_stage, other_microbatch, source, covers)),
+        _new(Action, (SEND_OF[producer.kind], *source, target, covers)),
+        _new(Action, (_RECEIVE_OF[consumer.kind], *target, source, covers)),
     )

@@ -109,7 +109,7 @@ def test_a_schedule_that_others_have_read_travels_with_one_lane() -> None:
     schedule = BUILDERS["1f1b"](one_unit(3, 5))
     assert len(schedule.lanes) == 3
     alone: Any = pickle.loads(pickle.dumps(schedule.spelled_out(1)))
-    assert alone._lanes == {1: schedule.lane(1)} and alone == schedule
+    assert alone._entries == {1: schedule.entries(1)} and alone == schedule
 
 
 CASE = golden_cases()["two_encoders"]

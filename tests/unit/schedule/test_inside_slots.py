@@ -59,7 +59,7 @@ def test_text_says_in_which_wait_work_runs_and_round_trips() -> None:
     assert schedule_to_text(schedule) == TOGETHER
     slots = schedule.lane(0).slots
     assert slots[1] == Slot(lanes_from_text("lane 0: F vision/0/0/1{0:5}")[0].actions[0], SlotMode.INSIDE, 0)
-    assert schedule.lanes[0].inside == {1: 0, 2: 3, 10: 1, 12: 2}
+    assert [(index, slot.wait) for index, slot in enumerate(slots) if slot.wait >= 0] == [(1, 0), (2, 3), (10, 1), (12, 2)]
     mixed = "lane 0: {W llm/0/0/0; F vision/0/0/3{0:2} @4} F llm/0/0/1\n"
     assert [(slot.mode, slot.wait) for slot in lanes_from_text(mixed)[0].slots] == [(1, -1), (2, 4), (0, -1)]
 

@@ -17,6 +17,7 @@ from multimodal.model.collectives import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, active_queue, defer_weight_gradients
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.parts.cuts import UNCUT, Cuts
+from multimodal.values.schedule import Entry
 from multimodal.values.timeline import TimelineEvent
 from tests.unit.golden_answers import Kinds, golden_test
 
@@ -113,8 +114,8 @@ class FilledRun(LaneRun):
         super().__init__(broker=None, clock=StepClock(lane=0))  # type: ignore[arg-type]
         self.waits, self.graphs = TensorParallelWaits(), list[torch.Tensor]()
 
-    def forward(self, action: Action) -> None:
-        if action.unit == "llm":
+    def forward(self, entry: Entry) -> None:
+        if entry.action.unit == "llm":
             with self.waits.filled_by(self.fill_wait, go_on=self.end_wait), self.waits.filled():
                 pass
         else:
@@ -128,8 +129,8 @@ def test_work_inherits_neither_grad_mode_nor_queue_nor_hooks_of_its_carrier() ->
     saved: list[Any] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor)
     running = FilledRun()
-    running.inside = {0: [FORWARD._replace(unit="vision")]}
+    running.inside = {0: [Entry(FORWARD._replace(unit="vision"))]}
     with hooks, torch.no_grad(), defer_weight_gradients(WeightGradientQueue()):
-        running.forward(FORWARD)
+        running.forward(Entry(FORWARD))
         assert not torch.is_grad_enabled() and active_queue() is not None
     assert not saved and running.graphs[0].requires_grad

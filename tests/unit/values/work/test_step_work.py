@@ -46,6 +46,11 @@ def check_numbers(schedule: Schedule) -> None:
             list(dependencies(action, step, lowered=lowered)) for action in actions
         ]
         assert [work.numbers(lowered=lowered)[action] for action in actions] == list(range(len(actions)))
+    entries = [entry for lane in range(schedule.num_lanes) for entry in schedule.entries(lane)]
+    for action, taken in ((entry.action, entry.takes) for entry in entries if entry.action.kind.resource is Resource.COMPUTE):
+        needs = [need.place for need in dependencies(action, step, lowered=False) if need[1:4] != action[1:4]]
+        assert [key.source for key in taken] == needs and {key.target for key in taken} <= {action.place}
+    assert {key for entry in entries for key in entry.takes} == {key for entry in entries for key in entry.gives}
     assert [work.stages[stage] for stage in work.stage_numbers] == [action[1:4] for action in work.actions]
     lanes = rows(*work.lanes_of(np.arange(len(work.actions))))
     assert lanes == [list(step.lanes_of(*action[1:4])) for action in work.actions]
