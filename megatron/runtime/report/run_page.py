@@ -1,8 +1,8 @@
-"""The page of a run, `index.html` in --report-dir: one file with matplotlib's pictures inside, which needs no network."""
+"""The page of a run, `index.html` in --report-dir: run_page.html with matplotlib's pictures inside, which needs no network."""
 
 import base64
 from collections.abc import Mapping, Sequence
-from html import escape
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from matplotlib.axes import Axes
 
 TIMELINE_PAGE = "timeline.html"
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#222}"
-    "img{max-width:100%}pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
-    "table{border-collapse:collapse}td img{min-height:4em;image-rendering:pixelated}"
-    "td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
-)
-_LINK = f'<p><a href="{TIMELINE_PAGE}">The predicted and the measured one, to zoom in</a> (a file of its own)</p>'
 _COLOURS = ("#1f4e8c", "#a85a17", "#256c43", "#66418a")
 
 
@@ -60,36 +54,32 @@ class RunPage:
         """Write loss.png and index.html, with the timeline.png that is there; nothing without a step."""
         if not self._steps:
             return
-        figure, axes = _figure("Training loss", "loss per target token")
-        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
-        loss = _png(figure)
-        (folder / "loss.png").write_bytes(loss)
-        timeline = folder / "timeline.png"
-        evaluated = [
-            [str(each["step"]), each["evaluation"], *(f"{each[name]:.4f}" if name in each else "" for name in _RESULTS)]
-            for each in self._evaluations
-        ]
-        answers: list[list[str | bytes]] = []
+        (folder / "loss.png").write_bytes(loss := self._draw_loss())
+        last, timeline = self._steps[-1], folder / "timeline.png"
+        answers = []
         for each in self._samples.get("samples", ()):
             made = folder / (each.get("image") or each.get("sound") or "none")
-            answer = made.read_bytes() if made.is_file() else each["answer"]
-            answers.append([each["asked"], answer, each["expected"]])
-        settings = [[name, str(value)] for name, value in self._settings.items()]
-        parts = {
-            "Loss": _picture(loss),
-            "Throughput": _picture(self._draw_throughput()),
-            "Balance": _picture(self._draw_balance()) if self._steps[-1].busiest else "",
-            "Timeline of the last measured step": f"{_picture(timeline.read_bytes())}{_LINK}" if timeline.is_file() else "",
-            "Evaluations": _table(["step", "data", *_RESULTS], evaluated),
-            f"Answers after step {self._samples.get('step')}": _table(["question", "answer", "expected"], answers),
-            "Plan": f"<pre>{escape(self.description)}</pre>" if self.description else "",
-            "Settings": f"<details><summary>all</summary>{_table(['setting', 'value'], settings)}</details>" if settings else "",
-        }
-        body = "".join(f"<h2>{escape(title)}</h2>{content}" for title, content in parts.items() if content)
-        title = f"Braid: {self._steps[-1].number} steps, loss {self._steps[-1].loss:.4f}"
-        head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        page = f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{title}</h1>{body}</body></html>\n'
+            answers.append({**each, "made": _inside(made.read_bytes()) if made.is_file() else ""})
+        page = _template().render(
+            title=f"Braid: {last.number} steps, loss {last.loss:.4f}",
+            loss=_inside(loss),
+            throughput=_inside(self._draw_throughput()),
+            balance=_inside(self._draw_balance()) if last.busiest else "",
+            timeline=_inside(timeline.read_bytes()) if timeline.is_file() else "",
+            timeline_page=TIMELINE_PAGE,
+            results=("loss", "token_accuracy", "answer_accuracy"),
+            evaluations=self._evaluations,
+            step_of_answers=self._samples.get("step"),
+            answers=answers,
+            description=self.description,
+            settings=self._settings,
+        )
         (folder / "index.html").write_text(page, encoding="utf-8")
+
+    def _draw_loss(self) -> bytes:
+        figure, axes = _figure("Training loss", "loss per target token")
+        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
+        return _png(figure)
 
     def _draw_throughput(self) -> bytes:
         figure, axes = _figure("Throughput", "tokens/s")
@@ -122,9 +112,6 @@ class RunPage:
         axes.set_ylim(bottom=0)
 
 
-_RESULTS = ("loss", "token_accuracy", "answer_accuracy")
-
-
 def _figure(title: str, ylabel: str) -> tuple[Any, "Axes"]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -143,19 +130,14 @@ def _png(figure: Any) -> bytes:
     return written.getvalue()
 
 
-def _picture(png: bytes) -> str:
-    return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+def _inside(file: bytes) -> str:
+    """Return the address of a PNG or a WAV file that is inside the page."""
+    kind = "audio/wav" if file.startswith(b"RIFF") else "image/png"
+    return f"data:{kind};base64,{base64.b64encode(file).decode()}"
 
 
-def _made(file: bytes) -> str:
-    """Return a picture, or a clip to hear."""
-    content = base64.b64encode(file).decode()
-    return f'<audio controls src="data:audio/wav;base64,{content}"></audio>' if file.startswith(b"RIFF") else _picture(file)
+@cache
+def _template() -> "Template":
+    from jinja2 import Template  # only here, as few runs write a page
 
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str | bytes]]) -> str:
-    """Return a table of texts and PNG or WAV files; empty without rows."""
-    all_rows: list[tuple[str, Sequence[str | bytes]]] = [("th", names), *(("td", row) for row in rows)]
-    shown = ((tag, [escape(cell) if isinstance(cell, str) else _made(cell) for cell in row]) for tag, row in all_rows)
-    lines = ["".join(f"<{tag}>{cell}</{tag}>" for cell in cells) for tag, cells in shown]
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
+    return Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"), autoescape=True, trim_blocks=True)
