@@ -114,10 +114,6 @@ class Session:
             self._schedules[forward_only] = ScheduleCache(self.graph, self.plan, builder, passes, forward_only)
         return self._schedules[forward_only]
 
-    def forget_schedules(self) -> None:
-        """Build schedules anew from now on, for other durations."""
-        self._schedules.clear()
-
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Continue under another plan, with the same weights and optimizer state; between two steps.
 

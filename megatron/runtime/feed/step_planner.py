@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -53,8 +53,6 @@ from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import LengthBatch, SampleLengths
 from multimodal.values.validate import validate_assignment
 
-_PERIOD = 8
-"""Steps that all stay in the data's order where a balancer that predicts steps keeps it in the first of them."""
 _MOST_KEPT = 32
 """Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
 
@@ -141,24 +139,21 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
     """Permutes encoders' batches."""
     decisions: NodeDecisions | None = None
     """Shares the balancer's assignments with the node's other ranks."""
-    in_order: range = range(0)
-    """Steps that are left in the data's order."""
-    _kept: tuple[int, bool] = (-1, False)
-    """The first step of a period, and whether it kept the data's order."""
+    is_left: Callable[[int], bool] = lambda step: False
+    """Returns True for a step that is left in the data's order, without deciding."""
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
         graph, plan = self.options.schedules.graph, self.options.schedules.plan
-        is_left = step in self.in_order or self._follows(step)
-        drawn, source, readable = self._open(step)
+        drawn = {sample.sample_id: sample.source_index for sample in self.batches.batch(step)}
+        readable = ReadableItems(self.source, graph=graph) if self.options.skips_bad else None
+        source: SampleSource = SourceSubset(readable or self.source, drawn)
         share = self.exchange.decode(source, list(drawn)) if self.exchange else None
         lengths = LengthBatch(map((share or source).lengths, drawn))
         start = time.perf_counter()
         work, node_bytes = BatchWork(graph, lengths, self.balance_options), None
         before = balance_in_order(work, plan=plan)
-        assignment, predicted_seconds = self._decide(work, before, is_left=is_left)
-        if not is_left and step == self._first_of_period(step):
-            self._kept = step, assignment == before
+        assignment, predicted_seconds = self._decide(work, before, is_left=self.is_left(step))
         if self.arrangement is not None:
             assignment, node_bytes = self.arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
         told = {"balance_ms": 1e3 * (time.perf_counter() - start)}
@@ -173,30 +168,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         problems = {sample_id: found[index] for sample_id, index in drawn.items() if index in found}
         return planned.changed(balance=report, flops=flops, problems=problems)
 
-    def _open(self, step: int) -> tuple[Mapping[int, int], SampleSource, ReadableItems | None]:
-        """Return the samples of a step by their ids: their indices, their source, and what notes those that cannot be read."""
-        drawn = {sample.sample_id: sample.source_index for sample in self.batches.batch(step)}
-        readable = ReadableItems(self.source, graph=self.options.schedules.graph) if self.options.skips_bad else None
-        return drawn, SourceSubset(readable or self.source, drawn), readable
-
-    def _first_of_period(self, step: int) -> int:
-        return max(step - step % _PERIOD, self.batches.first_step)
-
-    def _follows(self, step: int) -> bool:
-        """Return True if a step is left in the data's order because the first of its period is, as any rank would decide."""
-        first = self._first_of_period(step)
-        predicts = self.balancer.needs_costs and self.balance_options.predictor is not None
-        if step == first or not predicts or self.exchange is not None:  # lengths of other steps would have to be exchanged
-            return False
-        if self._kept[0] != first:
-            drawn, source, _ = self._open(first)
-            lengths = LengthBatch(map(source.lengths, drawn))
-            work = BatchWork(self.options.schedules.graph, lengths, self.balance_options)
-            before = balance_in_order(work, plan=self.options.schedules.plan)
-            self._kept = first, self._decide(work, before)[0] == before
-        return self._kept[1]
-
-    def _decide(self, work: BatchWork, in_order: Assignment, *, is_left: bool = False) -> Decision:
+    def _decide(self, work: BatchWork, in_order: Assignment, *, is_left: bool) -> Decision:
         if is_left:
             return self._balance(BALANCERS[UNBALANCED], work, in_order)
         balance = partial(self._balance, self.balancer, work, in_order)
@@ -243,25 +215,47 @@ STEPS_AHEAD = 2
 """Steps that each worker, or the thread, prepares in advance."""
 
 
-class _ErrorsAsValues(Dataset[Step | BraidError]):
-    """Returns exceptions as values: torch wraps a worker's exception in a traceback, while wrong input needs only a message."""
+def num_begun(num_workers: int | None) -> int:
+    """Return how many steps behind the one that is trained may have been begun at most; None: by `load_steps_in_thread`."""
+    return STEPS_AHEAD + 1 if num_workers is None else STEPS_AHEAD * num_workers
 
-    def __init__(self, planner: StepPlanner) -> None:
-        self._planner = planner
 
-    def __getitem__(self, step: int) -> Step | BraidError:
+class StepPlanners(Dataset[Step | BraidError]):
+    """Makes steps by what is known when they are asked for: builds another planner where that has changed."""
+
+    def __init__(self, build: Callable[[Any], StepPlanner], known: Any) -> None:
+        """known: at the start."""
+        self._build, self._known, self._planner = build, known, build(known)
+
+    def plan(self, step: int, known: Any) -> Step:
+        """Return step `step` (from 0), packed."""
+        if known != self._known:
+            self._known, self._planner = known, self._build(known)
+        return self._planner[step].packed()
+
+    def __getitem__(self, asked: tuple[int, Any]) -> Step | BraidError:
+        """Return exceptions as values: torch wraps a worker's in a traceback, while wrong input needs only a message."""
         try:
-            return self._planner[step].packed()
+            return self.plan(*asked)
         except BraidError as problem:
             return problem
 
+    def close(self) -> None:
+        """Remove what other ranks of the node were told."""
+        self._planner.close()
 
-def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Generator[Step, None, None]:
-    """Yield the steps in order; with `num_workers` 0 each is prepared when it is taken. Raises errors of planning and loading."""
+
+def load_steps(
+    planners: StepPlanners, steps: range, *, known_at: Callable[[int], Any], num_workers: int
+) -> Generator[Step, None, None]:
+    """Yield the steps in order, each by what is known at it, which may not change for the next `num_begun(num_workers)` steps.
+
+    With `num_workers` 0 each is prepared when it is taken. Raises errors of planning and loading.
+    """
     loader = DataLoader(
-        _ErrorsAsValues(planner),
+        planners,
         batch_size=None,
-        sampler=steps,
+        sampler=((step, known_at(step)) for step in steps),
         num_workers=min(num_workers, len(steps)),
         prefetch_factor=STEPS_AHEAD if num_workers and len(steps) else None,
         pin_memory=torch.cuda.is_available(),
@@ -273,14 +267,14 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Gener
         yield loaded
 
 
-def load_steps_in_thread(planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
+def load_steps_in_thread(planners: StepPlanners, steps: range, *, known_at: Callable[[int], Any]) -> Generator[Step, None, None]:
     """Do the same in a thread, for planners that communicate, as no forked worker can; raises errors at their step."""
     prepared: queue.Queue[Step | BaseException] = queue.Queue(maxsize=STEPS_AHEAD)
 
     def prepare() -> None:
         for number in steps:
             try:
-                step = planner[number].packed()
+                step = planners.plan(number, known_at(number))
                 prepared.put(step.pin_memory() if torch.cuda.is_available() else step)
             except BaseException as problem:
                 prepared.put(problem)

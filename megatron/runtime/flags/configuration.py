@@ -252,7 +252,8 @@ class TrainingConfig:
     or that the run measures; with --plan auto, in place of measuring them."""
     measure_interval: int = field(default=20, metadata={"minimum": 0, "maximum": 10**9})
     """After so many steps, and then after twice, four times, ... as many, measure the layers' seconds from the last timelines,
-    and go by them wherever a run goes by durations; 0: never."""
+    and go by them wherever a run goes by durations; and what --balance auto gains, which decides no steps where that is nothing;
+    0: never."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False
@@ -599,9 +600,13 @@ class RunConfig:
 
     @property
     def measuring_interval(self) -> int:
-        """Steps after which the run measures its layers anew; 0 if it does not, or nothing depends on them."""
-        has_costs = self.training.layer_costs is not None or self.training.emulate is not None
-        return self.training.measure_interval if self.goes_by_durations and not has_costs else 0
+        """Steps after which the run measures its layers, and what balancing gains, anew; 0 if it does not, or does not need to.
+
+        With --layer-costs it measures only what --balance auto gains.
+        """
+        is_predicted = BALANCERS[self.training.balance].needs_costs
+        goes_by_them = self.goes_by_durations if self.training.layer_costs is None else is_predicted
+        return self.training.measure_interval if goes_by_them and self.training.emulate is None else 0
 
 
 GROUPS: Mapping[str, type] = {name: kind for name, kind in RunConfig.__annotations__.items() if isinstance(kind, type)}

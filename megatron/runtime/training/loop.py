@@ -4,7 +4,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -96,13 +96,9 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             last_report, last = run.trainer.last_report()
             _report_step(run, reporter, progress, last_report, last.balance)
         _evaluate_and_save(run, reporter, progress)
-    measuring, until, emulated_seconds = Measuring(run), first, list[float]()
-    with ExitStack() as loading:
+    measuring, emulated_seconds = Measuring(run), list[float]()
+    with closing(load_training_steps(run, range(first, last_step), known_at=measuring.known_at)) as steps:
         for number in range(first + 1, last_step + 1):
-            if number > until:  # steps are decided ahead, so no more of them than go by the same durations
-                loading.close()
-                until = min(last_step, measuring.due(number))
-                steps = loading.enter_context(closing(load_training_steps(run, range(number - 1, until))))
             start = time.perf_counter()
             step = next(steps)
             wait_seconds = time.perf_counter() - start

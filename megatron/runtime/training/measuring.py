@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
+from megatron.runtime.feed.step_planner import num_begun
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.state.handover import gather_objects
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by, steps_in_order
+from megatron.runtime.training.judge_balance import TriedStep, Verdict, judge_balance
+from megatron.runtime.training.plan_steps import MOST_MEASURED, balance_options, measured_after, predictor_by
 from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.run import Run
+from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.balance.placement import as_computed
+from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.measured_layers import MeasuredLayers
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
@@ -39,31 +44,37 @@ class _Measured(NamedTuple):
     lengths: Sequence[SampleLengths]
     events: Sequence[TimelineEvent]
     seconds: float
-    deciding_seconds: float
-    """Seconds in which its assignment was chosen."""
-    is_in_order: bool
-    """True if its samples were left in the data's order, to be compared with the others."""
+    deciding_seconds: float | None
+    """Seconds in which its assignment was chosen; None if it was left in the data's order."""
+    is_balanced: bool
+    """True if its samples are not in the data's order."""
 
 
 @dataclass
 class Measuring:
-    """The steps of one interval; every rank has one."""
+    """The steps of one interval, and what was found in those before; every rank has one."""
 
     run: Run
     _steps: list[_Measured] = field(default_factory=list)
+    _known: list[tuple[int, MeasuredCosts | None]] = field(default_factory=list)
+    """What steps go by, with the first of them, from 0."""
 
-    def due(self, number: int) -> int:
-        """Return the earliest step, from `number` on, behind which the run may go by other durations."""
-        return measured_after(number, first=self.run.done_steps, interval=self.run.config.measuring_interval)
+    def __post_init__(self) -> None:
+        self._known.append((0, self.run.measured))
+
+    def known_at(self, step: int) -> MeasuredCosts | None:
+        """Return what a step, from 0, goes by: the newest that was known before any rank's loader began it."""
+        return next(known for first, known in reversed(self._known) if first <= step)
 
     def add(self, number: int, step: Step, report: StepReport, events: Sequence[TimelineEvent]) -> str | None:
         """Add a step; collective behind those of `measured_after`. Returns a line if the run goes by other costs from now on."""
-        done, interval, due = self.run.done_steps, self.run.config.measuring_interval, self.due(number)
+        done, interval = self.run.done_steps, self.run.config.measuring_interval
+        due = measured_after(number, first=done, interval=interval)
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
             lengths = tuple(step.lengths.values())
-            is_in_order = number - 1 in steps_in_order(self.run)
-            seconds = report.step_seconds, step.balance.balance_ms / 1e3
-            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, *seconds, is_in_order))
+            predicted = step.balance.predicted_seconds
+            judged = step.balance.balance_ms / 1e3 if predicted else None, predicted is not None and predicted[1] < predicted[0]
+            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds, *judged))
         if number < due or not self._steps:
             return None
         measured, self._steps = self._steps, []
@@ -78,62 +89,68 @@ class Measuring:
         timed = [(each, step.events) for each, step in zip(costs, steps, strict=True) if is_counted]
         sums = torch.from_numpy(layers.sums(timed)).to(platform.device())
         dist.all_reduce(sums)
-        found = self._fit(number, layers.fit(sums.cpu().numpy()), steps) if run.world.rank == 0 else None
+        found = None
+        if run.world.rank == 0:
+            found = self._fit(number, described.profile or layers.fit(sums.cpu().numpy()), steps)
         line, measured = gather_objects(found)[0]
         if line is None:
             return None
         run.measured = MeasuredCosts.from_dict(measured)
-        run.session.forget_schedules()
+        num_workers = run.config.data.num_workers if run.exchanges is None else None
+        self._known.append((number + num_begun(num_workers), run.measured))
         return str(line)
 
     def _fit(self, number: int, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
         """Return the line and the measured costs, with the rest of a step; no line if they are like those the run goes by."""
-        fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), predictor_by(self.run, self.run.measured)
+        known = self.run.measured
+        fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), predictor_by(self.run, known)
         predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
-        of_simulated = [
-            (step.is_in_order, step.seconds / simulate_schedule(step.schedule, each.costs).iteration_seconds)
+        predicted = [
+            simulate_schedule(step.schedule, each.costs).iteration_seconds if each.is_simulated else each.least_seconds
             for step, each in zip(steps, predictions, strict=True)
-            if each.is_simulated
         ]
-        in_order, balanced = ([ratio for is_in_order, ratio in of_simulated if is_in_order is wanted] for wanted in (True, False))
-        ratio, took = median([*in_order, *balanced] or [1.0]), median(step.seconds for step in steps)
-        beside = profile.step or StepProfile()
+        verdict = self._judge(steps, predicted, fitted)
+        whole = zip(steps, predicted, predictions, strict=True)
+        ratio = median([step.seconds / seconds for step, seconds, each in whole if each.is_simulated] or [1.0])
+        took, beside = median(step.seconds for step in steps), profile.step or StepProfile()
         # Ranks that share cores compute faster while others wait, so a step may take less than its simulation.
         profile = profile.times(dict.fromkeys(self.run.session.graph.unit_names, min(1.0, ratio)))
         profile = replace(profile, step=replace(beside, seconds=max(0.0, 1 - 1 / ratio) * took))
-        fitted = predictor_by(self.run, MeasuredCosts(number, profile))
-        margin = self.run.measured.margin if self.run.measured else 0.0
-        if in_order and balanced:
-            margin = lost_by_exchanging(balanced, in_order) + prediction_error(balanced, in_order)
-            if platform.device().type == "cpu":  # who decides takes a core from those who compute
-                decided = [step.deciding_seconds for step in steps if not step.is_in_order]
-                margin += median(decided) / (took * (os.cpu_count() or 1))
+        found = MeasuredCosts(number, profile, *(verdict[:2] if verdict else known[2:] if known else ()))
         last = steps[-1]
-        now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (fitted, before))
+        now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (predictor_by(self.run, found), before))
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
-        if self.run.measured and all(1 / CLEARLY < ratio < CLEARLY for pair in ratios.values() for ratio in pair):
+        are_alike = all(1 / CLEARLY < ratio < CLEARLY for pair in ratios.values() for ratio in pair)
+        if known and are_alike and known.keeps_order == found.keeps_order and abs(known.margin - found.margin) < CLEARLY - 1:
             return None, {}
         units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
-        what = f"those of step {self.run.measured.step}" if self.run.measured else "the described machine's"
-        least = f"; balance keeps the data's order unless it gains {margin:.1%}" if margin else ""
+        what = f"those of step {known.step}" if known else "the described machine's"
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
-            f"{took:.4g} s; schedule and balance go by these layers now{least}",
-            MeasuredCosts(number, profile, margin).to_dict(),
+            f"{took:.4g} s; schedule and balance go by these layers now{f'; {verdict.said}' if verdict else ''}",
+            found.to_dict(),
         )
 
+    def _judge(self, steps: Sequence[_Measured], predicted: Sequence[float], predictor: StepPredictor) -> Verdict | None:
+        """Judge --balance auto by steps whose seconds are predicted as they ran; their samples' are, too, in the data's order."""
+        graph, plan, options = self.run.session.graph, self.run.session.plan, balance_options(self.run, predictor)
 
-def lost_by_exchanging(balanced: Sequence[float], in_order: Sequence[float]) -> float:
-    """Return the share of a step that exchanging samples costs beyond what is predicted; 0 unless all such steps show it.
+        def seconds_in_order(lengths: Sequence[SampleLengths]) -> float:
+            assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options)
+            return predictor.predict(as_computed(assignment, lengths, graph=graph, plan=plan), lengths).seconds
 
-    balanced, in_order: measured over predicted seconds of steps whose samples were exchanged, and of steps in the data's order.
-    """
-    return 1 - median(in_order) / median(balanced) if min(balanced) > max(in_order) else 0.0
-
-
-def prediction_error(*kinds: Sequence[float]) -> float:
-    """Return the median distance of measured over predicted seconds, which are given by kind of step, from a kind's median."""
-    return median(abs(ratio / median(kind) - 1) for kind in kinds for ratio in kind)
+        tried = [
+            TriedStep(
+                step.seconds,
+                predicted_seconds=seconds,
+                in_order_seconds=seconds_in_order(step.lengths) if step.is_balanced else seconds,
+                deciding_seconds=step.deciding_seconds,
+                is_balanced=step.is_balanced,
+            )
+            for step, seconds in zip(steps, predicted, strict=True)
+        ]
+        # On a GPU's node, deciding takes no core that computes.
+        return judge_balance(tried, num_cores=(os.cpu_count() or 1) if platform.device().type == "cpu" else 0)
 
 
 def _unit_seconds(costs: ModelCosts) -> dict[str, tuple[float, float]]:

@@ -48,22 +48,25 @@ _SAMPLES_OF_LAYERS = 1024
 
 
 class MeasuredCosts(NamedTuple):
-    """The layers' seconds that a run has measured itself."""
+    """What a run has measured itself: its layers' seconds, and whether balancing makes steps shorter."""
 
     step: int
-    """The last step that was measured; the next one is the first to go by them."""
+    """The last step that was measured."""
     layers: LayerProfile
     margin: float = 0.0
     """As in `StepPredictor`."""
+    keeps_order: bool = False
+    """True if --balance auto leaves steps in the data's order, as those that it balanced were not shorter."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
-        return {"step": self.step, "layers": self.layers.to_dict(), "margin": self.margin}
+        return {**self._asdict(), "layers": self.layers.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "MeasuredCosts":
         """Build from the plain form."""
-        return cls(int(value["step"]), LayerProfile.from_dict(value["layers"]), float(value["margin"]))
+        layers, keeps_order = LayerProfile.from_dict(value["layers"]), bool(value.get("keeps_order", False))
+        return cls(int(value["step"]), layers, float(value["margin"]), keeps_order)
 
 
 def build_predictor(

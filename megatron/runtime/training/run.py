@@ -233,7 +233,7 @@ def change_plan(run: Run, config: RunConfig) -> None:
     config = with_device_defaults(config, graph=options.graph, plan=plan, has_cuda=torch.cuda.is_available())
     changed = _session_options(config, options.graph, vocab_size=options.vocab_size, timeout=options.timeout, emulation=None)
     run.trainer.change_plan(plan, options=changed)
-    run.config = config
+    run.config, run.measured = config, None
 
 
 def check_kernels(*, is_allowed: bool) -> None:

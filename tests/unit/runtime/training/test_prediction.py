@@ -12,7 +12,6 @@ from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.orchestrator import machine
 from megatron.runtime.training import prediction
-from megatron.runtime.training.measuring import lost_by_exchanging
 from megatron.runtime.training.prediction import (
     LeastMemory,
     build_predictor,
@@ -73,13 +72,6 @@ def test_overlapped_parts(tmp_path: Path, line: str, num_parts: int) -> None:
 )
 def test_what_replicas_share(tmp_path: Path, line: str, zero_stage: int) -> None:
     assert options_of(tmp_path, f"--llm-dp 2 {line}").zero_stage == zero_stage
-
-
-@pytest.mark.parametrize(
-    ("balanced", "lost"), [([1.25, 1.3, 1.2], 1 - 1.0 / 1.25), ([1.25, 1.05, 1.3], 0.0), ([0.9, 0.8, 0.9], 0.0)]
-)
-def test_what_exchanging_loses_shows_in_all_steps(balanced: list[float], lost: float) -> None:
-    assert lost_by_exchanging(balanced, [1.0, 0.95, 1.1]) == pytest.approx(lost)
 
 
 def test_layer_costs_replace_what_follows_from_the_machine(tmp_path: Path) -> None:
