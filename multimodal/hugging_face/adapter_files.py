@@ -126,34 +126,46 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
     config = _read_config(folder)
     tensors = _read_header(folder / ADAPTER_WEIGHTS)
     known = dict(_own_modules(graph, architecture))
+    modules = _find_adapters(folder, config, tensors, known=known)
+    _check_targets(folder, config, [part.name for parts in modules.values() for part in parts], known=known)
+    shares_down = {own: _are_equal(folder, tensors, parts) for own, parts in modules.items()}
+    return PeftAdapter(
+        folder=folder,
+        rank=max(parts[0].rank if shares_down[own] else sum(part.rank for part in parts) for own, parts in modules.items()),
+        scale=next(iter(modules.values()))[0].scale,
+        targets=tuple(dict.fromkeys(own.target for own in modules)),
+        modules=modules,
+        shares_down=shares_down,
+        others=tuple(name for name in sorted(tensors) if not name.endswith((DOWN_ENDING, UP_ENDING))),
+        graph=graph,
+        architecture=architecture,
+        new_tokens=_trained_tokens(folder, config),
+        dropout=float(config.get("lora_dropout") or 0),
+    )
+
+
+def _find_adapters(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, "_Stored"], *, known: Mapping[str, tuple[OwnModule, int, str]]
+) -> dict[OwnModule, tuple[PeftModule, ...]]:
+    """Return the adapters of every linear layer that has some, in order; known: as `_own_modules` yields them."""
     found: dict[OwnModule, dict[int, PeftModule]] = {}
-    others = []
     for name in sorted(tensors):
-        if name.endswith(DOWN_ENDING):
-            module = name.removeprefix(PREFIX).removesuffix(DOWN_ENDING)
-            own, place, key = known.get(module, (None, 0, ""))
-            if own is None or f"{PREFIX}{module}{UP_ENDING}" not in tensors:
-                problem = "is no linear layer of the model that may have one" if own is None else f"has no {UP_ENDING[1:]}"
-                raise ConfigError(
-                    f"{folder / ADAPTER_WEIGHTS}: {name}: {module} {problem}; give adapters of this model, on linear layers alone"
-                )
-            rank = _checked_rank(folder, config, module, tensors[name])
-            alpha = float(_value_for(module, config.get("alpha_pattern"), default=config["lora_alpha"]))
-            scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            found.setdefault(own, {})[place] = PeftModule(key, module, rank, scale)
-        elif not name.endswith(UP_ENDING):
-            others.append(name)
+        if not name.endswith(DOWN_ENDING):
+            continue
+        module = name.removeprefix(PREFIX).removesuffix(DOWN_ENDING)
+        own, place, key = known.get(module, (None, 0, ""))
+        if own is None or f"{PREFIX}{module}{UP_ENDING}" not in tensors:
+            problem = "is no linear layer of the model that may have one" if own is None else f"has no {UP_ENDING[1:]}"
+            raise ConfigError(
+                f"{folder / ADAPTER_WEIGHTS}: {name}: {module} {problem}; give adapters of this model, on linear layers alone"
+            )
+        rank = _checked_rank(folder, config, module, tensors[name])
+        alpha = float(_value_for(module, config.get("alpha_pattern"), default=config["lora_alpha"]))
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        found.setdefault(own, {})[place] = PeftModule(key, module, rank, scale)
     if not found:
         raise ConfigError(f"{folder / ADAPTER_WEIGHTS}: holds no {DOWN_ENDING[1:]}; give a folder of PEFT with LoRA adapters")
-    _check_targets(folder, config, [part.name for parts in found.values() for part in parts.values()], known=known)
-    modules = {own: tuple(parts[place] for place in sorted(parts)) for own, parts in found.items()}
-    shares = {own: _are_equal(folder, tensors, parts) for own, parts in modules.items()}
-    ranks = (parts[0].rank if shares[own] else sum(part.rank for part in parts) for own, parts in modules.items())
-    first = next(iter(modules.values()))[0]
-    targets = tuple(dict.fromkeys(own.target for own in modules))
-    dropout, tokens = float(config.get("lora_dropout") or 0), _trained_tokens(folder, config)
-    plain = folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture
-    return PeftAdapter(*plain, tokens, dropout)
+    return {own: tuple(parts[place] for place in sorted(parts)) for own, parts in found.items()}
 
 
 def _read_config(folder: Path) -> Mapping[str, Any]:

@@ -51,14 +51,11 @@ class PlanReview:
     _predicted: dict[str, float] = field(default_factory=dict)
     """Unit -> seconds of its computations, over all lanes and measured steps."""
 
-    def measures(self, number: int) -> bool:
-        """Return True for the steps that are measured."""
+    @property
+    def measured(self) -> range:
+        """Numbers of the steps that are measured; the review is due after the last one."""
         last = self.first_step + self.num_steps
-        return max(last - MOST_MEASURED, self.first_step + (self.num_steps > 1)) < number <= last
-
-    def is_due(self, number: int) -> bool:
-        """Return True after the last of these steps."""
-        return number == self.first_step + self.num_steps
+        return range(max(last - MOST_MEASURED, self.first_step + (self.num_steps > 1)) + 1, last + 1)
 
     def add(self, step: Step, timeline: Timeline, *, seconds: float, tflops: float) -> None:
         """Add a measured step, on rank 0."""
@@ -139,13 +136,10 @@ class PlanTrial:
     _rates: list[float] = field(default_factory=list)
     """TFLOP/s of the measured steps, as batches differ in work."""
 
-    def measures(self, number: int) -> bool:
-        """Return True for the steps that are measured."""
-        return self.first_step + 1 < number <= self.first_step + 1 + self.num_steps
-
-    def is_due(self, number: int) -> bool:
-        """Return True after the last of these steps."""
-        return number == self.first_step + 1 + self.num_steps
+    @property
+    def measured(self) -> range:
+        """Numbers of the steps that are measured; the half ends with the last one."""
+        return range(self.first_step + 2, self.first_step + self.num_steps + 2)
 
     def add(self, step: Step, timeline: Timeline, *, seconds: float, tflops: float) -> None:
         """Add a measured step, on rank 0."""

@@ -148,12 +148,12 @@ def _review_plan(
 ) -> bool:
     """Add a step to the trial or review, and conclude it when due; collective. Returns True if the run has another plan now."""
     review = run.review
-    if review is None or not review.measures(number):
+    if review is None or number not in review.measured:
         return False
     timeline = run.session.gather_timeline(events)
     if timeline is not None:
         review.add(step, timeline, seconds=report.step_seconds, tflops=report.tflops_per_device)
-    if not review.is_due(number):
+    if number != review.measured[-1]:
         return False
     planned = review.planned
     line, chosen = run.world.from_first(f"review/{number}", lambda: review.conclude(number).plain)

@@ -132,10 +132,9 @@ def reviewed(**changes: Any) -> PlanReview:
 
 def test_steps_up_to_the_review_are_measured_but_for_the_first():
     review = reviewed(first_step=10)
-    assert [number for number in range(10, 16) if review.measures(number)] == [12, 13]
-    assert [number for number in range(10, 16) if review.is_due(number)] == [13]
+    assert list(review.measured) == [12, 13]
     alone = PlanReview(reviewed().planned, 1, may_change=False)
-    assert alone.measures(1) and alone.is_due(1)
+    assert list(alone.measured) == [1]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ def test_a_plan_that_was_taken_is_held_against_the_one_before():
     review = reviewed()
     assert review.after(review.planned, number=3) is None
     after = review.after(reviewed().planned, number=3)
-    assert after is not None and after.is_due(6) and not after.may_change
+    assert after is not None and after.measured[-1] == 6 and not after.may_change
     again = reviewed(seconds_before=after.seconds_before, may_change=False)
     assert again.conclude(6).line.endswith("; under the plan before it took 0.4 s")
 
@@ -178,15 +177,14 @@ def test_a_trial_settles_on_the_faster_plan_for_good(monkeypatch, is_faster):
     trial = watch_plan(first, configured().parallelism)
     assert isinstance(trial, PlanTrial)
     for numbers, rate in ((range(2, 5), 2.0), (range(6, 9), 3.0 if is_faster else 1.0)):
-        assert [number for number in range(10) if trial.measures(number)] == list(numbers)
+        assert trial.measured == numbers
         for _ in numbers:
             trial.add(SimpleNamespace(), SimpleNamespace(), seconds=1.0, tflops=rate)  # type: ignore[arg-type]
-        assert trial.is_due(numbers[-1])
         verdict = trial.conclude(numbers[-1])
         watched = trial.after(first if verdict.choice is None else first._replace(choice=verdict.choice), number=numbers[-1])
         trial = watched if isinstance(watched, PlanTrial) else trial
     assert kept == [other if is_faster else CHOICE] and verdict.choice == (None if is_faster else CHOICE)
-    assert isinstance(watched, PlanReview) and watched.first_step == 8 and watched.is_due(28)
+    assert isinstance(watched, PlanReview) and watched.first_step == 8 and watched.measured[-1] == 28
 
 
 def test_a_profile_is_scaled_unit_by_unit():
