@@ -10,7 +10,8 @@ pp 8 x dp 40, ViT-22B on tp 8 x dp 64. Measured are
   are those of `--schedule` and `--balance`, with 64 samples per replica of the LLM, of 1 to 4 images each; the median of
   `--repeats` after the first.
 
-`--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well.
+`--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well; not on one without
+`Schedule.entries`, which the executor reads.
 
 Run `python benchmarks/large_world.py [--json] [--repeats N] [--schedule NAME] [--balance NAME] [--before CHECKOUT]`.
 """
@@ -23,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,6 +41,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.runtime.communication import units as unit_groups
+from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest, check_agreement
 from megatron.runtime.launch.failure import StopReason
@@ -48,6 +49,7 @@ from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
+from multimodal.plan.communicators import max_communicators_per_rank, message_partners
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -63,8 +65,6 @@ SIZES = {
 NUM_RANKS, SAMPLES_PER_REPLICA, TIMEOUT = 3072, 64, timedelta(minutes=10)
 RANKS = {"encoder": 0, "LLM, first stage": 512, "LLM, last stage": 3071}
 MOST_COMMUNICATORS, MOST_SECONDS = 16, 0.010
-HAS_PAIRS = hasattr(unit_groups, "message_pairs")
-"""True in a checkout from before ranks shared communicators."""
 
 
 def draw_lengths(seed: int) -> list[SampleLengths]:
@@ -78,40 +78,15 @@ def draw_lengths(seed: int) -> list[SampleLengths]:
     return samples
 
 
-def count_communicators(graph: ModelGraph, plan: Plan) -> int:
-    """Return the number of communicators of the busiest rank; older checkouts have one for each pair of ranks and direction."""
-    if HAS_PAIRS:
-        ends = Counter(rank for pair in unit_groups.message_pairs(graph, plan) for rank in pair)  # type: ignore[attr-defined]
-        return max(ends.values())
-    from multimodal.plan.communicators import max_communicators_per_rank
-
-    return max_communicators_per_rank(graph, plan)
-
-
 def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
     """Make the groups, and find the partners of a rank; returns seconds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     start = time.perf_counter()
     book = unit_groups.GroupBook(rank=rank, timeout=TIMEOUT)
-    model = () if HAS_PAIRS else (graph,)
-    unit_groups.build_memberships(*model, plan, book=book)
-    connect(graph, plan, rank=rank)
-    return time.perf_counter() - start
-
-
-def connect(graph: ModelGraph, plan: Plan, *, rank: int) -> None:
-    """Make the groups of messages, and exchange a byte with each partner."""
-    from megatron.runtime.communication.message_channel import MessageChannel
-
-    device = torch.device("cpu")
-    if HAS_PAIRS:
-        pairs = unit_groups.message_pairs(graph, plan)  # type: ignore[attr-defined]
-        MessageChannel(rank=rank, world_size=NUM_RANKS, timeout=TIMEOUT).connect(pairs, device=device)  # type: ignore[call-arg]
-        return
-    from multimodal.plan.communicators import message_partners
-
+    unit_groups.build_memberships(graph, plan, book=book)
     partners = message_partners(graph, plan, rank=rank)
-    MessageChannel(world_size=NUM_RANKS, tracks=partners, timeout=TIMEOUT).connect(partners, device=device)
+    MessageChannel(world_size=NUM_RANKS, tracks=partners, timeout=TIMEOUT).connect(partners, device=torch.device("cpu"))
+    return time.perf_counter() - start
 
 
 class OneStep(Dataset[Any]):
@@ -172,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         taken = measure_hand_over(with_emulated_inputs(step, rank=rank), repeats=arguments.repeats)
         rows[name] = {"groups_seconds": groups_seconds, "hand_over_seconds": taken}
         dist.destroy_process_group()
-    return {"max_communicators_per_rank": count_communicators(graph, plan), "ranks": rows}
+    return {"max_communicators_per_rank": max_communicators_per_rank(graph, plan), "ranks": rows}
 
 
 def measure_elsewhere(root: str, arguments: argparse.Namespace) -> dict[str, Any]:

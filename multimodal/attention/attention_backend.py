@@ -22,11 +22,14 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, slots=True)
 class MaskTensors:
-    """The tokens of a mask on a device, all [num_tokens]: what they attend to and what they are in int64, the rest in int32."""
+    """The tokens of a mask on a device; every tensor is [num_tokens]."""
 
     bits: Tensor
+    """int64: the kinds of tokens that each token attends to, as bits."""
     key_bits: Tensor
+    """int64: the kinds that each token is of."""
     sample_ids: Tensor
+    """int32, like those that follow."""
     item_ids: Tensor
     positions: Tensor
     """Positions in the whole packed sequence."""

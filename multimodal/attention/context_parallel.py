@@ -125,9 +125,9 @@ class _AttendedGroup:
 
     def reopen(self) -> Tensor:
         """Return the memory of the keys and values again, to be filled with the same values."""
-        room = self._keys_values.data  # bypasses autograd's version counter: the values are the same
-        room.untyped_storage().resize_(room.numel() * room.element_size())
-        return room
+        buffer = self._keys_values.data  # bypasses autograd's version counter: the values are the same
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+        return buffer
 
     def gradients(self, gradient: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of queries, keys and values."""

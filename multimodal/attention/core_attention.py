@@ -108,8 +108,8 @@ class CoreAttention(torch.nn.Module):
         if backend == FLASH:
             kernel = find_kernel()
             assert kernel is not None, "`can_flash` says whether there is one"
-            rows, longest = (query[:, 0], key[:, 0], value[:, 0]), max(packed.lengths, default=0)
-            return kernel(*rows, packed.starts(query.device), longest, rule.is_causal, scale).flatten(1)[:, None]
+            rows, max_length = (query[:, 0], key[:, 0], value[:, 0]), max(packed.lengths, default=0)
+            return kernel(*rows, packed.starts(query.device), max_length, rule.is_causal, scale).flatten(1)[:, None]
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
@@ -180,7 +180,7 @@ def _select(tensors: _Tensors, rows: Tensor) -> _Tensors:
 FLASH_CHANNELS = 256
 
 VariableLengths = Callable[..., Tensor]
-"""A kernel for all sequences, in half precision: of query, key, value, starts, longest, is_causal and scale."""
+"""A kernel for all sequences, in half precision: of query, key, value, starts, max_length, is_causal and scale."""
 
 
 def can_flash(shape: AttentionShape) -> bool:
@@ -206,9 +206,9 @@ def find_kernel() -> VariableLengths | None:
 
 def _of_package(function: Callable[..., Any]) -> VariableLengths:
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, max_length: int, is_causal: bool, scale: float | None
     ) -> Tensor:
-        return function(query, key, value, starts, starts, longest, longest, softmax_scale=scale, causal=is_causal)
+        return function(query, key, value, starts, starts, max_length, max_length, softmax_scale=scale, causal=is_causal)
 
     return attend
 
@@ -220,7 +220,7 @@ def _of_torch(function: Callable[..., Any]) -> VariableLengths:
         raise AttributeError("varlen_attn")
 
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
+        query: Tensor, key: Tensor, value: Tensor, starts: Tensor, max_length: int, is_causal: bool, scale: float | None
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         options: dict[str, Any] = {"scale": scale}
@@ -232,7 +232,7 @@ def _of_torch(function: Callable[..., Any]) -> VariableLengths:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        return function(query, key, value, starts, starts, longest, longest, **options)
+        return function(query, key, value, starts, starts, max_length, max_length, **options)
 
     return attend
 

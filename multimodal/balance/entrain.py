@@ -61,9 +61,13 @@ def _encoder_loads(work: BatchWork, plan: Plan) -> npt.ArrayLike:
 def _assign(work: BatchWork, encoder_loads: npt.ArrayLike, *, plan: Plan, fewest: int) -> Assignment:
     backbone, num_samples = work.graph.backbone.name, work.num_samples
     num_replicas = plan.units[backbone].data_parallel_size
-    most = work.count_microbatches(num_replicas)
-    limits = {"num_replicas": num_replicas, "num_microbatches": most, "min_num_microbatches": fewest}
-    replicas, encoded, run, counts = assign_entrain(work.amounts(backbone), encoder_loads=encoder_loads, **limits)
+    replicas, encoded, run, counts = assign_entrain(
+        work.amounts(backbone),
+        encoder_loads=encoder_loads,
+        num_replicas=num_replicas,
+        num_microbatches=work.count_microbatches(num_replicas),
+        min_num_microbatches=fewest,
+    )
     num_rounds = max(counts)
     first_of_sample = num_rounds * np.asarray(replicas, np.int64)
     in_encoders, in_llm = (first_of_sample + np.asarray(each) for each in (encoded, run))

@@ -29,12 +29,12 @@ def balance_sorted(work: BatchWork, *, plan: Plan) -> Assignment:
 
 def _pack(num_tokens: Integers, *, most: int) -> Integers:
     """Return the starts of microbatches that take samples in order while they have room, and the number of samples."""
-    starts, room = [0], most
+    starts, num_free = [0], most
     for index, tokens in enumerate(num_tokens.tolist()):
-        if tokens > room and index > starts[-1]:
+        if tokens > num_free and index > starts[-1]:
             starts.append(index)
-            room = most
-        room -= tokens
+            num_free = most
+        num_free -= tokens
     return np.array([*starts, len(num_tokens)])
 
 

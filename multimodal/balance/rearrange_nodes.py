@@ -108,9 +108,15 @@ def search_nodes(volumes: NodeVolumes) -> Integers:
     """Return the node of every batch, [num_ranks]."""
     if kernels is None:
         return _place_greedily(volumes)
-    limits = {"num_first_swaps": FIRST_SWAPS, "max_chain_length": MAX_CHAIN_LENGTH, "max_evaluations": MAX_EVALUATIONS}
-    sizes = {"ranks_per_node": volumes.ranks_per_node, **limits}
-    return kernels.rearrange_nodes(volumes.row_starts, volumes.batches, volumes.volumes, **sizes)
+    return kernels.rearrange_nodes(
+        volumes.row_starts,
+        volumes.batches,
+        volumes.volumes,
+        ranks_per_node=volumes.ranks_per_node,
+        num_first_swaps=FIRST_SWAPS,
+        max_chain_length=MAX_CHAIN_LENGTH,
+        max_evaluations=MAX_EVALUATIONS,
+    )
 
 
 def _place_greedily(volumes: NodeVolumes) -> Integers:

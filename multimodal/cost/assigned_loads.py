@@ -230,12 +230,16 @@ class UnitRoutes:
         )
         num_targets = int(targets.max(initial=0)) + 1
         atoms = slice(int(routes.atom_starts[chosen.start]), int(routes.atom_starts[chosen.stop]))
-        first_target = {name: int(start) for name, start in numbered.first.items()}
-        keys, by_consumer = sources * num_targets + targets, np.lexsort((targets, replica, index, sources))
-        subset_starts = row_starts(np.bincount(sources, minlength=num_microbatches))
-        starts = routes.atom_starts[chosen.start : chosen.stop + 1] - atoms.start
-        samples, items = routes.sample_ids[atoms], routes.item_indices[atoms]
-        return cls(keys, num_targets, first_target, by_consumer, subset_starts, starts, samples, items)
+        return cls(
+            keys=sources * num_targets + targets,
+            num_targets=num_targets,
+            first_target={name: int(start) for name, start in numbered.first.items()},
+            by_consumer=np.lexsort((targets, replica, index, sources)),
+            subset_starts=row_starts(np.bincount(sources, minlength=num_microbatches)),
+            atom_starts=routes.atom_starts[chosen.start : chosen.stop + 1] - atoms.start,
+            sample_ids=routes.sample_ids[atoms],
+            item_indices=routes.item_indices[atoms],
+        )
 
     def find(self, sources: Integers, targets: Integers, *, unit: str) -> Integers:
         """Return the routes between these microbatches, numbered in their units."""

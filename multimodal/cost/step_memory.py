@@ -233,9 +233,14 @@ class StepMemory:
             for (num_trained, num_sharers), (num_held, _) in zip(trained, held, strict=True)
         ]
         shares = self.layers.state_shares(stage, num_copies=self.options.num_state_copies)
-        like = {"zero_stage": self.options.zero_stage, "bytes_per_element": self.bytes_per_element}
         total = sum(
-            layer_static_bytes(num_weights, is_trained=is_trained, data_parallel_size=num_sharers, **like)
+            layer_static_bytes(
+                num_weights,
+                is_trained=is_trained,
+                data_parallel_size=num_sharers,
+                zero_stage=self.options.zero_stage,
+                bytes_per_element=self.bytes_per_element,
+            )
             for num_weights, is_trained, num_sharers in (*((weights, True, len(ranks)) for ranks, weights in shares), *frozen)
         )
         return total / self.layers.tensor_size(stage)

@@ -31,7 +31,11 @@ def is_unused_in_tower(key: str, unit: Unit) -> bool:
 
 
 def _vision(name: str, model_type: str, key: str | None = None) -> Encoder:
-    """Return a class with a tower, whose last layer is its output; key: of its description in config.json."""
+    """Return the row of an encoder of images whose last layer is its output.
+
+    name: its class in transformers; model_type: of its tower (`TOWERS`), if config.json names none; key: the part of config.json
+    that describes the tower, None: all of it.
+    """
     names = TOWERS[model_type].names
 
     def to_unit(config: Config) -> dict[str, Any]:

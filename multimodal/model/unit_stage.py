@@ -14,7 +14,6 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
-from multimodal.model import weight_gradient_queue as gradients
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
 from multimodal.model.deferrable_linear import adapt_engine_linears
@@ -25,6 +24,14 @@ from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import frequency_divisors, rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
+from multimodal.model.weight_gradient_queue import (
+    WeightGradientQueue,
+    accumulate_into_buffers,
+    active_queue,
+    defer_in_modules,
+    defer_weight_gradients,
+    find_accumulation,
+)
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
@@ -125,12 +132,12 @@ class UnitStage(MegatronModule):
         for module in self.layers.modules():
             if hasattr(module, "waits"):
                 module.waits = self.waits  # type: ignore[assignment]
-        self.delays_weight_gradients = gradients.defer_in_modules(self.layers)
+        self.delays_weight_gradients = defer_in_modules(self.layers)
         """True if every forward with a backward needs an active queue, split or not."""
-        accumulate = gradients.find_accumulation(options.params_dtype) if options.accumulates_in_products else None
+        accumulate = find_accumulation(options.params_dtype) if options.accumulates_in_products else None
         if accumulate is not None:
             tied = self.shared_parameter  # it gets gradients from two layers, one of which would be lost
-            gradients.accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
+            accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
 
     @property
     def link(self) -> RankLink:
@@ -242,14 +249,14 @@ class UnitStage(MegatronModule):
         if is_repeated and (hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())):
             # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
             # forward.
-            contexts = (nullcontext(), self._recomputing(gradients.active_queue()))
+            contexts = (nullcontext(), self._recomputing(active_queue()))
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             return checkpoint(kind.run, layer, hidden, given, context_fn=lambda: contexts, **options)
         return kind.run(layer, hidden, given)
 
     @contextmanager
-    def _recomputing(self, queue: gradients.WeightGradientQueue | None) -> Iterator[None]:
-        with gradients.defer_weight_gradients(queue), self.precision():
+    def _recomputing(self, queue: WeightGradientQueue | None) -> Iterator[None]:
+        with defer_weight_gradients(queue), self.precision():
             yield
 
     def segments(self) -> StageSegments:

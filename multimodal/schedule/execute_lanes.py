@@ -169,8 +169,15 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     ran = np.flatnonzero((end > start)[nodes] & (schedule.pieces < work.num_computed))
     stopped_at = np.append(slots, len(schedule.pieces))[lane_starts[:-1] + positions]
     positions = np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1]
-    events = schedule.pieces[ran], schedule.lane_of_slot[ran], start[nodes[ran]], end[nodes[ran]]
-    execution = Execution(schedule, *events, positions, is_done)
+    execution = Execution(
+        schedule=schedule,
+        event_pieces=schedule.pieces[ran],
+        event_lanes=schedule.lane_of_slot[ran],
+        start_seconds=start[nodes[ran]],
+        end_seconds=end[nodes[ran]],
+        positions=positions,
+        is_done=is_done,
+    )
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution

@@ -295,12 +295,28 @@ class _Filling:
         filling = filling[np.argsort(uncut.blocks[filling], kind="stable")]
         is_first = np.diff(uncut.blocks[filling], prepend=-1) > 0
         sizes = np.bincount(np.cumsum(is_first) - 1, self.parts.counts[filling]).astype(np.int64)
-        lines = row_starts(list(map(len, line))), local_piece[np.concatenate(line)]
-        queues = row_starts(sizes), local_piece[self.parts.expand(filling)]
-        needs, waits = self._needs(pieces, local_piece), take_rows(self.wait_starts, self.waits, pieces)
-        held, inside = self._holders(pieces), (self.goes_inside[pieces], self.behind[pieces])
-        durations = self.durations[pieces]
-        return LanesToFill(durations, lane_starts, local_lane[lanes], *needs, *lines, *queues, *held, *waits, *inside)
+        need_starts, needs, delays = self._needs(pieces, local_piece)
+        wait_starts, waits = take_rows(self.wait_starts, self.waits, pieces)
+        holders, releases, limits = self._holders(pieces)
+        return LanesToFill(
+            durations=self.durations[pieces],
+            lane_starts=lane_starts,
+            lanes=local_lane[lanes],
+            need_starts=need_starts,
+            needs=needs,
+            delays=delays,
+            line_starts=row_starts(list(map(len, line))),
+            line=local_piece[np.concatenate(line)],
+            queue_starts=row_starts(sizes),
+            queues=local_piece[self.parts.expand(filling)],
+            holders=holders,
+            releases=releases,
+            limits=limits,
+            wait_starts=wait_starts,
+            waits=waits,
+            goes_inside=self.goes_inside[pieces],
+            behind=self.behind[pieces],
+        )
 
     def _needs(self, pieces: Integers, local_piece: Integers) -> tuple[Integers, Integers, Integers]:
         """Return the needs of a pipeline's pieces in its own numbers, with delays: the step's, and those of `Movable.waits`."""

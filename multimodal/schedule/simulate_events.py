@@ -87,7 +87,18 @@ def run_without_messages(
     lane_starts: Integers, lane_nodes: Integers, kinds: Bytes, need_starts: Integers, needs: Integers, seconds: Floats
 ) -> EventTimes:
     """Run nodes (`EventArrays`) whose messages, if any, take no time and share nothing, in lanes without fillers."""
-    lanes, needed = (lane_starts, lane_nodes, np.zeros(len(lane_nodes), np.uint8)), (need_starts, needs)
-    received = np.zeros(len(kinds) + 1, np.int64), np.zeros(0, np.int64)
-    latency, links = np.zeros(len(kinds)), np.full(len(kinds), -1)
-    return simulate_events(EventArrays(*lanes, kinds, *needed, *received, seconds, latency, links, num_links=0))
+    arrays = EventArrays(
+        lane_starts=lane_starts,
+        lane_nodes=lane_nodes,
+        lane_fillers=np.zeros(len(lane_nodes), np.uint8),
+        kinds=kinds,
+        need_starts=need_starts,
+        needs=needs,
+        receiver_starts=np.zeros(len(kinds) + 1, np.int64),
+        receivers=np.zeros(0, np.int64),
+        seconds=seconds,
+        latency_seconds=np.zeros(len(kinds)),
+        links=np.full(len(kinds), -1),
+        num_links=0,
+    )
+    return simulate_events(arrays)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, count, islice
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -200,12 +200,18 @@ class LengthArrays:
             items = [each for item in items for each in (item.passes or (item,))]
         names = list(map(itemgetter(0), items))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        columns = ("sample_id", "num_text_tokens", "num_target_tokens")
-        ids, texts, targets = (_column(list(map(attrgetter(name), samples))) for name in columns)
-        inside, outside = (_column(list(map(itemgetter(place), items))) for place in (1, 2))
-        units = np.fromiter(map(numbers.__getitem__, names), np.int64, len(names))
-        entering, index = _column(llm_tokens), np.array(indices, np.int64)
-        return cls(ids, texts, targets, row_starts(counts), units, inside, outside, entering, index, tuple(numbers))
+        return cls(
+            sample_ids=_column([sample.sample_id for sample in samples]),
+            num_text_tokens=_column([sample.num_text_tokens for sample in samples]),
+            num_target_tokens=_column([sample.num_target_tokens for sample in samples]),
+            item_starts=row_starts(counts),
+            unit_of_item=np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)),
+            num_item_tokens=_column(list(map(itemgetter(1), items))),
+            num_output_tokens=_column(list(map(itemgetter(2), items))),
+            num_llm_tokens=_column(llm_tokens),
+            index_of_item=np.array(indices, np.int64),
+            units=tuple(numbers),
+        )
 
     def __len__(self) -> int:
         return len(self.sample_ids)

@@ -52,14 +52,18 @@ class BackgroundSave:
     """This rank's part of a save in the background, over a process group of its own; all ranks call its methods alike."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """timeout: time that ranks wait for each other, including the slowest one's writing; collective."""
+        """Create the group; collective. timeout: time that ranks wait for each other, including the slowest one's writing."""
         self._group = create_groups([range(dist.get_world_size())], backend="gloo", timeout=timeout)[0]
         self._room = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
     def start(self, write: Write, tensors: Sequence[HeldTensor], *, what: str) -> None:
-        """Copy the tensors, and let a thread write the copies; without memory all ranks raise CheckpointError about `what`."""
+        """Copy the tensors, and let a thread write the copies.
+
+        write: gets the copies and the group of all ranks; its error is raised by `check` and `finish`. what: the save in words.
+        Raises CheckpointError about it on all ranks if one of them lacks the memory for its copies.
+        """
         assert self._thread is None, "a save is under way; finish it first"
         copies = on_this_rank(lambda: self._copy(tensors), what=what)
         self._thread = threading.Thread(target=self._run, args=(write, copies), name="save", daemon=True)

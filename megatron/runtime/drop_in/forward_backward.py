@@ -116,7 +116,7 @@ class ForwardBackward:
         step = PipelineStep(inputs, channel=channel, message_shapes=message_shapes, shape=shape, schedule=schedule)
         is_last_rank = groups.pp.rank() == groups.pp.size() - 1 and shape.llm.is_here
         told = groups if is_whole or pg_collection is None else pg_collection
-        _run_step(step, tp_group=groups.tp, told=told, is_last_rank=is_last_rank, force=force_all_reduce)
+        _run_step(step, tp_group=groups.tp, told=told, is_last_rank=is_last_rank, force_all_reduce=force_all_reduce)
         if self._unlike is not None and not forward_only:
             self._unlike.reduce(chunks, step.num_tokens if config.calculate_per_token_loss else num_microbatches)
         return step.forward_data
@@ -149,7 +149,9 @@ class ForwardBackward:
         return self._channel
 
 
-def _run_step(step: PipelineStep, *, tp_group: dist.ProcessGroup, told: Any, is_last_rank: bool, force: bool | None) -> None:
+def _run_step(
+    step: PipelineStep, *, tp_group: dist.ProcessGroup, told: Any, is_last_rank: bool, force_all_reduce: bool | None
+) -> None:
     """Run a step between Megatron's timers, then let the loop's finalize_model_grads_func, which is told groups, finish it."""
     config, chunks = step.inputs.config, list(step.inputs.chunks)
     finalizes = config.finalize_model_grads_func is not None and not step.shape.forward_only
@@ -160,7 +162,7 @@ def _run_step(step: PipelineStep, *, tp_group: dist.ProcessGroup, told: Any, is_
     if finalizes:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last_rank, tp_group)
         num_tokens = step.num_tokens if config.calculate_per_token_loss else None
-        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=told, force_all_reduce=force)
+        config.finalize_model_grads_func(chunks, num_tokens, pg_collection=told, force_all_reduce=force_all_reduce)
     if config.timers is not None:
         config.timers("forward-backward").stop()
 

@@ -21,7 +21,7 @@ from multimodal.model.unit_stage import UnitStage
 
 Tensors = tuple[Tensor | None, ...]
 Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
-"""Returns (loss, tensor that is handed on) for a stage's output."""
+"""Returns the loss of a stage's output, a share of the global one, and the tensor that is handed on; None where there is none."""
 
 
 class _Point(NamedTuple):

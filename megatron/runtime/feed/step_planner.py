@@ -70,7 +70,10 @@ class NodeDecisions:
         self._subject = repr(subject).encode()
 
     def find(self, lengths: LengthBatch, decide: Callable[[], Decision]) -> Decision:
-        """Return what another rank chose for these lengths, or choose it; a rank alone where the folder cannot be used."""
+        """Return the decision that another rank made for these lengths, or that `decide` makes now.
+
+        decide: returns the assignment of these lengths, alike on all ranks. Where the folder cannot be used, each rank decides.
+        """
         try:
             digest, arrays = hashlib.blake2b(self._subject), lengths.arrays
             for each in (getattr(arrays, field.name) for field in fields(arrays)):

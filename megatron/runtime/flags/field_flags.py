@@ -45,6 +45,7 @@ class FieldFlag:
     """The parser of one value's text; None for booleans."""
     metavar: str = ""
     choices: tuple[str, ...] = ()
+    """The texts that it takes; empty: any that `parse` reads."""
     is_list: bool = False
     is_required: bool = False
     default: Any = None

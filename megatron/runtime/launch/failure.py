@@ -79,8 +79,10 @@ class Ending:
         exit_code = problem.exit_code if isinstance(problem, InterruptedRunError) else 2 if isinstance(problem, BraidError) else 1
         tell_launcher(_FOLLOWED, seconds_later=1)
         try:
-            met = self.meeting
-            exit_code = _fail(problem, exit_code, met) if met is not None else _fail_before_meeting(problem, exit_code)
+            if self.meeting is not None:
+                exit_code = _fail(problem, exit_code, self.meeting)
+            else:
+                exit_code = _fail_before_meeting(problem, exit_code)
         except Exception:  # ending must not fail
             traceback.print_exc()
         end_process(exit_code)

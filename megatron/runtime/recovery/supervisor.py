@@ -239,9 +239,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         code = Supervisor(flags, command).run() if command else 0
     except RuntimeError as problem:
-        where, reason = f"{flags.address}:{flags.port}", str(problem).splitlines()[0]
-        keeper_is = "does the supervisor that keeps it (--keeps-store) run there?"
-        return _fail(f"the store at {where} cannot be reached ({reason}); {keeper_is}")
+        return _fail(
+            f"the store at {flags.address}:{flags.port} cannot be reached ({str(problem).splitlines()[0]}); "
+            "does the supervisor that keeps it (--keeps-store) run there?"
+        )
     if keeps is not None:  # until the run is over and supervisors have left
         keeps.join()
     return code

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from dataclasses import asdict
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,14 @@ from multimodal.values.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 
+class Writer(Enum):
+    """The software that wrote the folder of a start."""
+
+    BRAID = "Braid"
+    MEGATRON = "Megatron"
+    HUGGING_FACE = "Hugging Face"
+
+
 class Start(NamedTuple):
     """The start of a run."""
 
@@ -36,6 +45,7 @@ class Start(NamedTuple):
     """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from weights only, at step 0."""
+    writer: Writer = Writer.BRAID
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -58,7 +68,7 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        has_own = start is not None and start.is_resumption and start.flag != "--load-megatron"
+        has_own = start is not None and start.is_resumption and start.writer is not Writer.MEGATRON
         if checkpoint.load_adapter is not None and not has_own:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
@@ -100,18 +110,19 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     given, given_flag = checkpoint.pretrained_checkpoint, "--pretrained-checkpoint"
     if checkpoint.finetune:
         own, own_flag, given, given_flag = checkpoint.save, "--save", checkpoint.load, "--load"
-    given, given_flag = (given, given_flag) if given else (checkpoint.load_hf, "--load-hf")
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
-        if weights := given or checkpoint.load_megatron:
+        if weights := given or checkpoint.load_hf or checkpoint.load_megatron:
             logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, weights)
         return Start(own, own_flag, is_resumption=True)
     if given:
-        if given_flag != "--load-hf" and find_newest_checkpoint(given) is None:
+        if find_newest_checkpoint(given) is None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
         return Start(given, given_flag, is_resumption=False)
+    if checkpoint.load_hf:
+        return Start(checkpoint.load_hf, "--load-hf", is_resumption=False, writer=Writer.HUGGING_FACE)
     if checkpoint.load_megatron:
-        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune)
+        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune, Writer.MEGATRON)
     if own and own != checkpoint.save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
@@ -124,7 +135,7 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
 
 def _load(run: Run, start: Start) -> None:
     checkpoint = run.config.checkpoint
-    if start.flag == "--load-hf":
+    if start.writer is Writer.HUGGING_FACE:
         load_hugging_face(start.folder, session=run.session)
         logger.info("starting at step 0 from the weights of %s", start.folder)
         return
@@ -135,7 +146,7 @@ def _load(run: Run, start: Start) -> None:
             check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
     load_optimizer = start.is_resumption and checkpoint.load_optim
-    if start.flag == "--load-megatron":
+    if start.writer is Writer.MEGATRON:
         loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:

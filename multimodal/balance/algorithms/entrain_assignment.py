@@ -48,6 +48,11 @@ def assign_entrain(
         raise AssignmentError(f"{NEEDS_KERNELS}, or choose another balancer")
     llm = np.asarray(llm_loads, np.float64)
     encoders = np.ascontiguousarray(encoder_loads, np.float64).reshape(-1, len(llm))
-    fewest = num_microbatches if min_num_microbatches is None else min_num_microbatches
-    counts = {"num_replicas": num_replicas, "num_microbatches": num_microbatches, "min_num_microbatches": fewest}
-    return kernels.assign_entrain(llm, encoders, **counts, max_subset_sums=MAX_SUBSET_SUMS)
+    return kernels.assign_entrain(
+        llm,
+        encoders,
+        num_replicas=num_replicas,
+        num_microbatches=num_microbatches,
+        min_num_microbatches=num_microbatches if min_num_microbatches is None else min_num_microbatches,
+        max_subset_sums=MAX_SUBSET_SUMS,
+    )

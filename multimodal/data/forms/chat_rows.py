@@ -13,8 +13,20 @@ from itertools import pairwise
 from typing import Any
 
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms import segments as form
-from multimodal.data.forms.segments import EmbeddedAddress, FileSegment, Segment, SegmentedSample
+from multimodal.data.forms.segments import (
+    LOSS_WEIGHT,
+    MEDIA,
+    EmbeddedAddress,
+    FileSegment,
+    Segment,
+    SegmentedSample,
+    check_keys,
+    check_path,
+    loss_weight,
+    required,
+    shown,
+    shown_keys,
+)
 from multimodal.values.errors import DataError
 
 _MARK = re.compile("<(image|audio|video)>")
@@ -28,7 +40,7 @@ _HTML = frozenset(("<audio>", "<frame>", "<img>", "<video>"))
 """Marks that are HTML where no media belong."""
 _ROLES: Mapping[str, str] = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _KEYS = (("role", "content"), ("from", "value"))
-_LISTING = tuple(name for kind in form.MEDIA for name in (kind, f"{kind}s"))
+_LISTING = tuple(name for kind in MEDIA for name in (kind, f"{kind}s"))
 """Keys beside the messages that list files."""
 _WEIGHTS = ("loss", "train", "weight")
 """Keys of messages that say whether they are learnt; all that assistants say is, and nothing else."""
@@ -45,17 +57,17 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     than places for them.
     """
     if isinstance(entry.get("id"), (str, int)):
-        where = f"{where} (sample {form.shown(entry['id'])})"
+        where = f"{where} (sample {shown(entry['id'])})"
     key = "messages" if entry.get("messages") is not None else "conversations"
-    messages = form.required(entry, key, (list,), where=where)
+    messages = required(entry, key, (list,), where=where)
     if not messages:
         raise DataError(f"{where}: '{key}' is empty; give the sample a question and an answer, or remove it")
     objects = [message for message in messages if isinstance(message, dict)]
     role_key, text_key = next((keys for keys in _KEYS if any(keys[0] in each for each in objects)), _KEYS[key != "messages"])
     said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
     repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
-    form.check_keys(entry, (key, "system", form.LOSS_WEIGHT, *_LISTING, *repeated), where=where)
-    paths = {kind: _listed_paths(entry, kind, where=where) for kind in form.MEDIA}
+    check_keys(entry, (key, "system", LOSS_WEIGHT, *_LISTING, *repeated), where=where)
+    paths = {kind: _listed_paths(entry, kind, where=where) for kind in MEDIA}
     listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
     turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
     if entry.get("system"):
@@ -67,8 +79,8 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
             raise DataError(f"{here}: expected an object with '{role_key}' and '{text_key}', found {type(message).__name__}")
         previous = _next_role(message, role_key, previous=previous, where=here)
         learnt = [name for name in _WEIGHTS if message.get(name) == (previous == "assistant")]
-        form.check_keys(message, (role_key, text_key, *learnt), where=here)
-        content = form.required(message, text_key, (str, list), where=here)
+        check_keys(message, (role_key, text_key, *learnt), where=here)
+        content = required(message, text_key, (str, list), where=here)
         if isinstance(content, str):
             segments += _marked_text(content, role=previous, listed=listed, where=here)
         else:
@@ -82,7 +94,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
             )
     if not any(isinstance(segment, TextSegment) and segment.role == "assistant" for segment in segments):
         raise DataError(f"{where}: the assistant never answers, so there is nothing to learn; add an answer or remove the sample")
-    return SegmentedSample(where, tuple(segments), form.loss_weight(entry, where=where))
+    return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
 
 
 def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
@@ -94,7 +106,7 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     listed = [path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):
-            raise DataError(f"{where}: {kind} must be the path of a file, found {form.shown(path)}; correct it")
+            raise DataError(f"{where}: {kind} must be the path of a file, found {shown(path)}; correct it")
     return [local_path(path, where=where) for path in listed]
 
 
@@ -105,7 +117,7 @@ def path_in(value: Any) -> Any:
 
 
 def _next_role(message: dict[str, Any], key: str, *, previous: str, where: str) -> str:
-    spelled = form.required(message, key, (str,), where=where)
+    spelled = required(message, key, (str,), where=where)
     role = _ROLES.get(spelled)
     if role is None:
         raise DataError(f"{where}: unknown {key} {spelled!r}; use one of {', '.join(_ROLES)}, or remove the sample")
@@ -151,19 +163,19 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     if not isinstance(part, dict):
         raise DataError(f"{where}: expected an object with a 'type', found {type(part).__name__}; correct it")
     part = {name: value for name, value in part.items() if value is not None}
-    kind = form.required(part, "type", (str,), where=where).removesuffix("_url")
+    kind = required(part, "type", (str,), where=where).removesuffix("_url")
     if kind == "text":
-        form.check_keys(part, ("type", "text"), where=where)
-        return TextSegment(role, form.required(part, "text", (str,), where=where))
-    if kind not in form.MEDIA:
-        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(form.MEDIA)}, or remove the sample")
+        check_keys(part, ("type", "text"), where=where)
+        return TextSegment(role, required(part, "text", (str,), where=where))
+    if kind not in MEDIA:
+        raise DataError(f"{where}: unknown type {kind!r}; use text, {', '.join(MEDIA)}, or remove the sample")
     named = [part[name] for name in _PATH_KEYS if name in part]
-    form.check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
+    check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
         return _take(listed, kind, number=part.get("index"), where=where)
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
-        raise DataError(f"{where}: no path of a file in {form.shown_keys(part)}; add '{kind}' with one, or remove the sample")
+        raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with one, or remove the sample")
     return FileSegment(kind, local_path(path, where=where))
 
 
@@ -177,7 +189,7 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
     place, path = listed[kind].popleft()
     if number not in (None, place):
         raise DataError(
-            f"{where}: 'index' is {form.shown(number)}, but this is place {place} for {kind}; list the files in the order of "
+            f"{where}: 'index' is {shown(number)}, but this is place {place} for {kind}; list the files in the order of "
             "their places, and leave 'index' out"
         )
     return FileSegment(kind, path)
@@ -190,7 +202,7 @@ def local_path(path: str, *, where: str) -> str:
     path = path.removeprefix("file://")
     if path.startswith("data:"):
         raise DataError(f"{where}: {path[:60]} is no path of a file; save it beside the data")
-    return form.check_path(path, where=where)
+    return check_path(path, where=where)
 
 
 _OF_MMC4 = ("url", "similarity_matrix", "could_have_url_duplicate")
@@ -203,21 +215,21 @@ def parse_document_entry(entry: dict[str, Any], *, where: str) -> SegmentedSampl
     `image_name` of each image and the `matched_text_index` of the text that it stands before.
     """
     if isinstance(entry.get("text_list"), list):
-        form.check_keys(entry, ("text_list", "image_info", form.LOSS_WEIGHT, *_OF_MMC4), where=where)
+        check_keys(entry, ("text_list", "image_info", LOSS_WEIGHT, *_OF_MMC4), where=where)
         places = _places_of_mmc4(entry, where=where)
     elif isinstance(texts := entry.get("texts"), list) and texts and all(isinstance(each, str | None) for each in texts):
-        form.check_keys(entry, ("texts", "images", "general_metadata", form.LOSS_WEIGHT), where=where)
+        check_keys(entry, ("texts", "images", "general_metadata", LOSS_WEIGHT), where=where)
         places = _places_of_obelics(texts, entry.get("images"), where=where)
     else:
         return None
     segments: list[Segment] = []
     for text, image in places:
         if image is not None and not isinstance(path := path_in(image), str):
-            raise DataError(f"{where}: image must be the path of a file, found {form.shown(image)}; correct it")
+            raise DataError(f"{where}: image must be the path of a file, found {shown(image)}; correct it")
         segments.append(TextSegment("document", text) if image is None else FileSegment("image", local_path(path, where=where)))
     if not any(isinstance(segment, TextSegment) for segment in segments):
         raise DataError(f"{where}: the document has no text, so there is nothing to learn; remove it")
-    return SegmentedSample(where, tuple(segments), form.loss_weight(entry, where=where))
+    return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
 
 
 def _places_of_obelics(texts: list[str | None], images: Any, *, where: str) -> Iterator[tuple[str, Any]]:
@@ -242,6 +254,6 @@ def _places_of_mmc4(entry: dict[str, Any], *, where: str) -> Iterator[tuple[str,
         before[place].append(image["image_name"])
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise DataError(f"{where}: text_list[{number}] must be a text, found {form.shown(text)}; correct it")
+            raise DataError(f"{where}: text_list[{number}] must be a text, found {shown(text)}; correct it")
         yield from (("", image) for image in before[number])
         yield text, None

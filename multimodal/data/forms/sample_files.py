@@ -11,9 +11,21 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from multimodal.data.conversation import ROLES, TextSegment
-from multimodal.data.forms import segments as form
 from multimodal.data.forms.chat_rows import parse_chat_entry, parse_document_entry
-from multimodal.data.forms.segments import EMBEDDED, FileSegment, Segment, SegmentedSample
+from multimodal.data.forms.segments import (
+    EMBEDDED,
+    LOSS_WEIGHT,
+    MEDIA,
+    FileSegment,
+    Segment,
+    SegmentedSample,
+    check_keys,
+    check_path,
+    loss_weight,
+    required,
+    shown,
+    shown_keys,
+)
 from multimodal.data.forms.table_files import TableFiles, digest_files, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
 from multimodal.data.remote import DataPath, RemoteOptions, RemotePath, Result, Value, at_once, data_path, is_address
@@ -150,39 +162,39 @@ def parse_manifest_entry(entry: dict[str, Any], *, where: str, ids: "array[int]"
     multiplies the loss of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming
     the line for anything else.
     """
-    sample_id = form.required(entry, "id", (str, int), where=where)
+    sample_id = required(entry, "id", (str, int), where=where)
     ids.append(hash(sample_id))
-    where = f"{where} (sample {form.shown(sample_id)})"
-    segments = form.required(entry, "segments", (list,), where=where)
-    form.check_keys(entry, ("segments", form.LOSS_WEIGHT), where=where)
+    where = f"{where} (sample {shown(sample_id)})"
+    segments = required(entry, "segments", (list,), where=where)
+    check_keys(entry, ("segments", LOSS_WEIGHT), where=where)
     if not segments:
         raise DataError(f"{where}: 'segments' is empty; give the sample a segment or remove the line")
     parsed = tuple(_parse_segment(segment, where=f"{where}, segment {index}") for index, segment in enumerate(segments))
-    return SegmentedSample(where, parsed, form.loss_weight(entry, where=where))
+    return SegmentedSample(where, parsed, loss_weight(entry, where=where))
 
 
 def _parse_segment(segment: Any, *, where: str) -> Segment:
     if not isinstance(segment, dict):
         raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}; correct it")
-    kind = form.required(segment, "type", (str,), where=where)
-    form.check_keys(segment, _KEYS.get(kind, segment), where=where)
+    kind = required(segment, "type", (str,), where=where)
+    check_keys(segment, _KEYS.get(kind, segment), where=where)
     if kind == "text":
-        role = form.required(segment, "role", (str,), where=where)
+        role = required(segment, "role", (str,), where=where)
         if role not in ROLES:
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
-        return TextSegment(role, form.required(segment, "text", (str,), where=where))
-    if kind not in form.MEDIA:
+        return TextSegment(role, required(segment, "text", (str,), where=where))
+    if kind not in MEDIA:
         raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
     if (role := segment.get("role")) not in (None, *ROLES):
         raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
-    path = form.check_path(form.required(segment, "path", (str,), where=where), where=where)
-    unit = None if segment.get("unit") is None else form.required(segment, "unit", (str,), where=where)
+    path = check_path(required(segment, "path", (str,), where=where), where=where)
+    unit = None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
     size: Any = (segment.get("width"), segment.get("height")) if kind == "image" else (None, None)
     if size == (None, None):
         return FileSegment(kind, path, unit, role == "assistant")
     if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
         raise DataError(
-            f"{where}: width and height must be positive whole numbers, found {form.shown(size[0])} and {form.shown(size[1])}; "
+            f"{where}: width and height must be positive whole numbers, found {shown(size[0])} and {shown(size[1])}; "
             "correct or remove both"
         )
     return FileSegment(kind, path, unit, role == "assistant", size)
@@ -239,7 +251,7 @@ class SampleFiles:
                 continue
             if place_of_id.setdefault(sample_id, place) != place:
                 raise DataError(
-                    f"{self.path}, {place}: the id {form.shown(sample_id)} is already that of {place_of_id[sample_id]}; give "
+                    f"{self.path}, {place}: the id {shown(sample_id)} is already that of {place_of_id[sample_id]}; give "
                     "every sample an id of its own, or remove what is there twice"
                 )
 
@@ -276,7 +288,7 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
     for asking, more, answering in (("instruction", "input", "output"), ("query", "", "response")):  # Alpaca, ms-swift
         if entry.keys() >= {asking, answering}:
             rest = {key: value for key, value in entry.items() if key not in (asking, more, answering, "history")}
-            asked = [form.required(entry, key, (str,), where=where) for key in (asking, more) if entry.get(key)]
+            asked = [required(entry, key, (str,), where=where) for key in (asking, more) if entry.get(key)]
             turns = [*(entry.get("history") or ()), ("\n".join(asked), entry[answering])]
             if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
                 raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
@@ -287,12 +299,12 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
     if isinstance(entry.get("texts"), list):
         return parse_chat_entry(_of_texts(entry, where=where), where=where)
     if isinstance(entry.get("text"), str) and "segments" not in entry:
-        form.check_keys(entry, ("text", form.LOSS_WEIGHT), where=where)
-        return SegmentedSample(where, (TextSegment("document", entry["text"]),), form.loss_weight(entry, where=where))
+        check_keys(entry, ("text", LOSS_WEIGHT), where=where)
+        return SegmentedSample(where, (TextSegment("document", entry["text"]),), loss_weight(entry, where=where))
     if "segments" in entry or "id" in entry:
         return parse_manifest_entry(entry, where=where, ids=ids)
     raise DataError(
-        f"{where}: the key 'id' is missing; found {form.shown_keys(entry)}; expected 'id' and 'segments' (a "
+        f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a "
         "manifest), 'messages' (chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; "
         "see docs/data.md"
     )

@@ -218,7 +218,11 @@ class LanguageHead(torch.nn.Module):
         self.output_layer = DeferrableColumnParallelLinear(config.hidden_size, context.vocab_size, **given)
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """hidden: [rows, 1, hidden_size] (padded and / tp if sharded); returns losses, and generators' conditions."""
+        """Return the summed loss of the targets, and in evaluation which of them greedy decoding gets right.
+
+        hidden: [num_rows, 1, hidden_size]; under sequence parallelism this rank's 1 / tp of the padded rows. Rows for generators
+        (`batch.generator_rows`) are returned as `conditions`, [num_generator_rows, hidden_size]; None without generators.
+        """
         batch = given.batch
         assert batch.target_rows is not None and batch.targets is not None
         hidden, targets = self.norm(hidden), batch.targets

@@ -40,7 +40,10 @@ def config_of(unit: Unit) -> dict[str, Any]:
 
 
 def of_items(rows: Tensor, items: Tensor, num_items: int) -> Tensor:
-    """Return each item's first row, [num_items, ...], or any without tokens here; items: [num_tokens], of the first rows."""
+    """Return each item's first row, [num_items, ...]; for an item without tokens on this rank, any row.
+
+    rows: [at least num_tokens, ...]; items: [num_tokens] the item of each of the first rows, int64.
+    """
     places = torch.arange(len(items), device=items.device)
     none = torch.zeros(num_items, dtype=torch.long, device=items.device)
     return rows.index_select(0, none.scatter_reduce(0, items, places, "amin", include_self=False))

@@ -265,5 +265,11 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
     llm = options.pop(backbone)
     most_stages = request.graph.backbone.num_inner_layers // virtual_stages
     can_interleave = (llm.pipeline <= most_stages) & ((llm.pipeline > 1) | (virtual_stages == 1))
-    encoders, count = frozenset(unit.name for unit in request.graph.encoders), request.num_microbatches
-    return AllocationProblem(llm.take(can_interleave), options, encoders, request.num_gpus, count, virtual_stages)
+    return AllocationProblem(
+        llm=llm.take(can_interleave),
+        others=options,
+        upstream=frozenset(unit.name for unit in request.graph.encoders),
+        num_gpus=request.num_gpus,
+        num_microbatches=request.num_microbatches,
+        virtual_stages=virtual_stages,
+    )

@@ -146,7 +146,13 @@ def layer_memory(request: PlanningRequest, unit: str, kind: str, *, is_recompute
     layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
     layers: Implementation = "local" if described.needs_local_layers else request.implementation(plain_schedule())
     case = ActivationCase(need, request.cluster.bytes_per_element, layers, request.recompute if is_recomputed else None)
-    num_trained = layer.num_trained_weights if need.trains_weights else 0
-    shared = layer.num_expert_weights, request.experts_of(unit)
-    kept = layer.activation_bytes(load, case), layer.activation_bytes(load, case._replace(is_spread=True))
-    return LayerMemory(layer.num_held_weights, num_trained, *shared, *kept, case.bytes_per_element, request.zero_stage)
+    return LayerMemory(
+        num_weights=layer.num_held_weights,
+        num_trained=layer.num_trained_weights if need.trains_weights else 0,
+        num_shared=layer.num_expert_weights,
+        num_sharers=request.experts_of(unit),
+        activations=layer.activation_bytes(load, case),
+        spread_activations=layer.activation_bytes(load, case._replace(is_spread=True)),
+        bytes_per_element=case.bytes_per_element,
+        zero_stage=request.zero_stage,
+    )

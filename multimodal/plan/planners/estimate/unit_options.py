@@ -102,13 +102,13 @@ def _in_flight_downstream(
     static = num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
     per_body = max(layer.activation_bytes(*size) for layer in bodies)
     per_sample = num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
-    room = (request.planned_memory_bytes - working_bytes(request, unit, size)) * size.tensor - static
+    free_bytes = (request.planned_memory_bytes - working_bytes(request, unit, size)) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
-    capacity = np.where(per_sample > 0, samples_within(request, unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
+    capacity = np.where(per_sample > 0, samples_within(request, unit, np.maximum(free_bytes, 0.0) / kept), _UNLIMITED)
     micro_batch_size = request.default_micro_batch_size
     in_step = request.num_microbatches / data
     downstream = (capacity / micro_batch_size - np.minimum(in_flight, in_step)) * data
-    return np.where(room < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
+    return np.where(free_bytes < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
 
 
 def pareto_rows(*columns: Floats | Integers) -> Integers:

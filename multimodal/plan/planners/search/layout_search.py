@@ -119,9 +119,14 @@ def _disaggregated(request: PlanningRequest, problem: AllocationProblem) -> list
         even = build_candidate(request, problem, choice)
         layouts = {}
         for name, old in even.layouts.items():
-            stages = {"num_stages": old.pipeline_parallel_size, "virtual_stages": old.virtual_stages}
-            unit, data = request.graph.unit(name), old.data_parallel_size
-            layouts[name] = balanced_layout(request, unit, old.stage_size, data=data, **stages)
+            layouts[name] = balanced_layout(
+                request,
+                request.graph.unit(name),
+                old.stage_size,
+                data=old.data_parallel_size,
+                num_stages=old.pipeline_parallel_size,
+                virtual_stages=old.virtual_stages,
+            )
         balanced = replace(even, layouts=layouts)
         if chosen := next((each for each in (balanced, even) if each.fits(request)), None):
             scored.append((chosen, estimate_seconds(request, chosen, has_spread=True)))

@@ -87,11 +87,19 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
             _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
             times = {each.nodes: each.times for each in templates}
             start = instantiate(times, num_nodes, request.num_microbatches, tolerance.fewest_replicas)
-            nodes = num_nodes, request.cluster.gpus_per_node, tolerance.fault_tolerance
-            batch = request.default_micro_batch_size, request.num_microbatches
-            units = tuple(ChainUnit(unit.name, len(unit.layers)) for unit in request.graph.units)
-            sizes, copies = layer_bytes(chain.request), tolerance.replicas_per_copy
-            found = TemplateSet(*nodes, *batch, recompute, units, sizes, start.instances, templates, copies)
+            found = TemplateSet(
+                num_nodes=num_nodes,
+                gpus_per_node=request.cluster.gpus_per_node,
+                fault_tolerance=tolerance.fault_tolerance,
+                micro_batch_size=request.default_micro_batch_size,
+                num_microbatches=request.num_microbatches,
+                recompute_granularity=recompute,
+                chain=tuple(ChainUnit(unit.name, len(unit.layers)) for unit in request.graph.units),
+                layer_bytes=layer_bytes(chain.request),
+                instances=start.instances,
+                templates=templates,
+                replicas_per_copy=tolerance.replicas_per_copy,
+            )
             return found, start.step_seconds
         problem = problem or _too_few_nodes(chain, num_nodes)
     assert problem is not None
