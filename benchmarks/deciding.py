@@ -73,7 +73,7 @@ try:
 except ImportError:  # an older checkout without such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
 try:
-    from megatron.runtime.feed.step_planner import keep_freed_memory
+    from megatron.runtime.platform import keep_freed_memory
 except ImportError:  # an older checkout, whose workers do not
 
     def keep_freed_memory() -> None:

@@ -20,6 +20,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.device_values import CPU
 from multimodal.attention.packed_lengths import ItemParts, MaskRule, PackedLengths
+from multimodal.attention.sequence_attention import attend_by_sequence
 from multimodal.attention.triton_kernels.options import MAX_CHANNELS
 from multimodal.cost.token_shares import BlockShares
 from multimodal.values.errors import ConfigError
@@ -113,10 +114,9 @@ class CoreAttention(torch.nn.Module):
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-        if len(set(packed.lengths)) == 1:  # [num_tokens, 1, heads, channels] -> [num_sequences, heads, length, channels]
-            q, k, v = (each[:, 0].unflatten(0, (len(packed.lengths), -1)).transpose(1, 2) for each in (query, key, value))
-            together = scaled_dot_product_attention(q, k, v, is_causal=rule.is_causal, scale=scale)
-            return together.transpose(1, 2).flatten(0, 1).flatten(1)[:, None]
+        if not query.is_cuda:
+            rows = query[:, 0], key[:, 0], value[:, 0]
+            return attend_by_sequence(*rows, packed.lengths, is_causal=rule.is_causal, scale=scale).flatten(1)[:, None]
         # [num_tokens, 1, heads, channels] -> per sequence [1, heads, length, channels]
         sequences = zip(*(tensor.permute(1, 2, 0, 3).split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
         mixed = [scaled_dot_product_attention(q, k, v, is_causal=rule.is_causal, scale=scale) for q, k, v in sequences]

@@ -4,7 +4,6 @@ Every rank computes the same decisions from the same lengths and seed; only the 
 it runs ahead of training and off its critical path, in worker processes or a thread; errors are raised where the step is taken.
 """
 
-import ctypes
 import fcntl
 import hashlib
 import multiprocessing
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.runtime import platform
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest, decision_digest
 from megatron.runtime.feed.sample_exchange import SampleExchange
@@ -291,16 +291,8 @@ def load_steps_in_thread(planners: StepPlanners, steps: range, *, known_at: Call
         yield step
 
 
-def keep_freed_memory() -> None:
-    """Let glibc keep up to 256 MiB of freed memory: to give it back and take it again is a sixth of what deciding takes."""
-    with suppress(AttributeError, OSError):  # another C library
-        libc, m_trim_threshold, m_mmap_threshold = ctypes.CDLL(None), -1, -3
-        libc.mallopt(m_trim_threshold, 256 << 20)
-        libc.mallopt(m_mmap_threshold, 32 << 20)
-
-
 def _start_worker(worker: int) -> None:
-    keep_freed_memory()
+    platform.keep_freed_memory()
     torch.set_num_threads(1)
     ignore_in_worker()
     sys.excepthook = _report_unless_orphaned

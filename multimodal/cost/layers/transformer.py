@@ -126,8 +126,8 @@ class TransformerLayer(Layer):
         """Bytes per token that torch's autograd saves beside the MLP, whole and split; checked against real stages.
 
         Rotated queries and keys and the cosines and sines of both; keys and values repeated to as many heads as queries have
-        (without repetition the values are a view that keeps the whole qkv product); the attention's output, once as its kernel
-        made it and (unless all sequences are of one length) once as the projection's input; norms as `norm_bytes`.
+        (without repetition the values are a view that keeps the whole qkv product); the attention's output, which is the input of
+        the projection, too; norms as `norm_bytes`.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
@@ -138,14 +138,14 @@ class TransformerLayer(Layer):
         whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
         if is_selective:
-            attention = float(size * (query + key_value / 2 + qkv))
+            attention = float(size * (query + key_value / 2 + qkv + (query if trains else 0)))
         else:
             attention = size * (3 * query + (query if is_repeated else qkv)) + WIDE_BYTES * shape.num_attention_heads
         if not shape.has_rotary_positions and (is_selective or not is_repeated):
             attention -= size * (query + key_value / 2)  # views of the qkv product, not rotated copies
         if shape.qk_layernorm:
             attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
-        return whole, attention + size * (query if trains else 0)
+        return whole, attention
 
     def _head_norm_bytes(self, *, trains: bool, size: int, is_selective: bool) -> float:
         """Bytes per token that torch's norms of queries and keys keep: inputs, normalised values and statistics.

@@ -179,18 +179,18 @@ def test_every_kernel_gives_what_one_sequence_at_a_time_gives(monkeypatch, adapt
     assert found.shape == expected.shape and torch.allclose(found, expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.parametrize("lengths", [(3, 3, 3), (150, 150), (64, 1, 129, 0), (1100, 70)])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_sequences_of_one_length_attend_together(is_causal):
+def test_blocks_of_queries_give_the_references_output_and_gradients(is_causal, lengths):
     choice = AttentionChoice(MaskRule(is_causal=is_causal), AttentionShape(), backend="sequences", alone="sequences")
-    attention, generator = CoreAttention(choice=choice), torch.Generator().manual_seed(1)
-    inputs = [torch.randn(9, 1, heads, 8, generator=generator, requires_grad=True) for heads in (4, 2, 2)]
-    weights = torch.randn(9, 1, 32, generator=generator)
-    together = attention(*inputs, None, packed_seq_params=PackedLengths(lengths=(3, 3, 3)))
-    rows = zip(*(each.split(3) for each in inputs), strict=True)
-    alone = torch.cat([attention(*each, None, packed_seq_params=PackedLengths(lengths=(3,))) for each in rows])
-    assert torch.equal(together, alone)
-    for one, other in zip(*(torch.autograd.grad(each, inputs, weights) for each in (together, alone)), strict=True):
-        assert torch.equal(one, other)
+    generator, packed = torch.Generator().manual_seed(1), PackedLengths(lengths=lengths)
+    shapes = [(sum(lengths), 1, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weights = torch.randn(sum(lengths), 1, 32, generator=generator, dtype=torch.float64)
+    found = CoreAttention(choice=choice)(*inputs, None, packed_seq_params=packed)
+    expected = attend_densely(*(each[:, 0] for each in inputs), mask=packed.mask(choice.rule), softmax_scale=None)
+    sides = [(each, *torch.autograd.grad(each, inputs, weights)) for each in (found, expected.flatten(1)[:, None])]
+    assert mask_cases.largest_error(*sides) < 1e-13
 
 
 def test_torchs_kernel_is_the_one_that_is_adapted_to():

@@ -1,7 +1,6 @@
 """Predicted activations against what autograd keeps of real stages on this machine."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -70,16 +69,11 @@ def groups(size: int, *, context: int = 1) -> ProcessGroupCollection:
     return ProcessGroupCollection(**shared, **dict.fromkeys(names, alone))
 
 
-def saved_bytes(stage: UnitStage, hidden: Any, packed: PackedInput, items: Any = None) -> int:
-    kinds = {stage.unit.layers[index] for index in stage.layer_range}
-    if all("transformer" in kind for kind in kinds) and packed.window_order is None:
-        # Of sequences of one length the attention's output would be kept once.
-        total = sum(packed.lengths)
-        packed = replace(packed, lengths=(total // 3, total - total // 3))
+def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
     parameters = frozenset(map(storage_identity, stage.parameters()))
     saved = SavedTensors(parameters)
     with saved:
-        keep = stage(hidden, packed, items)  # a freed tensor's storage would be taken for a new one's
+        keep = stage(*inputs)  # a freed tensor's storage would be taken for a new one's
     assert keep is not None
     return saved.size_bytes
 
