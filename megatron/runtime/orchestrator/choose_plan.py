@@ -12,7 +12,7 @@ from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes, plan_to_fit
 from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -125,23 +125,14 @@ def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
 
 
 def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun:
-    """Return the best plan of single planners that leaves no rank idle, as runs require; raises PlanError."""
-    found = []
-    for row in PLANNERS.values():
-        if row.searches_others:
-            continue
-        try:
-            planned = row.plan_best(request)
-        except BraidError:
-            continue
-        if planned.run.num_gpus == request.num_gpus:
-            found.append(planned)
-    if not found:
+    """Return the best plan that leaves no rank idle, as runs require; raises PlanError."""
+    try:
+        return plan_to_fit(PLANNERS[PLANNER], request.changed(uses_all_gpus=True))
+    except BraidError:
         raise PlanError(
             f"--plan auto: the best plan for {request.num_gpus} processes uses {best.run.num_gpus} of them ({_sizes(best.run)}), "
             f"and none was found that uses all; start {best.run.num_gpus} processes"
-        )
-    return min(found, key=lambda each: each.key)
+        ) from None
 
 
 def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:

@@ -177,6 +177,8 @@ class PlanningRequest:
     """Most computations of a step that is simulated as a whole (see `predict_run`)."""
     simulates_whole_steps: bool = False
     """True: plans are judged by whole steps, however many computations these have."""
+    uses_all_gpus: bool = False
+    """True: plans that leave GPUs idle do not count as fitting."""
     is_frozen_aware: bool = True
     """False: formulas take every backward for twice its forward (Cornstarch's baseline, 4.2)."""
 
@@ -216,6 +218,10 @@ class PlanningRequest:
             return (decided or 1,)
         sizes = [1 << power for power in range(min(experts.num_experts, self.num_gpus).bit_length())]
         return tuple(size for size in sizes if experts.num_experts % size == 0 == (fixed.data_parallel_size or 0) % size)
+
+    def allows_num_gpus(self, num_gpus: int) -> bool:
+        """Return True if a plan may use this many GPUs."""
+        return num_gpus == self.num_gpus or not self.uses_all_gpus
 
     def changed(self, **changes: Any) -> "PlanningRequest":
         """Return the request with other options for the same model, machine and data; values cached for these are kept."""

@@ -111,6 +111,8 @@ class Candidate:
 
     def fits(self, request: PlanningRequest, *, schedule: str | None = None) -> bool:
         """Return True if the estimated peak under a schedule, by default the candidate's, is within the planned memory."""
+        if not request.allows_num_gpus(self.num_gpus):
+            return False
         peaks, working = {}, {}
         for unit, layout in self.layouts.items():
             stages = range(layout.pipeline_parallel_size)

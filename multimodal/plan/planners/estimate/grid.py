@@ -115,7 +115,7 @@ class Grid(Candidate):
 
 
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
-    """Yield every tp, cp, pp and dp; raises PlanError if units cannot share tp and dp."""
+    """Yield every tp, cp, pp and dp that is allowed; raises PlanError if units cannot share tp and dp."""
     graph, names = request.graph, request.graph.unit_names
     fixed = request.fixed(graph.backbone.name).pipeline_parallel_size
     data_sizes = shared_data_parallel_sizes(request, names)
@@ -124,7 +124,8 @@ def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
         ranks = size.tensor * size.context
         for num_stages in (fixed,) if fixed else range(1, min(num_pieces, request.num_gpus // ranks) + 1):
             for data in largest_fitting(data_sizes, gpus_per_replica=num_stages * ranks, num_gpus=request.num_gpus):
-                yield GridShape(size, num_stages, data, num_pieces)
+                if request.allows_num_gpus(num_stages * ranks * data):
+                    yield GridShape(size, num_stages, data, num_pieces)
 
 
 def cut_grid(request: PlanningRequest, shape: GridShape, *, virtual_stages: int) -> Grid:

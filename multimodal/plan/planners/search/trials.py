@@ -107,6 +107,7 @@ class Trials:
     def keep(self, tried: PredictedRun, fidelity: Fidelity) -> None:
         """Record a simulated run; report it if it is better than all others of the same fidelity that fit."""
         fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
+        fits = fits and self.request.allows_num_gpus(tried.run.num_gpus)
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
             spent = f"{self.spent_seconds:.0f} of {self.budget_seconds:g} s"
             self.request.on_progress(f"{spent}: best so far, {fidelity.name}: {describe(tried)}")

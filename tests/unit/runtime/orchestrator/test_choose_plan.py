@@ -20,6 +20,7 @@ from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import uniform_lengths
+from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.values.action import Action, ActionKind
@@ -98,6 +99,15 @@ def test_a_plan_that_would_leave_processes_idle_is_refused_with_the_number_that_
     request = asked(configured(*sizes), num_ranks=3)
     with pytest.raises(PlanError, match=r"the best plan for 3 processes uses [12] of them .*; start [12] processes"):
         choose_plan(request, may_share_weights=False, made_for={}, cluster_name="")
+
+
+@few_planners()
+def test_no_process_is_left_idle_where_a_slower_plan_uses_all():
+    request = asked(configured("--llm-tp", "1", "--vision-tp", "1"), num_ranks=5)
+    fastest = PLANNERS["braid"].plan_best(request)
+    choice = choose_plan(request, may_share_weights=False, made_for={}, cluster_name="")
+    assert (fastest.run.num_gpus, choice.run.num_gpus) == (4, 5)
+    assert fastest.prediction.iteration_seconds < choice.seconds < 1.2 * fastest.prediction.iteration_seconds
 
 
 def test_layers_are_profiled_at_sizes_that_the_data_has_and_that_take_no_long_time():
