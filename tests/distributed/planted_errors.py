@@ -40,6 +40,7 @@ from multimodal.model.weight_gradient_queue import LinearWeightGradient
 from multimodal.values.action import Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Entry
+from multimodal.values.work.step_work import StepWork
 
 Error = Callable[[], AbstractContextManager[Any]]
 """Enters an error."""
@@ -163,40 +164,11 @@ def across_samples(right: Any, self: CoreAttention, backend: str, *given: Any) -
     return right(self, backend, *tensors, PackedLengths(lengths=(sum(packed.lengths),)))
 
 
-OF_TENSOR_PARALLEL_RANKS: Mapping[str, Error] = {
-    "a norm is not summed under sequence parallelism": replaced(UnitGradients, "start_reduction", one_norm_not_summed),
-}
-IN_ANY_PLAN: Mapping[str, Error] = {
-    "a sample is dropped": reassigned(without_last_sample),
-    "a sample runs twice": reassigned(with_a_sample_twice),
-    "an image goes to another sample": items_of_other_samples,
-    "a gradient goes to another sample": replaced(RunningStep, "collect_output_gradient", gradient_of_other_samples),
-    "the loss is a mean of means": scaled_loss(mean_of_means),
-    "the loss is averaged over replicas": scaled_loss(mean_over_replicas),
-    "gradients are not summed over replicas": replaced(gradients, "start_gradient_reduction", lambda *_: lambda: None),
-    "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
-    "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
-    "packed samples attend to each other": replaced(CoreAttention, "_attend", across_samples),
-}
-
-
 def in_other_subset(right: Any, store: ActivationStore, key: Any, value: Any, *, size_bytes: int) -> None:
     """Forwards keep another sample subset's graph than the one whose gradient comes back."""
     if key[0] == "open" and key[1] == Place("vision", 0, 0, 0):  # the one with two subsets
         key = (*key[:2], 1 - key[2])
     right(store, key, value, size_bytes=size_bytes)
-
-
-IN_CUT_BACKWARDS: Mapping[str, Error] = {
-    "weight gradients are forgotten": replaced(LinearWeightGradient, "compute", lambda right, pending: None),
-    "weight gradients are computed twice": replaced(
-        LinearWeightGradient, "compute", lambda right, pending: (right(pending), right(pending))
-    ),
-    "gradients of biases are forgotten": replaced(
-        LinearWeightGradient, "compute", lambda right, pending: right(pending._replace(bias=None))
-    ),
-    "a gradient goes to another sample subset": replaced(ActivationStore, "put", in_other_subset),
-}
 
 
 def for_other_images(right: Any, self: GeneratorProjector, hidden: None, given: StagePass) -> Any:
@@ -217,14 +189,6 @@ def not_from_generators(right: Any, run: Any, entry: Entry, shape: torch.Size) -
     return torch.zeros_like(gradient) if entry.action.unit == "llm" and run.stage(entry.action.place).is_last else gradient
 
 
-OF_GENERATORS: Mapping[str, Error] = {
-    "an image is made for another one's words": replaced(GeneratorProjector, "forward", for_other_images),
-    "an image is made from the token behind": replaced(LanguageHead, "forward", a_token_late),
-    "the LLM gets no gradient from its generator": replaced(RunningStep, "collect_output_gradient", not_from_generators),
-    "the images' loss is divided by target tokens": scaled_loss(over_target_tokens),
-}
-
-
 def items_forgotten(right: Any, stage: UnitStage, batch: PackedInput, embeddings: Any) -> StagePass:
     """What a stage behind the first derives its attention mask from."""
     kept = batch.items if stage.is_first else ()
@@ -235,12 +199,6 @@ def items_a_token_late(right: Any, stage: UnitStage, batch: PackedInput, embeddi
     """What every stage derives its attention mask from."""
     items = tuple(item._replace(start=item.start + 1, num_tokens=item.num_tokens - 1) for item in batch.items)
     return replace(right(stage, replace(batch, items=items, packed=None), embeddings), batch=batch)
-
-
-OF_MASKS: Mapping[str, Error] = {
-    "a later stage forgets where items are": replaced(UnitStage, "prepare", items_forgotten),
-    "an item's first token counts as text": replaced(UnitStage, "prepare", items_a_token_late),
-}
 
 
 def counted_in_the_share(right: Any, batch: PackedInput, share: Any) -> PackedInput:
@@ -261,36 +219,9 @@ def only_own(right: Any, share: torch.Tensor, whole: torch.Tensor, *, group: Any
     return Mock()
 
 
-IN_CONTEXT_PARALLELISM: Mapping[str, Error] = {
-    "positions are counted in a rank's own share": replaced(step_inputs, "share_input", counted_in_the_share),
-    "gradients are not summed over context parallel ranks": replaced(
-        gradients, "wrap_in_gradient_buffers", summed_over_replicas_alone
-    ),
-    "gradients of keys and values do not come home": replaced(context_parallel, "reduce_scatter_single", only_own),
-    "a row's gradients from several ranks do not add up": lambda: patch.object(
-        torch.Tensor, "index_add_", torch.Tensor.index_copy_
-    ),
-    "targets count on one rank alone": scaled_loss(
-        lambda run, action, loss: float(run.executor.groups[action.unit].cp.rank() == 0)
-    ),
-    "encoder outputs go to other tokens of the rank": replaced(
-        RowShares, "positions_given", lambda right, rows, *ends: right(rows, *ends).flip(0)
-    ),
-}
-
-
 def parts_alone(right: Any, attention: CoreAttention, own: tuple[torch.Tensor, ...], packed: PackedLengths) -> Any:
     lengths = (own[0].shape[0],) if own[0].shape[0] else ()
     return attention._attend_alone(own, PackedLengths(lengths=lengths), attention.choice.alone)  # type: ignore[arg-type]
-
-
-OF_CUT_ITEMS: Mapping[str, Error] = {
-    "a part of an item attends to itself alone": replaced(CoreAttention, "_attend_across_ranks", parts_alone),
-    "gradients of cut items' keys and values do not come home": replaced(context_parallel, "reduce_scatter_single", only_own),
-    "rows of cut and whole items are exchanged": replaced(
-        ItemParts, "on", lambda right, parts, device: parts._replace(places=torch.arange(len(parts.places)))
-    ),
-}
 
 
 def last_microbatch_alone(right: Any, layer: ShardedLayer) -> None:
@@ -319,21 +250,6 @@ def weights_of_the_rank_before(right: Any, layer: ShardedLayer) -> None:
         layer._flat.copy_(layer._flat.roll(layer.share.numel()))
 
 
-OF_SHARDED_WEIGHTS: Mapping[str, Error] = {
-    "each rank keeps its share of its own gradients": replaced(sharded_layer, "reduce_scatter_single", only_own),
-    "only the last microbatch's gradients stay": replaced(ShardedLayer, "start_reduction", last_microbatch_alone),
-    "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "start_reduction", norms_not_summed),
-    "shares of weights come together in another order": replaced(ShardedLayer, "finish_gathering", weights_of_the_rank_before),
-}
-OF_COPIES_OF_WEIGHTS: Mapping[str, Error] = {
-    "each copy keeps its own gradients": replaced(ShardedUnit, "sum_shared_embeddings", lambda *_: None),
-}
-OF_GRADIENTS_REDUCED_ONCE: Mapping[str, Error] = {
-    "gradients are not added up until they are reduced": replaced(ShardedLayer, "take_gradients", earlier_gradients_forgotten),
-    "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
-}
-
-
 def parts_not_summed(right: Any, views: Any, group: dist.ProcessGroup, **options: Any) -> Any:
     """What a rank of each replica has; what is not cut is held by three."""
     return (lambda: None) if group.size() == 2 else right(views, group, **options)
@@ -359,15 +275,6 @@ def first_range_finished(right: Any, found: UnlikeGradients, stage_index: int) -
         right(found, stage_index)
 
 
-OF_UNLIKE_REPLICAS: Mapping[str, Error] = {
-    "parts are not summed over replicas": replaced(unlike_gradients, "start_sum", parts_not_summed),
-    "a whole matrix gives its other half": replaced(unlike_gradients, "_part_of", other_half),
-    "norms of one tensor parallel rank's tokens alone": replaced(unlike_gradients, "start_sums", norms_of_the_first_rank),
-    "tied embeddings of every replica and stage apart": replaced(UnlikeGradients, "sum_shared_embeddings", lambda *_: None),
-    "sums of a stage's second layer range do not arrive": replaced(UnlikeGradients, "_finish", first_range_finished),
-}
-
-
 def expert_gradients_alone(right: Any, *args: Any, **options: Any) -> Any:
     """Experts' gradients as a rank's group alone has them."""
     member = right(*args, **options)
@@ -375,34 +282,9 @@ def expert_gradients_alone(right: Any, *args: Any, **options: Any) -> Any:
     return member
 
 
-OF_EXPERTS: Mapping[str, Error] = {
-    "gradients of experts are not summed over their copies": replaced(units, "_membership", expert_gradients_alone),
-    "rows of experts go back in the order in which they came": lambda: patch.object(
-        expert_mlp._Order, "mirrored", property(lambda order: order)
-    ),
-}
-OF_SLICED_EXPERTS: Mapping[str, Error] = {
-    "experts are balanced by a rank's part of a sequence": replaced(
-        expert_mlp,
-        "sequence_balance_loss",
-        lambda right, routing, sequences, **given: right(routing, sequences._replace(groups=()), **given),
-    )
-}
-OF_ADAPTERS: Mapping[str, Error] = {
-    "the half that all ranks have is taken for the other": lambda: patch.object(
-        DeferrableColumnParallelLinear, "splits_inputs", not DeferrableColumnParallelLinear.splits_inputs
-    )
-}
-
-
 def rows_of_other_ranks(right: Any, share: torch.Tensor, product: torch.Tensor, **options: Any) -> Any:
     """Every rank is sent the sums of its neighbour's rows."""
     return right(share, product.roll(len(share), 0), **options)
-
-
-OF_OVERLAPPED_PRODUCTS: Mapping[str, Error] = {
-    "rows are taken for another rank's": replaced(deferrable_linear, "reduce_scatter_single", rows_of_other_ranks)
-}
 
 
 def without(exchange: Exchange, *, is_backward: bool) -> Error:
@@ -434,13 +316,122 @@ def gradients_twice(right: Any, self: SegmentPass, first: int) -> None:
             parameter.main_grad.add_(parameter.main_grad)
 
 
-INSIDE_WAITS: Mapping[str, Error] = {
-    "a collective at the end of a forward piece is left out": without(Exchange.SUMMED, is_backward=False),
-    "a collective at the end of a backward piece is left out": without(Exchange.GATHERED, is_backward=True),
-    "a collective at the end of a forward piece is swapped on one rank": replaced(Exchange, "start", swapped_on_one_rank),
-    "gradients of the residual stream stop between pieces": replaced(SegmentPass, "_retreat", without_residual_gradients),
-    "biases are left out at a cut": replaced(
-        transformer_segments, "_residual_sum", lambda right, layer, add, branch, bias, residual: residual + branch
-    ),
-    "gradients of pieces are added twice": replaced(SegmentPass, "backward", gradients_twice),
+ERRORS: Mapping[str, Mapping[str, Error]] = {
+    "any plan": {
+        "a sample is dropped": reassigned(without_last_sample),
+        "a sample runs twice": reassigned(with_a_sample_twice),
+        "an image goes to another sample": items_of_other_samples,
+        "a gradient goes to another sample": replaced(RunningStep, "collect_output_gradient", gradient_of_other_samples),
+        "the loss is a mean of means": scaled_loss(mean_of_means),
+        "the loss is averaged over replicas": scaled_loss(mean_over_replicas),
+        "gradients are not summed over replicas": replaced(gradients, "start_gradient_reduction", lambda *_: lambda: None),
+        "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
+        "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
+        "packed samples attend to each other": replaced(CoreAttention, "_attend", across_samples),
+        "inputs are taken in another order than they are packed for": replaced(
+            StepWork, "messages_of", lambda right, *given: [(taken[::-1], gives) for taken, gives in right(*given)]
+        ),
+    },
+    "tensor parallel ranks": {
+        "a norm is not summed under sequence parallelism": replaced(UnitGradients, "start_reduction", one_norm_not_summed),
+    },
+    "cut backwards": {
+        "weight gradients are forgotten": replaced(LinearWeightGradient, "compute", lambda right, pending: None),
+        "weight gradients are computed twice": replaced(
+            LinearWeightGradient, "compute", lambda right, pending: (right(pending), right(pending))
+        ),
+        "gradients of biases are forgotten": replaced(
+            LinearWeightGradient, "compute", lambda right, pending: right(pending._replace(bias=None))
+        ),
+        "a gradient goes to another sample subset": replaced(ActivationStore, "put", in_other_subset),
+    },
+    "sharded weights": {
+        "each rank keeps its share of its own gradients": replaced(sharded_layer, "reduce_scatter_single", only_own),
+        "only the last microbatch's gradients stay": replaced(ShardedLayer, "start_reduction", last_microbatch_alone),
+        "sharded norms are not summed over tensor parallel ranks": replaced(ShardedLayer, "start_reduction", norms_not_summed),
+        "shares of weights come together in another order": replaced(
+            ShardedLayer, "finish_gathering", weights_of_the_rank_before
+        ),
+    },
+    "copies of sharded weights": {
+        "each copy keeps its own gradients": replaced(ShardedUnit, "sum_shared_embeddings", lambda *_: None),
+    },
+    "gradients reduced once": {
+        "gradients are not added up until they are reduced": replaced(
+            ShardedLayer, "take_gradients", earlier_gradients_forgotten
+        ),
+        "shares of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
+    },
+    "unlike replicas": {
+        "parts are not summed over replicas": replaced(unlike_gradients, "start_sum", parts_not_summed),
+        "a whole matrix gives its other half": replaced(unlike_gradients, "_part_of", other_half),
+        "norms of one tensor parallel rank's tokens alone": replaced(unlike_gradients, "start_sums", norms_of_the_first_rank),
+        "tied embeddings of every replica and stage apart": replaced(UnlikeGradients, "sum_shared_embeddings", lambda *_: None),
+        "sums of a stage's second layer range do not arrive": replaced(UnlikeGradients, "_finish", first_range_finished),
+    },
+    "a generator": {
+        "an image is made for another one's words": replaced(GeneratorProjector, "forward", for_other_images),
+        "an image is made from the token behind": replaced(LanguageHead, "forward", a_token_late),
+        "the LLM gets no gradient from its generator": replaced(RunningStep, "collect_output_gradient", not_from_generators),
+        "the images' loss is divided by target tokens": scaled_loss(over_target_tokens),
+    },
+    "context parallelism": {
+        "positions are counted in a rank's own share": replaced(step_inputs, "share_input", counted_in_the_share),
+        "gradients are not summed over context parallel ranks": replaced(
+            gradients, "wrap_in_gradient_buffers", summed_over_replicas_alone
+        ),
+        "gradients of keys and values do not come home": replaced(context_parallel, "reduce_scatter_single", only_own),
+        "a row's gradients from several ranks do not add up": lambda: patch.object(
+            torch.Tensor, "index_add_", torch.Tensor.index_copy_
+        ),
+        "targets count on one rank alone": scaled_loss(
+            lambda run, action, loss: float(run.executor.groups[action.unit].cp.rank() == 0)
+        ),
+        "encoder outputs go to other tokens of the rank": replaced(
+            RowShares, "positions_given", lambda right, rows, *ends: right(rows, *ends).flip(0)
+        ),
+    },
+    "cut items": {
+        "a part of an item attends to itself alone": replaced(CoreAttention, "_attend_across_ranks", parts_alone),
+        "gradients of cut items' keys and values do not come home": replaced(context_parallel, "reduce_scatter_single", only_own),
+        "rows of cut and whole items are exchanged": replaced(
+            ItemParts, "on", lambda right, parts, device: parts._replace(places=torch.arange(len(parts.places)))
+        ),
+    },
+    "masks": {
+        "a later stage forgets where items are": replaced(UnitStage, "prepare", items_forgotten),
+        "an item's first token counts as text": replaced(UnitStage, "prepare", items_a_token_late),
+    },
+    "experts": {
+        "gradients of experts are not summed over their copies": replaced(units, "_membership", expert_gradients_alone),
+        "rows of experts go back in the order in which they came": lambda: patch.object(
+            expert_mlp._Order, "mirrored", property(lambda order: order)
+        ),
+    },
+    "experts of slices": {
+        "experts are balanced by a rank's part of a sequence": replaced(
+            expert_mlp,
+            "sequence_balance_loss",
+            lambda right, routing, sequences, **given: right(routing, sequences._replace(groups=()), **given),
+        )
+    },
+    "adapters": {
+        "the half that all ranks have is taken for the other": lambda: patch.object(
+            DeferrableColumnParallelLinear, "splits_inputs", not DeferrableColumnParallelLinear.splits_inputs
+        )
+    },
+    "overlapped products": {
+        "rows are taken for another rank's": replaced(deferrable_linear, "reduce_scatter_single", rows_of_other_ranks)
+    },
+    "inside waits": {
+        "a collective at the end of a forward piece is left out": without(Exchange.SUMMED, is_backward=False),
+        "a collective at the end of a backward piece is left out": without(Exchange.GATHERED, is_backward=True),
+        "a collective at the end of a forward piece is swapped on one rank": replaced(Exchange, "start", swapped_on_one_rank),
+        "gradients of the residual stream stop between pieces": replaced(SegmentPass, "_retreat", without_residual_gradients),
+        "biases are left out at a cut": replaced(
+            transformer_segments, "_residual_sum", lambda right, layer, add, branch, bias, residual: residual + branch
+        ),
+        "gradients of pieces are added twice": replaced(SegmentPass, "backward", gradients_twice),
+    },
 }
+"""Kind of case -> name of an error -> the error. Each error must make the case of its kind (test_planted_errors.py) fail."""

@@ -1,9 +1,9 @@
 """A test of the master test: it passes what is right and fails each planted error, by a wrong number and nothing else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -12,11 +12,10 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tests.distributed import planted_errors
 from tests.distributed.dealt_case import IMAGE, SHAPE, unit_plan
 from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import Error
+from tests.distributed.planted_errors import ERRORS
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
@@ -125,47 +124,35 @@ SPREAD = case_of_experts(SHARED_BY_PAIRS, *QUARTERS)
 SLICED = case_of_experts(WIDE, SAMPLES[:3], SAMPLES[3:], sequence_parallel=True)
 
 
-class Planted(NamedTuple):
-    build: Callable[[], GradientCase]
-    errors: Mapping[str, Error]
-
-
 @cache
 def case_of(kind: str) -> GradientCase:
-    return CASES[kind].build()
+    return CASES[kind]()
 
 
-CASES = {
-    "any plan": Planted(case_of_any_plan, planted_errors.IN_ANY_PLAN),
-    "tensor parallel ranks": Planted(lambda: case_of_any_plan(tp=2), planted_errors.OF_TENSOR_PARALLEL_RANKS),
-    "cut backwards": Planted(case_of_cut_backwards, planted_errors.IN_CUT_BACKWARDS),
-    "sharded weights": Planted(lambda: replace(case_of_any_plan(tp=2), shards_weights=True), planted_errors.OF_SHARDED_WEIGHTS),
-    "copies of sharded weights": Planted(
-        lambda: replace(case_of_any_plan(), shards_weights=True, num_state_copies=2), planted_errors.OF_COPIES_OF_WEIGHTS
+CASES: dict[str, Callable[[], GradientCase]] = {
+    "any plan": case_of_any_plan,
+    "tensor parallel ranks": lambda: case_of_any_plan(tp=2),
+    "cut backwards": case_of_cut_backwards,
+    "sharded weights": lambda: replace(case_of_any_plan(tp=2), shards_weights=True),
+    "copies of sharded weights": lambda: replace(case_of_any_plan(), shards_weights=True, num_state_copies=2),
+    "gradients reduced once": lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True),
+    "unlike replicas": case_of_unlike_replicas,
+    "a generator": case_of_a_generator,
+    "context parallelism": lambda: build_case(
+        vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, pp=2), painter=unit_plan(0, cp=2)
     ),
-    "gradients reduced once": Planted(
-        lambda: replace(case_of_any_plan(), shards_weights=True, reduces_once=True), planted_errors.OF_GRADIENTS_REDUCED_ONCE
-    ),
-    "unlike replicas": Planted(case_of_unlike_replicas, planted_errors.OF_UNLIKE_REPLICAS),
-    "a generator": Planted(case_of_a_generator, planted_errors.OF_GENERATORS),
-    "context parallelism": Planted(
-        lambda: build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, pp=2), painter=unit_plan(0, cp=2)),
-        planted_errors.IN_CONTEXT_PARALLELISM,
-    ),
-    "cut items": Planted(lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)), planted_errors.OF_CUT_ITEMS),
-    "masks": Planted(case_of_masks, planted_errors.OF_MASKS),
-    "experts": Planted(lambda: SPREAD, planted_errors.OF_EXPERTS),
-    "experts of slices": Planted(lambda: SLICED, planted_errors.OF_SLICED_EXPERTS),
-    "adapters": Planted(
-        lambda: with_adapters(build_overlapped("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM), planted_errors.OF_ADAPTERS
-    ),
-    "overlapped products": Planted(lambda: build_overlapped("tp 2 and 4"), planted_errors.OF_OVERLAPPED_PRODUCTS),
-    "inside waits": Planted(lambda: build_inside(2, PAIRS), planted_errors.INSIDE_WAITS),
+    "cut items": lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)),
+    "masks": case_of_masks,
+    "experts": lambda: SPREAD,
+    "experts of slices": lambda: SLICED,
+    "adapters": lambda: with_adapters(build_overlapped("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM),
+    "overlapped products": lambda: build_overlapped("tp 2 and 4"),
+    "inside waits": lambda: build_inside(2, PAIRS),
 }
 
 
 def run_with(kind: str, error: str, case: GradientCase) -> RankGradients:
-    with CASES[kind].errors[error]():
+    with ERRORS[kind][error]():
         return run_on_rank(case)
 
 
@@ -174,7 +161,7 @@ def test_the_case_without_an_error_passes(ranks: RankPool, kind: str) -> None:
     assert_matches(case_of(kind), ranks)
 
 
-@pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, row in CASES.items() for error in row.errors])
+@pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, errors in ERRORS.items() for error in errors])
 def test_a_planted_error_is_seen(ranks: RankPool, kind: str, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
         assert_matches(case_of(kind), ranks, run=partial(run_with, kind, error))
