@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from scipy.io import wavfile
 
-from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, write_model
+from tests.distributed.mutations.files import LEAVES, byte_mutations, place_mutations, places, replaced, write_model
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
 from tests.distributed.small_run import MODEL, manifest_entries
 
@@ -104,8 +104,7 @@ def chat_mutations() -> Iterator[Mutation]:
             apply = partial(_write_chats, form=form, change=partial(_replace, path=path, values=()))
             yield Mutation(f"chats: {shown} left out", apply)
         find = partial(_write_chats, form=form)
-        for name, change in _BYTES.items():
-            yield Mutation(f"chats: {form} {name}", partial(rewrite, find=find, change=change), ("data",), must_be_refused=True)
+        yield from byte_mutations(f"chats: {form}", find, _BYTES, ("data",))
         yield from place_mutations("chats", find, file=form)
 
 
@@ -133,11 +132,10 @@ _BYTES: dict[str, Callable[[bytes], bytes]] = {
 
 def sound_mutations() -> Iterator[Mutation]:
     """Give the encoder sound in place of images, one clip of which is changed."""
-    for name, change in _BYTES.items():
-        yield Mutation(f"sound: {name}", partial(_give_sound, change=change), ("2.wav",), must_be_refused=True)
-    for name, (place, value, size) in _SOUND_HEADERS.items():
-        apply = partial(_give_sound, change=partial(_set_bytes, place=place, value=value.to_bytes(size, "little")))
-        yield Mutation(f"sound: {name}", apply, ("2.wav",))
+    yield from byte_mutations("sound:", _give_sound, _BYTES, ("2.wav",))
+    headers = {name: (place, value.to_bytes(size, "little")) for name, (place, value, size) in _SOUND_HEADERS.items()}
+    changes = {name: partial(_set_bytes, place=place, value=value) for name, (place, value) in headers.items()}
+    yield from byte_mutations("sound:", _give_sound, changes, ("2.wav",), must_be_refused=False)
     for dtype in ("uint8", "int32", "float32", "float64", "int64"):
         yield Mutation(f"sound: {dtype}", partial(_give_sound, dtype=dtype), ("2.wav",))
     yield Mutation("sound: no numbers", partial(_give_sound, dtype="float32", scale=math.nan), ("2.wav",), must_be_refused=True)
@@ -148,9 +146,7 @@ def _set_bytes(content: bytes, *, place: int, value: bytes) -> bytes:
     return content[:place] + value + content[place + len(value) :]
 
 
-def _give_sound(
-    inputs: Inputs, *, change: Callable[[bytes], bytes] = lambda content: content, dtype: str = "int16", scale: float = 1.0
-) -> Path:
+def _give_sound(inputs: Inputs, *, dtype: str = "int16", scale: float = 1.0) -> Path:
     vision = {key: value for key, value in MODEL["units"]["vision"].items() if key != "image"}
     vision |= {"audio": {"num_mel_bins": 8, "max_tokens": 50}, "has_rotary_positions": False}
     write_model(inputs, {"units": MODEL["units"] | {"vision": vision}})
@@ -162,9 +158,7 @@ def _give_sound(
         largest = np.iinfo(dtype).max if np.dtype(dtype).kind in "iu" and index == 2 else 1.0 if index == 2 else 2**15 - 1
         wavfile.write(folder / f"{index}.wav", 16000, (noise * largest).astype(dtype if index == 2 else "int16"))
     inputs.manifest.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    path = folder / "2.wav"
-    path.write_bytes(change(path.read_bytes()))
-    return path
+    return folder / "2.wav"
 
 
 def image_mutations() -> Iterator[Mutation]:
@@ -176,8 +170,7 @@ def image_mutations() -> Iterator[Mutation]:
         "a script": lambda image: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 48\nshowpage\n",
         "flipped": lambda image: image[:60] + bytes([image[60] ^ 0xFF]) + image[61:],
     }
-    for name, change in changes.items():
-        yield Mutation(f"image: {name}", partial(rewrite, find=find, change=change), ("2.png",), must_be_refused=True)
+    yield from byte_mutations("image:", find, changes, ("2.png",))
     yield from place_mutations("image", find, file="2.png")
     for name, options in _IMAGE_FORMATS.items():
         yield Mutation(f"image: {name}", partial(_draw_image, mode="RGB", size=(64, 48), **options), ("2.png",))

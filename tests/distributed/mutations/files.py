@@ -1,9 +1,10 @@
 """The places of a nested document, such as a model file's, and copies of it with one of them changed."""
 
 import copy
+import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,22 @@ def text_mutations(
             )
         ),
     }
+    yield from byte_mutations(f"{area}: {file}", find, changes, (file or area,), must_be_refused=must_be_refused)
+
+
+def byte_mutations(
+    area: str,
+    find: Callable[[Inputs], Path],
+    changes: Mapping[str, Callable[[bytes], bytes]],
+    names: tuple[str, ...] = (),
+    *,
+    must_be_refused: bool = True,
+    given: Given | None = None,
+) -> Iterator[Mutation]:
+    """Change the bytes of a file, in ways by their names; area: and which file, for the names of the mutations."""
     for name, change in changes.items():
         apply = partial(rewrite, find=find, change=change)
-        yield Mutation(f"{area}: {file} {name}".replace("  ", " "), apply, (file or area,), must_be_refused)
+        yield Mutation(f"{area} {name}".replace("  ", " "), apply, names, must_be_refused, given)
 
 
 def place_mutations(
@@ -113,6 +127,13 @@ def rewrite(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[
     path.write_bytes(change(path.read_bytes()))
 
 
+def change_something(inputs: Inputs, *, find: Callable[[Inputs], Path], leaf: Any) -> None:
+    """Write a leaf in the place of a value of a JSON file that is drawn."""
+    document = json.loads(find(inputs).read_text())
+    found = [place for place, value in places(document) if value != leaf]
+    find(inputs).write_text(json.dumps(replaced(document, inputs.random.choice(found), leaf)))
+
+
 def graph_mutations() -> Iterator[Mutation]:
     """Change the edges between units, or repeat a key."""
     for name, edges in {
@@ -127,9 +148,9 @@ def graph_mutations() -> Iterator[Mutation]:
         document = MODEL | {"edges": edges}
         yield Mutation(f"model: edges {name}", partial(_written, write=write_model, document=document), ("vision",), True)
     repeated = yaml.safe_dump(MODEL, sort_keys=False)
-    for name, text in {
+    texts = {
         "key": repeated.replace("    num_layers: 2\n", "    num_layers: 2\n    num_layers: 3\n"),
         "unit": repeated + yaml.safe_dump({"x": {"llm": MODEL["units"]["llm"]}}).replace("x:\n", ""),
-    }.items():
-        apply = partial(rewrite, find=lambda inputs: inputs.folder / "model.yaml", change=lambda _, text=text: text.encode())
-        yield Mutation(f"model: repeated {name}", apply, ("model.yaml",), must_be_refused=True)
+    }
+    changes = {name: lambda _, text=text: text.encode() for name, text in texts.items()}
+    yield from byte_mutations("model: repeated", lambda inputs: inputs.folder / "model.yaml", changes, ("model.yaml",))

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.distributed.mutations.files import LEAVES, place_mutations, places, replaced, rewrite, text_mutations
+from tests.distributed.mutations.files import LEAVES, byte_mutations, change_something, place_mutations, text_mutations
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 
 _WRITTEN: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text())
@@ -27,19 +27,17 @@ def folder_mutations() -> Iterator[Mutation]:
         (Given.ADAPTER, "adapter_config.json", "adapter_model.safetensors", "adapter keys"),
     ):
         yield from _json_mutations(given, given, config, _WRITTEN[keys].split())
-        for name, change in WEIGHTS.items():
-            apply = partial(rewrite, find=partial(_file, given=given, name=weights), change=change)
-            yield Mutation(f"{given}: weights {name}", apply, must_be_refused=True, given=given)
-        yield from place_mutations(given, partial(_file, given=given, name=weights), file=weights, given=given)
+        find = partial(_file, given=given, name=weights)
+        yield from byte_mutations(f"{given}: weights", find, WEIGHTS, given=given)
+        yield from place_mutations(given, find, file=weights, given=given)
     for name, values in _WRITTEN["adapters"].items():
         yield Mutation(f"adapter: {name}", partial(_update, values=values), given=Given.ADAPTER)
     for file, keys in (_WRITTEN["optional files"] | _WRITTEN["needed files"]).items():
         area = next((area for area in ("tokenizer", "preprocessor") if file.startswith(area)), Given.FOLDER)
         yield from _json_mutations(area, Given.CHAT, file, keys.split(), is_optional=file in _WRITTEN["optional files"])
     template = partial(_file, given=Given.CHAT, name="chat_template.jinja")
-    for name, text in TEMPLATES.items():
-        apply = partial(rewrite, find=template, change=lambda _, text=text: text.encode())
-        yield Mutation(f"template: {name}", apply, ("chat_template.jinja",), must_be_refused=True, given=Given.CHAT)
+    changes = {name: lambda _, text=text: text.encode() for name, text in TEMPLATES.items()}
+    yield from byte_mutations("template:", template, changes, ("chat_template.jinja",), given=Given.CHAT)
     yield from place_mutations("template", template, file="chat_template.jinja", given=Given.CHAT, is_optional=True)
 
 
@@ -51,7 +49,7 @@ def _json_mutations(area: str, given: Given, file: str, keys: Sequence[str], *, 
             apply = partial(_set_key, find=find, path=key.split("."), leaf=leaf)
             yield Mutation(f"{area}: {key} = {short(leaf)}", apply, given=given)
     for leaf in LEAVES:
-        apply = partial(_set_something, find=find, leaf=leaf)
+        apply = partial(change_something, find=find, leaf=leaf)
         yield Mutation(f"{area}: something of {file} = {short(leaf)}", apply, given=given)
     for mutation in text_mutations(area, find, file=file, must_be_refused=not is_optional):
         if not mutation.name.endswith("expands"):  # JSON has no aliases
@@ -72,12 +70,6 @@ def _set_key(inputs: Inputs, *, find: Callable[[Inputs], Path], path: Sequence[s
     document = json.loads(find(inputs).read_text())
     reduce(getitem, path[:-1], document)[path[-1]] = leaf
     find(inputs).write_text(json.dumps(document))
-
-
-def _set_something(inputs: Inputs, *, find: Callable[[Inputs], Path], leaf: Any) -> None:
-    document = json.loads(find(inputs).read_text())
-    found = [place for place, value in places(document) if value != leaf]
-    find(inputs).write_text(json.dumps(replaced(document, inputs.random.choice(found), leaf)))
 
 
 def _with_header(content: bytes, *, change: Callable[[Header], object]) -> bytes:

@@ -1,6 +1,5 @@
 """The table of all kinds of mutations, and draws from it; those of flags, checkpoints, connections and single ranks."""
 
-import json
 import random
 import socket
 import threading
@@ -17,10 +16,11 @@ from megatron.runtime.flags.field_flags import FieldFlag, all_flags
 from tests.distributed.mutations.data import chat_mutations, image_mutations, manifest_mutations, sound_mutations
 from tests.distributed.mutations.files import (
     LEAVES,
+    byte_mutations,
+    change_something,
     document_mutations,
     graph_mutations,
     place_mutations,
-    places,
     replaced,
     text_mutations,
     write_model,
@@ -136,23 +136,19 @@ def set_flag(inputs: Inputs, *, flag: str, value: object) -> None:
 
 
 def checkpoint_mutations() -> Iterator[Mutation]:
-    changes: dict[str, Callable[[Inputs, Path], object]] = {
+    changes: dict[str, Callable[[bytes], bytes]] = {
         "flipped": _flip,
-        "truncated": lambda inputs, path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-        "emptied": lambda inputs, path: path.write_bytes(b""),
-        "removed": lambda inputs, path: path.unlink(),
-        "longer": lambda inputs, path: path.write_bytes(path.read_bytes() + b"\0" * 8),
-        "replaced by a pickle": lambda inputs, path: path.write_bytes(b"cos\nabort\n(tR."),
+        "truncated": lambda content: content[: len(content) // 2],
+        "emptied": lambda content: b"",
+        "longer": lambda content: content + b"\0" * 8,
+        "replaced by a pickle": lambda content: b"cos\nabort\n(tR.",
     }
-    for name, change in changes.items():
-        for which in range(3):
-            apply = partial(_change_checkpoint, change=change, which=which)
-            yield Mutation(f"checkpoint: file {which} {name}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
-    for file in ("braid.json", "tensors.json", "rank_00000.bin"):
+    for file in ("braid.json", "tensors.json", "rank_00000.bin", "rank_00001.bin"):
         find = partial(_find, file=file)
         yield from place_mutations("checkpoint", find, file=file, given=Given.CHECKPOINT)
+        yield from byte_mutations(f"checkpoint: {file}", find, changes, ("saved",), given=Given.CHECKPOINT)
     for leaf in LEAVES:
-        apply = partial(_change_manifest_of_checkpoint, leaf=leaf)
+        apply = partial(change_something, find=partial(_find, file="braid.json"), leaf=leaf)
         yield Mutation(f"checkpoint: something = {short(leaf)}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
     yield Mutation(
         "checkpoint: of another step",
@@ -171,26 +167,15 @@ def checkpoint_mutations() -> Iterator[Mutation]:
         yield Mutation(f"checkpoint: of another {name}", apply, (flag,), must_be_refused=True, given=Given.CHECKPOINT)
 
 
-def _change_checkpoint(inputs: Inputs, *, change: Callable[[Inputs, Path], object], which: int) -> None:
-    files = sorted(path for path in inputs.checkpoint.rglob("*") if path.is_file())
-    change(inputs, files[which % len(files)])
-
-
 def _find(inputs: Inputs, *, file: str) -> Path:
     return inputs.checkpoint / file
 
 
-def _flip(inputs: Inputs, path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[inputs.random.randrange(len(content))] ^= 1 << inputs.random.randrange(8)
-    path.write_bytes(content)
-
-
-def _change_manifest_of_checkpoint(inputs: Inputs, *, leaf: Any) -> None:
-    path = inputs.checkpoint / "braid.json"
-    document = json.loads(path.read_text())
-    found = [place for place, value in places(document) if value != leaf]
-    path.write_text(json.dumps(replaced(document, inputs.random.choice(found), leaf)))
+def _flip(content: bytes) -> bytes:
+    """Flip a bit, which the content draws."""
+    generator = random.Random(content)
+    place, bit = generator.randrange(len(content)), 1 << generator.randrange(8)
+    return content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
 
 
 TOKEN = b"a secret of these tests"
