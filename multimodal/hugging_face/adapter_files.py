@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import Architecture
+from multimodal.hugging_face.families import FAMILIES
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.hugging_face.weight_names import Spelling, UnitNames, Weight, spelled
 from multimodal.values.errors import ConfigError, ModelError
@@ -27,19 +28,7 @@ PREFIX = "base_model.model."
 DOWN_ENDING, UP_ENDING = ".lora_A.weight", ".lora_B.weight"
 TOKENS_ENDING = ".token_adapter.trainable_tokens_delta"
 """The end of the name of trained rows of the vocabulary: their values, in the order of `trainable_token_indices`."""
-_COMPUTED: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", None),
-    **dict.fromkeys(("use_qalora", "use_bdlora"), (False, None)),
-    **dict.fromkeys(
-        ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"), (None,)
-    ),
-}
-"""Options -> values with which a module is the base and alpha / r B A. Other initial values (PiSSA's) change the base."""
+_ALLOWED = FAMILIES["adapters"]
 _NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
 """A name, or its end, as a regular expression: what can be matched without backtracking."""
 _LENGTH_BYTES = 8
@@ -176,7 +165,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
         config = read_mapping(folder / ADAPTER_CONFIG, error=ModelError)
     except ModelError as problem:
         raise ConfigError(str(problem)) from None
-    for key, values in _COMPUTED.items():
+    for key, values in _ALLOWED.items():
         if config.get(key) not in values and (key in config or None not in values):
             raise ConfigError(
                 f"{folder / ADAPTER_CONFIG}: {key} is {config.get(key)!r}, and only {' or '.join(map(repr, values))} can be "

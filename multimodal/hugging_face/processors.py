@@ -5,32 +5,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import require
+from multimodal.hugging_face.families import FAMILIES
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 
 PROCESSOR_NAME, VIDEO_NAME = "preprocessor_config.json", "video_preprocessor_config.json"
 _NAMES = (PROCESSOR_NAME, "processor_config.json")
-_COMPUTED: Mapping[str, tuple[Any, ...]] = {
-    "do_pad": (False, None),
-    "resample": (3, None),
-    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (True, None)),
-    "rescale_factor": (1 / 255, None),
-}
+_ALLOWED = FAMILIES["processors"]
 _MAX_TOKENS = {False: 128000, True: 768}
 """Most tokens of a video, or (with timestamps) of a frame, where a processor that bounds them does not say."""
 SAMPLING_RATE = 16000
 """Samples per second of the sound that encoders receive."""
-_FEATURES: Mapping[str, tuple[Any, ...]] = {
-    "sampling_rate": (SAMPLING_RATE,),
-    "hop_length": (160,),
-    "n_fft": (400,),
-    "dither": (0, 0.0, None),
-    "do_normalize": (False, None),
-}
-"""Values that a feature extractor's keys may have here."""
-_SAMPLES: Mapping[str, tuple[Any, ...]] = {"sampling_rate": (SAMPLING_RATE,), "feature_size": (1,)}
-"""The same for a feature extractor that leaves samples unchanged."""
 _MAX_TILES = 12
 """Most tiles of an image, where an image processor that cuts images does not give their number."""
 _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_patch_size": "num_frames"}
@@ -81,7 +67,7 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any], of_video
     image, size = unit["image"], processor.get("size")
     longest = image.get("longest_side")
     pads = {} if longest is None else {"do_pad": (True, False, None)}  # what is padded is not looked at
-    require(processor, {**_COMPUTED, **pads}, where="the image processor's ")
+    require(processor, {**_ALLOWED["images"], **pads}, where="the image processor's ")
     sides = size if isinstance(size, Mapping) else {"height": size}
     values = {"mean": processor["image_mean"], "std": processor["image_std"]}
     if image.get("image_size") is not None:
@@ -99,7 +85,7 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any], of_video
         values |= _bounds(processor, size)
         if image.get("video") is not None:
             alike = {key: (processor[key],) for key in ("image_mean", "image_std", *_PATCHES) if key in processor}
-            require(of_video, {**_COMPUTED, **alike}, where="the video processor's ")
+            require(of_video, {**_ALLOWED["images"], **alike}, where="the video processor's ")
             values["video"] = {**image["video"], **_bounds(of_video, of_video.get("size"))}
             if of_video.get("cap_pixels_per_frame"):
                 most = _MAX_TOKENS[bool(image["video"].get("has_timestamps"))]
@@ -140,10 +126,10 @@ def _with_sound(unit: dict[str, Any], features: Mapping[str, Any]) -> dict[str, 
     """Return an encoder with the sound processing of a feature extractor; raises ModelError for what is unsupported."""
     audio = unit["audio"]
     if audio.get("waveform") is not None:
-        require(features, _SAMPLES, where="the feature extractor's ")
+        require(features, _ALLOWED["samples"], where="the feature extractor's ")
         waveform = {**audio["waveform"], "is_normalised": bool(features.get("do_normalize", True))}
         return {**unit, "audio": {**audio, "waveform": waveform}}
-    require(features, {**_FEATURES, "feature_size": (audio["num_mel_bins"],)}, where="the feature extractor's ")
+    require(features, {**_ALLOWED["spectra"], "feature_size": (audio["num_mel_bins"],)}, where="the feature extractor's ")
     seconds = features.get("chunk_length")
     if audio.get("chunk_tokens") is None or seconds is None:
         return unit
@@ -195,7 +181,7 @@ def write_video_processor(graph: ModelGraph) -> dict[str, Any]:
 def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:
     """Return a preprocessor_config.json for a graph with sound."""
     audio = next(unit.audio for unit in graph.encoders if unit.audio is not None)
-    written = {key: values[0] for key, values in _FEATURES.items() if key != "do_normalize"}
+    written = {key: values[0] for key, values in _ALLOWED["spectra"].items() if key != "do_normalize"}
     seconds = audio.max_tokens // 50
     written |= {"feature_size": audio.num_mel_bins, "chunk_length": seconds}
     written |= {"n_samples": 16000 * seconds, "nb_max_frames": 100 * seconds}

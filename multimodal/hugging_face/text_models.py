@@ -4,39 +4,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.architecture import Architecture, Config, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.families import FAMILIES, keys_in
 from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
 from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily, decoder_names
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
-_DEFAULTS = {
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "initializer_range": 0.02,
-}
-_KEYS = (
-    Key("num_hidden_layers", "num_layers"),
-    Key("hidden_size", "hidden_size"),
-    Key("num_attention_heads", "num_attention_heads"),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("num_key_value_heads", "num_query_groups"),
-    Key("head_dim", "kv_channels"),
-    Key("rms_norm_eps", "layernorm_epsilon"),
-    Key("initializer_range", "init_method_std"),
-    Key("vocab_size", "vocab_size"),
-)
-_COMPUTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"), (0, 0.0, None)),
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
-    "pretraining_tp": (1, None),
-    "use_bidirectional_attention": (False, None),
-}
+_OF_ALL = FAMILIES["of_all_texts"]
+_KEYS = keys_in(_OF_ALL["keys"])
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
@@ -46,8 +23,8 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     family = known.get(config.get("model_type", ""))
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
-    require(config, {**_COMPUTED, **{key: (value,) for key, value in family.constants.items()}}, where=where)
-    full = with_defaults(config, {**_DEFAULTS, **family.defaults})
+    require(config, {**_OF_ALL["allowed"], **{key: (value,) for key, value in family.constants.items()}}, where=where)
+    full = with_defaults(config, {**_OF_ALL["defaults"], **family.defaults})
     fields, window = read_keys(_KEYS, full), _read_window(family, config, full, where=where)
     return {
         "role": "backbone",
