@@ -8,6 +8,7 @@ import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,18 +51,25 @@ def error_of(action: Callable[..., Any], *args: Any) -> str:
     return str(caught.value)
 
 
-def load_error(case: TrainingCase, folder: Path) -> str:
-    return error_of(load, case, folder)
+load_error, save_steps_error = (partial(error_of, each) for each in (load, save_steps))
+
+
+SAVING = "saving step 2 to {folder} failed on rank {rank}: OSError: [Errno 28] No space left on device; "
+SAVING += "earlier checkpoints are untouched"
+COPYING = "copying step 2 for {folder} failed on rank {rank}: RuntimeError: no memory is left"
+FULL, NO_MEMORY = OSError(28, "No space left on device"), RuntimeError("no memory is left")
+SAVES: dict[str, tuple[Any, str, int, Exception, str]] = {
+    "disk full on rank 1": (storage, "write_tensors", 1, FULL, SAVING),
+    "disk full on rank 0": (storage, "write_index", 0, FULL, SAVING),
+    "rename fails": (checkpoint_folder, "sync_folder", 0, FULL, SAVING),
+    "planning fails": (storage, "offer_pieces", 1, FULL, SAVING),
+    "no memory for a copy": (BackgroundSave, "_copy", 1, NO_MEMORY, COPYING),
+}
+"""Failures while step 2 is saved: the function, the rank on which it raises, the problem, and the message of all ranks."""
 
 
 def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
-    target = {
-        "disk full on rank 1": (storage, "write_tensors", 1),
-        "disk full on rank 0": (storage, "write_index", 0),
-        "rename fails": (checkpoint_folder, "sync_folder", 0),
-        "planning fails": (storage, "offer_pieces", 1),
-    }
-    owner, name, rank = target[failure]
+    owner, name, rank, problem, _ = SAVES[failure]
     training = Training(case)
 
     def save() -> None:
@@ -72,7 +80,7 @@ def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
 
     if dist.get_rank() != rank:
         return error_of(save)
-    with mock.patch.object(owner, name, side_effect=OSError(28, "No space left on device")):
+    with mock.patch.object(owner, name, side_effect=problem):
         return error_of(save)
 
 
@@ -226,40 +234,22 @@ def test_a_checkpoint_of_another_run(ranks, tmp_path):
     assert "it was trained with --dtype \\x1b[2J\\n, this run has float32" in message, "control characters are not passed on"
 
 
-@pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])
-@pytest.mark.parametrize("failure", ["disk full on rank 1", "disk full on rank 0", "rename fails", "planning fails"])
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, failure, case):
+@pytest.mark.parametrize(
+    ("failure", "in_background"), [*((failure, True) for failure in SAVES), *((failure, False) for failure in list(SAVES)[:-1])]
+)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(ranks, tmp_path, failure, in_background):
+    case = BACKGROUND if in_background else CASE
     run(ranks, save_steps, case, tmp_path, [1])
     message = the_only(run(ranks, save_error, case, tmp_path, failure))
-    assert f"saving step 2 to {tmp_path} failed on rank" in message
-    assert "No space left on device" in message
-    assert "earlier checkpoints are untouched" in message
+    assert SAVES[failure][-1].format(folder=tmp_path, rank=SAVES[failure][2]) in message
     assert names(tmp_path) == ["step_00000001"]
     assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
 
 
 def test_a_folder_that_cannot_be_made(ranks, tmp_path):
     (tmp_path / "file").write_text("")
-    message = the_only(run(ranks, save_anywhere, CASE, tmp_path / "file" / "checkpoints"))
+    message = the_only(run(ranks, save_steps_error, CASE, tmp_path / "file" / "checkpoints", [1]))
     assert "failed on rank 0: NotADirectoryError" in message
-
-
-def save_anywhere(case: TrainingCase, folder: Path) -> str:
-    training = Training(case)
-    return error_of(lambda: training.save(folder, step=1))
-
-
-def test_no_memory_for_a_copy_is_an_error_on_every_rank(ranks, tmp_path):
-    message = the_only(run(ranks, copy_error, BACKGROUND, tmp_path))
-    assert message == f"copying step 2 for {tmp_path} failed on rank 1: RuntimeError: no memory is left"
-    assert names(tmp_path) == []
-
-
-def copy_error(case: TrainingCase, folder: Path) -> str:
-    training = Training(case)
-    problem = RuntimeError("no memory is left") if dist.get_rank() == 1 else None
-    with mock.patch.object(BackgroundSave, "_copy", side_effect=problem, return_value=[]):
-        return error_of(lambda: training.save(folder, step=2))
 
 
 @pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])

@@ -152,13 +152,11 @@ OF_A_CHECKPOINT: dict[str, tuple[table.Change, tuple[str, ...]]] = {
     "of another model": (model("llm.hidden_size", 64), ("hidden_size",)),
     "of other batches": (flags(global_batch_size=3), ("--global-batch-size 2",)),
 }
+AREAS_OF_ROWS = {"all": OF_ALL, "checkpoint": OF_A_CHECKPOINT, "rank": table.OF_ONE_RANK}
 WRONG = [
-    *(Mutation(f"all: {name}", change, names, must_be_refused=True) for name, (change, names) in OF_ALL.items()),
-    *(
-        Mutation(f"checkpoint: {name}", change, names, must_be_refused=True, given=Given.CHECKPOINT)
-        for name, (change, names) in OF_A_CHECKPOINT.items()
-    ),
-    *table.rank_mutations(),
+    Mutation(f"{area}: {name}", change, names, must_be_refused=True, given=Given.CHECKPOINT if area == "checkpoint" else None)
+    for area, rows in AREAS_OF_ROWS.items()
+    for name, (change, names) in rows.items()
 ]
 
 

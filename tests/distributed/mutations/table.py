@@ -234,6 +234,15 @@ def _meet_stranger(inputs: Inputs, *, answer: bytes) -> None:
     name_producer(inputs, address=f"127.0.0.1:{listener.getsockname()[1]}")
 
 
+FILES: dict[str, tuple[Callable[[Inputs], Path], str]] = {
+    "config": (lambda inputs: inputs.write_config(CONFIG), "config.yaml"),
+    "model": (lambda inputs: inputs.folder / "model.yaml", "model.yaml"),
+    "plan": (lambda inputs: inputs.write_plan(PLAN), "plan.yaml"),
+    "cluster": (lambda inputs: inputs.write_cluster(CLUSTER), "cluster.yaml"),
+    "manifest": (lambda inputs: inputs.manifest, "manifest.jsonl"),
+}
+
+
 def list_mutations() -> tuple[Mutation, ...]:
     makers = (graph_mutations, manifest_mutations, chat_mutations, image_mutations, sound_mutations, checkpoint_mutations)
     makers += (folder_mutations, connection_mutations, rank_mutations)
@@ -243,16 +252,8 @@ def list_mutations() -> tuple[Mutation, ...]:
         *document_mutations("plan", PLAN, lambda inputs, plan: inputs.write_plan(plan)),
         *document_mutations("cluster", CLUSTER, lambda inputs, cluster: inputs.write_cluster(cluster)),
         *document_mutations("config", CONFIG, lambda inputs, config: inputs.write_config(config)),
-        *text_mutations("config", lambda inputs: inputs.write_config(CONFIG)),
-        *place_mutations("config", lambda inputs: inputs.write_config(CONFIG), file="config.yaml"),
-        *place_mutations("model", lambda inputs: inputs.folder / "model.yaml", file="model.yaml"),
-        *place_mutations("plan", lambda inputs: inputs.write_plan(PLAN), file="plan.yaml"),
-        *place_mutations("cluster", lambda inputs: inputs.write_cluster(CLUSTER), file="cluster.yaml"),
-        *place_mutations("manifest", lambda inputs: inputs.manifest, file="manifest.jsonl"),
-        *text_mutations("model", lambda inputs: inputs.folder / "model.yaml"),
-        *text_mutations("plan", lambda inputs: inputs.write_plan(PLAN)),
-        *text_mutations("cluster", lambda inputs: inputs.write_cluster(CLUSTER)),
-        *text_mutations("manifest", lambda inputs: inputs.manifest),
+        *chain.from_iterable(text_mutations(area, find) for area, (find, _) in FILES.items()),
+        *chain.from_iterable(place_mutations(area, find, file=file) for area, (find, file) in FILES.items()),
         *chain.from_iterable(make() for make in makers),
     )
     assert len({mutation.name for mutation in found}) == len(found)
