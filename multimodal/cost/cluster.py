@@ -68,6 +68,8 @@ class Cluster(FileValue):
     """10^9 bytes per second, as reached in one accelerator's memory; None: elementwise work is part of `efficiency`."""
     dtype: str = field(default="bfloat16", metadata={"choices": tuple(BYTES_OF_DTYPE)})
     """Type of activations and weights."""
+    cores_per_node: int | None = field(default=None, metadata={**BRIEF, **_COUNT})
+    """Cores on which all ranks of a node compute, each on one at a time; None: every rank has an accelerator of its own."""
 
     @property
     def flops_per_second(self) -> float:
@@ -84,6 +86,10 @@ class Cluster(FileValue):
     def bytes_per_element(self) -> int:
         """Bytes of one weight or activation."""
         return BYTES_OF_DTYPE[self.dtype]
+
+    def ranks_per_core(self, num_ranks: int) -> float:
+        """Return how many ranks share a core where a plan has this many; 1 if each has its own."""
+        return max(1.0, min(num_ranks, self.gpus_per_node) / (self.cores_per_node or num_ranks))
 
     def node(self, rank: int) -> int:
         """Node of a rank."""

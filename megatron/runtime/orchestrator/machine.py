@@ -73,8 +73,9 @@ def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
         memory_bytes = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     else:  # ranks without accelerators share their node's memory, or the limit of this process
         memory_bytes = _node_bytes() / ranks_per_node
-    assumed = assumed_cluster()
-    return replace(assumed, gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=memory_bytes / 1e9, dtype=dtype)
+    has_cuda, memory_gb = torch.cuda.is_available(), memory_bytes / 1e9
+    described = replace(assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=memory_gb, dtype=dtype)
+    return described if has_cuda else replace(described, cores_per_node=os.cpu_count())
 
 
 def free_memory_bytes() -> float:

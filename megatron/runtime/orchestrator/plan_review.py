@@ -105,7 +105,8 @@ class PlanReview:
         """Return the current plan's step and the best plan for measured layers; the names of weights must not change."""
         run, request = self.planned.choice.run, self._request
         assert request.profile is not None
-        corrected = replace(request, profile=request.profile.times(self.factors), sharding=run.sharding)
+        cluster = replace(request.cluster, cores_per_node=None)  # what was measured holds the waits for cores
+        corrected = replace(request, cluster=cluster, profile=request.profile.times(self.factors), sharding=run.sharding)
         current = judge_run(run, corrected)
         made_for = {"what was measured": "times what was profiled, " + str(dict(self.factors))}
         other = choose_plan(corrected, may_share_weights=False, made_for=made_for, cluster_name="cluster.yaml")

@@ -233,10 +233,14 @@ def _simulate(
     if run.recompute is not None and is_checked:
         plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
         floor_seconds = float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds) @ plain.rank_shares)
-    seconds, ideal, tokens = found.iteration_seconds, found.ideal_seconds, float(_num_tokens(lengths))
+    ideal, tokens = found.ideal_seconds, float(_num_tokens(lengths))
+    seconds = max(found.iteration_seconds, ideal * request.cluster.ranks_per_core(run.plan.num_ranks))
     busiest = float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0))
-    bubbles = {kind: share * seconds for kind, share in found.bubble.items()}
-    return _Step(seconds, ideal, floor_seconds, busiest, found.mfu * seconds, tokens, bubbles, found.peak_memory_bytes)
+    bubbles = {kind: share * found.iteration_seconds for kind, share in found.bubble.items()}
+    bubbles["pp_other"] += seconds - found.iteration_seconds  # ranks wait for cores
+    return _Step(
+        seconds, ideal, floor_seconds, busiest, found.mfu * found.iteration_seconds, tokens, bubbles, found.peak_memory_bytes
+    )
 
 
 def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:

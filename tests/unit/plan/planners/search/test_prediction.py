@@ -72,6 +72,19 @@ def test_predictions_average_consecutive_batches():
     assert one != three and 0.5 < one / three < 2
 
 
+def test_ranks_that_share_cores_take_as_long_as_these_compute():
+    asked = request(TWO, global_batch_size=48)
+    run = colocated(encoder_tensor=1, encoder_data=8, tensor=2, data=2, pipeline=2).to_run(asked, seconds=0.0)
+    alone, enough, shared = (
+        predict_run(run, replace(asked, cluster=replace(asked.cluster, gpus_per_node=8, cores_per_node=cores)))
+        for cores in (None, 8, 2)
+    )
+    assert enough == alone and shared.ideal_seconds == alone.ideal_seconds
+    assert shared.iteration_seconds - shared.update_seconds == pytest.approx(8 / 2 * alone.ideal_seconds)
+    assert sum(shared.above_floor.values()) + shared.floor_seconds / shared.iteration_seconds == pytest.approx(1.0)
+    assert shared.mfu == pytest.approx(alone.mfu * alone.iteration_seconds / shared.iteration_seconds)
+
+
 @pytest.mark.parametrize("fidelity", [WHOLE, PART])
 def test_what_is_above_the_floor_adds_up_by_kind(fidelity):
     asked = request(TWO, global_batch_size=48, max_actions=4)
