@@ -3,9 +3,10 @@
 Both have the same weights (Braid loads the peer's folder), the same texts in the same batches, float32 and one thread, and take
 turns, step by step: `pretrain_mllm.py`'s loop, with its balancing, its timeline and its checks, and the loop that transformers'
 documentation shows (pad, forward with labels, backward, clip, step). Seconds are of a step without reading its data. Losses that
-differ are an error.
+differ are an error. The last column bounds what leaving out padding can gain: how many times as fast the peer's step was as its
+products with weights alone on the tokens that are there, forward and backward, without attention, norms, loss and optimizer.
 
-Run `python benchmarks/beside/llama.py [--steps N] [--layers N] [--hidden N] [--json]`.
+Run `python benchmarks/beside/llama.py [--steps N] [--layers N] [--hidden N] [--texts NAME...] [--json]`.
 """
 
 import argparse
@@ -99,9 +100,20 @@ class Peer:
         value = float(loss.detach())
         return time.perf_counter() - start, value
 
+    def products_seconds(self, num_tokens: int) -> float:
+        """Return the seconds of a step's products with weights, on so many tokens."""
+        shapes = [module.weight.shape for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
+        cases = [
+            (torch.ones(num_tokens, inner), torch.ones(outer, inner), torch.ones(num_tokens, outer)) for outer, inner in shapes
+        ]
+        start = time.perf_counter()
+        for inputs, weight, gradient in cases:
+            inputs @ weight.t(), gradient @ weight, gradient.t() @ inputs
+        return time.perf_counter() - start
+
 
 def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_steps: int) -> dict[str, float]:
-    """Return medians of the seconds of both, and of their ratio step by step."""
+    """Return medians of the seconds of both, and of their ratio and its bound step by step."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -125,7 +137,7 @@ def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_
         process = multiprocessing.get_context("fork").Process(target=run_braid, args=(folder, num_steps, there))
         process.start()
         there.close()
-        peer, rows = Peer(model), list[tuple[float, float]]()
+        peer, rows = Peer(model), list[tuple[float, float, float]]()
         try:
             for _ in range(num_steps):
                 here.send(None)
@@ -133,15 +145,16 @@ def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_
                 own_seconds, own_loss = peer.step(*batch)
                 if abs(loss - own_loss) > 1e-3 * abs(own_loss):
                     raise SystemExit(f"losses differ: Braid has {loss}, transformers {own_loss}")
-                rows.append((seconds, own_seconds))
+                rows.append((seconds, own_seconds, peer.products_seconds(sum(batch[0]))))
             process.join()
         finally:
             process.kill()
     counted = rows[NUM_FIRST:]
     return {
-        "braid": statistics.median(braid for braid, _ in counted),
-        "transformers": statistics.median(peer for _, peer in counted),
-        "ratio": statistics.median(peer / braid for braid, peer in counted),
+        "braid": statistics.median(braid for braid, _, _ in counted),
+        "transformers": statistics.median(peer for _, peer, _ in counted),
+        "ratio": statistics.median(peer / braid for braid, peer, _ in counted),
+        "bound": statistics.median(peer / products for _, peer, products in counted),
     }
 
 
@@ -151,20 +164,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=23, metavar="N", help="steps of each, with three that do not count (23)")
     parser.add_argument("--layers", type=int, default=4, metavar="N")
     parser.add_argument("--hidden", type=int, default=512, metavar="N")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS], help="rows (all)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     found = {
-        name: compare(arguments.layers, arguments.hidden, lengths=lengths, num_steps=arguments.steps)
-        for name, lengths in TEXTS.items()
+        name: compare(arguments.layers, arguments.hidden, lengths=TEXTS[name], num_steps=arguments.steps)
+        for name in arguments.texts
     }
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
-    table = Table("texts", "Braid", "transformers", "times as fast")
+    table = Table("texts", "Braid", "transformers", "times as fast", "bound")
     for name, row in found.items():
-        table.add_row(name, f"{1e3 * row['braid']:.0f} ms", f"{1e3 * row['transformers']:.0f} ms", f"{row['ratio']:.2f}")
+        seconds = (f"{1e3 * row[side]:.0f} ms" for side in ("braid", "transformers"))
+        table.add_row(name, *seconds, f"{row['ratio']:.2f}", f"{row['bound']:.2f}")
     Console().print(table)
 
 
