@@ -83,9 +83,7 @@ def compose(
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
     if taken := {_LLM, *encoders} & {*drawing} | {_LLM} & {*encoders}:
         raise ModelError(f"compose: '{taken.pop()}' names two units; give one another name ('{_LLM}' is the LLM's own)")
-    language = read_graph(llm)
-    if [unit.role for unit in language.units] != [Role.BACKBONE]:
-        raise ModelError(f"compose: llm {llm} has {', '.join(language.unit_names)}; give a text model, without encoders")
+    language = _read_language(llm)
     _check_known("as_modules", as_modules, encoders)
     _check_callbacks(given, encoders)
     width = {"projector_hidden_size": language.backbone.transformer.hidden_size} if projector == "mlp" else {}
@@ -99,10 +97,7 @@ def compose(
             units[name]["module"] |= given[name]
     units[_LLM] = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
     units |= {name: _generator(name, Path(folder)) for name, folder in drawing.items()}
-    _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in freeze], units)
-    for entry in freeze:
-        name = entry.removesuffix(_OF_PROJECTOR)
-        units[name]["freeze_module" if name == entry else "freeze_projector"] = True
+    _freeze(units, freeze)
     try:
         write_mapping(output, {"units": units})
     except OSError as problem:
@@ -110,6 +105,21 @@ def compose(
             f"compose: output {output} cannot be written ({problem.strerror}); give a path in a folder that is there"
         ) from problem
     return ModelGraph.from_file(output)
+
+
+def _read_language(llm: str | Path) -> ModelGraph:
+    language = read_graph(llm)
+    if [unit.role for unit in language.units] != [Role.BACKBONE]:
+        raise ModelError(f"compose: llm {llm} has {', '.join(language.unit_names)}; give a text model, without encoders")
+    return language
+
+
+def _freeze(units: dict[str, dict[str, Any]], entries: Sequence[str]) -> None:
+    """Mark modules and projectors of units (`compose`, freeze) as not trained."""
+    _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in entries], units)
+    for entry in entries:
+        name = entry.removesuffix(_OF_PROJECTOR)
+        units[name]["freeze_module" if name == entry else "freeze_projector"] = True
 
 
 def _check_types(arguments: Mapping[str, Any]) -> None:
