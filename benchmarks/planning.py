@@ -35,18 +35,18 @@ from rich.table import Table
 from scipy.optimize import linprog
 
 from benchmarks.baselines import COMPARED
+from benchmarks.baselines.disttrain import plan_disttrain
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
-from multimodal.plan.planners.disttrain import (
+from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.allocation import (
     AllocationProblem,
     build_problem,
     least_bottleneck,
-    plan_disttrain,
     rank_allocations,
 )
-from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
-from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ModelGraph
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -4,6 +4,7 @@ from collections import ChainMap
 from functools import partial
 
 from benchmarks.baselines.cornstarch import plan_cornstarch
+from benchmarks.baselines.disttrain import plan_disttrain
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
 from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
 from benchmarks.baselines.entrain import plan_entrain
@@ -31,6 +32,9 @@ class _WithoutFedEncoders(PlannerRow):
 
 
 _ROWS = (
+    PlannerRow(
+        "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
+    ),
     PlannerRow(
         "megatron-replicated",
         partial(plan_megatron, replicates=True),

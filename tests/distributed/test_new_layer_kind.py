@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime import platform
 from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.cost.cluster import Cluster
@@ -30,7 +31,6 @@ from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePas
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
-from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ModelError
@@ -163,7 +163,7 @@ def test_it_is_planned_and_simulated(kind: str) -> None:
     seconds = {}
     for name, graph in (("transformer", TEXT_ONLY), ("mixed", mixed)):
         asked = request(graph, num_gpus=2, global_batch_size=8)
-        seconds[name] = predict_run(PLANNERS["disttrain"](asked), asked).iteration_seconds
+        seconds[name] = predict_run(COMPARED["disttrain"](asked), asked).iteration_seconds
     assert 0 < seconds["mixed"] < seconds["transformer"], "the new layers have fewer weights and no attention"
 
 

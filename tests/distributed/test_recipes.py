@@ -29,7 +29,7 @@ CLUSTER = REPOSITORY / "examples" / "clusters" / "a40.yaml"
 def rows() -> Iterator[None]:
     tables: tuple[dict[str, Any], ...] = (BUILDERS, BALANCERS, PLANNERS)
     before = [dict(table) for table in tables]
-    for name in PLANNERS.keys() - {"braid", "disttrain", "megatron"}:
+    for name in PLANNERS.keys() - {"braid", "megatron"}:
         del PLANNERS[name]
     add_rows()
     yield

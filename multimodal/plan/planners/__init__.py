@@ -9,7 +9,6 @@ from functools import partial
 from multimodal.plan.planners.allowed_sizes import fewest_enough
 from multimodal.plan.planners.alpa import plan_alpa
 from multimodal.plan.planners.braid import PROMISING, plan_braid
-from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.megatron import plan_megatron
@@ -100,9 +99,6 @@ _ROWS = (
     ),
     PlannerRow(
         "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
-    ),
-    PlannerRow(
-        "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
     ),
     PlannerRow(
         "optimus",

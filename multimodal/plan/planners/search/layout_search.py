@@ -8,13 +8,13 @@ from itertools import product
 import numpy as np
 
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes, stage_sizes, tensor_parallel_sizes
-from multimodal.plan.planners.disttrain import AllocationProblem, build_candidate, build_problem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, even_layout, stage_times
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.allocation import AllocationProblem, build_candidate, build_problem, rank_allocations
 from multimodal.plan.planners.search.grid_search import best_grids
 from multimodal.values.model_graph import Unit
 

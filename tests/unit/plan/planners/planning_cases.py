@@ -44,9 +44,9 @@ def random_lengths(graph: ModelGraph, *, count: int = 24, seed: int = 0) -> tupl
 
 @contextmanager
 def few_planners(*more: str) -> Iterator[None]:
-    """Let `braid` hold its plans against those of two planners; asking all of them takes seconds. more: others to keep."""
+    """Let `braid` hold its plans against those of one planner; asking all of them takes seconds. more: others to keep."""
     with patch.dict(PLANNERS):
-        for name in PLANNERS.keys() - {"braid", "disttrain", "megatron", *more}:
+        for name in PLANNERS.keys() - {"braid", "megatron", *more}:
             del PLANNERS[name]
         yield
 

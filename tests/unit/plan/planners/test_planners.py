@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from benchmarks.baselines import COMPARED, WITHOUT_FED_ENCODERS
+from benchmarks.baselines.disttrain import BALANCE, plan_disttrain
 from benchmarks.baselines.encoders_replicated import repeat_encoders
 from multimodal.plan.planners import TEMPLATE_PLANNERS
-from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain, rank_allocations
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.allocation import build_candidate, build_problem, rank_allocations
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.build_schedule import build_schedule

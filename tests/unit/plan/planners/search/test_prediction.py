@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.baselines import COMPARED
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated, shortest_run
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
@@ -59,7 +60,7 @@ def test_a_share_of_the_replicas_predicts_the_whole(graph, plan, max_actions, nu
 
 def test_a_long_step_is_continued_from_a_shorter_one():
     asked = request(TWO, global_batch_size=256, lengths=request(TWO).lengths[:1])
-    run = PLANNERS["disttrain"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)}))
+    run = COMPARED["disttrain"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)}))
     whole, part = predict_run(run, asked), predict_run(run, asked.changed(max_actions=200), fidelity=PART)
     assert part.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.01)
     assert sum(part.bubble.values()) == pytest.approx(sum(whole.bubble.values()), abs=0.02)

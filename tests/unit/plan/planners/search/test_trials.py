@@ -42,7 +42,7 @@ def calls(monkeypatch):
 def test_a_run_is_simulated_once_and_counted(calls):
     asked = request(TWO)
     search = Trials(asked)
-    run = PLANNERS["disttrain"](asked)
+    run = COMPARED["disttrain"](asked)
     first = search.try_run(run, QUICK)
     spent = search.spent_seconds
     assert first is not None and spent > 0 and search.try_run(replace(run, planner="other"), QUICK) is first
@@ -77,7 +77,7 @@ def test_the_bound_of_a_run_with_hidden_collectives_is_that_of_its_costs():
 
 def test_what_does_not_fit_is_remembered_as_that():
     asked = request(TWO)
-    run = PLANNERS["disttrain"](asked)
+    run = COMPARED["disttrain"](asked)
     small = with_memory(asked, 0.01)
     search = Trials(small)
     assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == []
@@ -122,7 +122,7 @@ def test_gradients_are_reduced_between_the_ranks_that_hold_them():
 
 def test_variants_of_a_run_keep_to_the_request():
     asked = request(TWO, global_batch_size=24, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)})
-    run = replace(PLANNERS["disttrain"](asked), micro_batch_size=4)
+    run = replace(COMPARED["disttrain"](asked), micro_batch_size=4)
     assert [each.micro_batch_size for each in other_sizes(run, asked)] == [2, 8]
     assert list(other_sizes(run, asked.changed(micro_batch_size=4))) == []
     for each in other_passes(run, asked):
@@ -184,7 +184,7 @@ def test_shares_of_a_plan_count_as_turns():
 
 @pytest.mark.parametrize("planner", ["megatron", "disttrain"])
 def test_encoders_on_ranks_of_their_own_or_in_one_pipeline_have_nothing_to_move(planner):
-    assert not list(other_partitions(PLANNERS[planner](request()), request()))
+    assert not list(other_partitions(COMPARED[planner](request()), request()))
 
 
 def test_a_busy_stage_gives_a_layer_to_the_next_one_and_keeps_one_beside_its_end():
