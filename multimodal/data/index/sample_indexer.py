@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Literal, NamedTuple, Protocol
@@ -112,25 +113,27 @@ class SampleIndexer:
     ) -> None:
         """files: the data set, for images that are part of it; chat: writes conversations by a model's template."""
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
+        self._item_encoders = graph.item_encoders
         folder = data_path(options.media_dir) if options.media_dir else files.folder
         self._paths = ManifestPaths(folder, allows_outside=options.allows_outside_paths)
 
     def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None) -> Iterator[SampleIndex]:
         """Index block after block: the first in this process, others on all of its cores."""
-        blocks = gather(samples, weight=lambda sample: 1, most=BLOCK_SIZE)
-        yield from map(self.index_block, islice(blocks, 1))
-        if (second := next(blocks, None)) is None:
-            return
-        num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-        # Forked, so that each has the tokenizer and the template as they are.
-        with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _adopt, (self,)) as pool:
-            waiting = deque[Future[SampleIndex]]()
-            for found in _submitted(pool, chain((second,), blocks)):
-                waiting.append(found)
-                if len(waiting) > 2 * num_processes:
+        with _rare_collections():
+            blocks = gather(samples, weight=lambda sample: 1, most=BLOCK_SIZE)
+            yield from map(self.index_block, islice(blocks, 1))
+            if (second := next(blocks, None)) is None:
+                return
+            num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+            # Forked, so that each has the tokenizer and the template as they are.
+            with ProcessPoolExecutor(num_processes, multiprocessing.get_context("fork"), _adopt, (self,)) as pool:
+                waiting = deque[Future[SampleIndex]]()
+                for found in _submitted(pool, chain((second,), blocks)):
+                    waiting.append(found)
+                    if len(waiting) > 2 * num_processes:
+                        yield waiting.popleft().result()
+                while waiting:
                     yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
 
     def index_block(self, samples: Iterable[SegmentedSample]) -> SampleIndex:
         """Return the index of these samples; raises DataError for the first faulty one."""
@@ -188,7 +191,7 @@ class SampleIndexer:
         """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
         is_sound = segment.kind == "audio"
         made = [unit for unit in self._graph.generators if unit.image is not None and unit.makes_sound == is_sound]
-        taken = [unit for unit in self._graph.item_encoders if (unit.audio if is_sound else unit.image) is not None]
+        taken = [unit for unit in self._item_encoders if (unit.audio if is_sound else unit.image) is not None]
         fitting = made if segment.is_answer and segment.kind != "video" and made else taken
         if segment.unit is not None:
             return next((unit for unit in fitting if unit.name == segment.unit), None)
@@ -260,10 +263,21 @@ class SampleIndexer:
 
     def _index_sound(self, path: str, num_samples: int) -> list[_Part]:
         """Return the sound of a video; nothing of a silent one."""
-        (unit,) = (unit for unit in self._graph.item_encoders if unit.audio is not None)
+        (unit,) = (unit for unit in self._item_encoders if unit.audio is not None)
         assert unit.audio is not None
         grid = audio_grid(num_samples, audio=unit.audio) if num_samples else None
         return [] if grid is None else [_Part([IndexedItem(unit.name, path + SOUND, (num_samples, 1), grid)])]
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let Python look for circles of objects less often, here and in processes forked inside: samples are in none."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 _adopted: list[SampleIndexer] = []
