@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from threading import Event, Thread
 from typing import TypeVar, cast
 
@@ -160,8 +159,9 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
             f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
         )
     # torch resolves names of addresses, which can take seconds
-    connect = partial(_connect, place, port=store.port, keeps=False, seconds=seconds)
-    opened_line, _ = _in_thread(lambda: cast(Store, PrefixStore(prefix, connect())))
+    opened_line, _ = _in_thread(
+        lambda: cast(Store, PrefixStore(prefix, _connect(place, port=store.port, keeps=False, seconds=seconds)))
+    )
     return Meeting(place, of_attempt, opened_line)
 
 

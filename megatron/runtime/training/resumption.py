@@ -5,7 +5,6 @@ import math
 import os
 from dataclasses import asdict
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,9 +149,13 @@ def _load(run: Run, start: Start) -> None:
         loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:
-        load_rng = start.is_resumption and checkpoint.load_rng
-        load = partial(load_checkpoint, session=run.session, check_run=check_run)
-        loaded = load(start.folder, load_optimizer=load_optimizer, load_rng=load_rng)
+        loaded = load_checkpoint(
+            start.folder,
+            session=run.session,
+            check_run=check_run,
+            load_optimizer=load_optimizer,
+            load_rng=start.is_resumption and checkpoint.load_rng,
+        )
     if not start.is_resumption:
         logger.info("starting at step 0 from the weights of %s", loaded.path)
         return

@@ -248,17 +248,21 @@ def _session_options(
     config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: EmulatedCosts | None
 ) -> SessionOptions:
     settings, passes = config.optimizer, passes_named(config.training.schedule_passes)
-    betas = settings.adam_beta1, settings.adam_beta2
-    adamw = partial(
-        build_optimizer_config, lr=settings.lr, min_lr=settings.min_lr, weight_decay=settings.weight_decay, betas=betas
-    )
     return SessionOptions(
         graph=graph,
         build=_build_options(config),
         vocab_size=vocab_size,
         seed=config.training.seed,
         timeout=timeout,
-        optimizer=adamw(eps=settings.adam_eps, clip_grad=settings.clip_grad, dtype=getattr(torch, config.training.dtype)),
+        optimizer=build_optimizer_config(
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            dtype=getattr(torch, config.training.dtype),
+        ),
         rates={unit.name: UnitRates(*_rates(settings, unit)) for unit in graph.units},
         builder=BUILDERS[config.training.schedule],
         passes=passes,

@@ -100,8 +100,8 @@ class ComputationSeconds:
     def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
         """[num_waits, num_microbatches of the unit] seconds of the waits of computations like a stage's."""
         count = self.loads.assignment.placed[stage[0]].num_microbatches
-        seconds = partial(self.stages.waits, stage, kind)
-        found = self._of_rows(self.rows(stage[0]), np.arange(count), lambda load: np.array(seconds(load)))
+        rows = self.rows(stage[0])
+        found = self._of_rows(rows, np.arange(count), lambda load: np.array(self.stages.waits(stage, kind, load)))
         return found if found.size else np.zeros((len(found), count))
 
     def of_both(self, unit: str) -> Floats:

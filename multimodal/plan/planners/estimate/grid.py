@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
@@ -98,8 +97,10 @@ class Grid(Candidate):
         ends = (through_all - slowest) / self.virtual_stages
         waits = step_estimate.slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
         heaviest = max(step_estimate.heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
-        exposed_seconds = partial(step_estimate.exposed_reduction_seconds, request, stage_seconds=slowest)
-        exposed = max(exposed_seconds(*each) for each in self.layouts.items())
+        exposed = max(
+            step_estimate.exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest)
+            for unit, layout in self.layouts.items()
+        )
         return max(ends + count * slowest * waits, heaviest, through_all) + exposed
 
     def fits(self, request: PlanningRequest, *, schedule: str | None = None) -> bool:
