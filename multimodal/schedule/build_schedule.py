@@ -129,6 +129,10 @@ class BuiltSchedule:
         return placed, tuple(map(by_position, joins))
 
 
+MOST_KEPT_SLOTS = 1 << 20
+"""Slots of all schedules of a cache: one takes 250 bytes with what is derived from it, and large steps hardly have equal shapes."""
+
+
 @dataclass
 class ScheduleCache:
     """Lowered, validated schedules by shape, with the simulator's compiled form and the executor's joins.
@@ -143,6 +147,7 @@ class ScheduleCache:
     """Applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut."""
     forward_only: bool = False
     capacity: int = 64
+    """Most schedules that are kept, as far as they have at most `MOST_KEPT_SLOTS` together; the latest one always is."""
     _built: dict[StepShape, BuiltSchedule] = field(default_factory=dict)
 
     def shape(self, assignment: Assignment) -> StepShape:
@@ -157,9 +162,11 @@ class ScheduleCache:
         if costs is not None and self.builder.needs_costs:
             return self._build(self.builder.with_costs(costs), shape, costs)
         if shape not in self._built:
-            if len(self._built) >= self.capacity:
-                self._built.pop(next(iter(self._built)))
-            self._built[shape] = self._build(self.builder, shape)
+            built = self._build(self.builder, shape)
+            num_kept = min(self.capacity, MOST_KEPT_SLOTS // (1 + len(built.draft.pieces)))
+            for oldest in list(self._built)[: max(0, 1 + len(self._built) - num_kept)]:
+                del self._built[oldest]
+            self._built[shape] = built
         return self._built[shape]
 
     def _build(self, builder: Builder, shape: StepShape, costs: StepCosts | None = None) -> BuiltSchedule:

@@ -38,7 +38,7 @@ _new = tuple.__new__
 """Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=4)
 def step_work(shape: StepShape) -> "StepWork":
     """Return the numbered work of a shape, made once for the shapes that one schedule passes through. O(actions + dependencies).
 
