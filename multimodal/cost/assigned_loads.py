@@ -105,8 +105,8 @@ class AssignedLoads:
     @memoized
     def kept(self, unit: str) -> RankLoad:
         """Return each microbatch's load on the context parallel rank with the most tokens, times their number, as arrays."""
-        places = [place for place in self.shape.microbatches if place.unit == unit and unit in self._dealers]
-        if places:
+        if unit in self._dealers and self.assignment.placed[unit].num_microbatches:
+            places = (place for place in self.shape.microbatches if place.unit == unit)
             shared = (self._rank_loads(unit, self.assignment.atoms(place)) for place in places)
             fullest = [max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens) for parts in shared]
             of_all = ([of_all_ranks(load, self._dealers[unit].num_ranks) for load in part] for part in fullest)

@@ -114,8 +114,19 @@ class ModelCosts:
         ways = np.where(groups[sources] == groups[targets], _EXCHANGED, np.where(is_inside, _INSIDE, _BETWEEN))
         latencies, seconds_per_byte, links = costs[ways, sources].T
         found.latency_seconds[sent], found.seconds[sent], found.links[sent] = latencies, num_bytes * seconds_per_byte, links
-        found.seconds[joined] = [self.collective_seconds(work.action(piece)) for piece in pieces[joined].tolist()]
+        found.seconds[joined] = self._of_collectives(work, pieces[joined])
         return found
+
+    def _of_collectives(self, work: StepWork, pieces: Integers) -> Floats:
+        """[num_pieces] seconds of collectives, computed once for all replicas of a unit where these are alike."""
+        units = (self.shape.plan.units[unit] for unit in work.pieces.units)
+        is_alike = np.array([not unit.is_unlike for unit in units], bool) & (self.options.num_state_copies is None)
+        stages = work.computed_stages[pieces]
+        first_stages = stages - work.replicas[pieces] * is_alike[work.pieces.unit_of_stage[stages]]
+        keys = np.stack((first_stages, work.kinds[pieces], work.pieces.parts[pieces]))
+        _, first, which = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        seconds = [self.collective_seconds(work.action(piece)) for piece in pieces[first].tolist()]
+        return np.array(seconds, np.float64)[which.ravel()]
 
     @cached_property
     def _stage_links(self) -> tuple[Integers, Integers, Floats]:

@@ -130,7 +130,8 @@ class BuiltSchedule:
 
 
 MOST_KEPT_SLOTS = 1 << 20
-"""Slots of all schedules of a cache: one takes 250 bytes with what is derived from it, and large steps hardly have equal shapes."""
+"""Most slots of all schedules of a cache. With what is derived from it one takes 250 bytes, and large steps hardly have equal
+shapes."""
 
 
 @dataclass

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -174,31 +173,28 @@ def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_
     the lane has in flight in this order, in all its stages together. unit: count its stages alone, and let n be the largest of
     all lanes of a replica. schedule: a result of `split_in_line`.
     """
-    shape, work = schedule.shape, schedule.work
-    is_split = np.zeros(len(work.stages), bool)
-    is_split[work.computed_stages[work.kinds == WEIGHT_GRADIENT]] = True
-    groups = [(is_split, {lane}) for lane in range(schedule.num_lanes)]
+    work = schedule.work
+    is_counted, group_of_stage = np.zeros(len(work.stages), bool), None
+    is_counted[work.computed_stages[work.kinds == WEIGHT_GRADIENT]] = True
     if unit is not None:
-        groups, replicas = [], np.array([replica if name == unit else -1 for name, replica, _ in work.stages])
-        for index, replica in enumerate(shape.plan.units[unit].replicas):
-            lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in shape.lanes_of(unit, index, stage)}
-            groups.append(((replicas == index) & is_split, lanes))
-    found = [np.zeros((2, 0), np.int64)]
-    for is_wanted, lanes in groups:
-        orders = []
-        for lane in lanes:
-            pieces = schedule.lane_pieces(lane)
-            pieces = pieces[is_wanted[work.computed_stages[pieces]]]
-            is_forward, is_gradient = work.kinds[pieces] == FORWARD, work.kinds[pieces] == INPUT_GRADIENT
-            num_over = np.cumsum(is_gradient)[is_forward]  # before each forward
-            in_flight = int((np.arange(1, len(num_over) + 1) - num_over).max(initial=0))
-            orders.append((pieces[is_forward], pieces[is_gradient], in_flight))
-        most = num_more + max(in_flight for _, _, in_flight in orders)
-        for forwards, gradients, _ in orders:
-            num_pairs = max(0, len(forwards) - most)
-            found.append(np.stack((forwards[most:], gradients[:num_pairs] + 1)))
-    waiting, awaited = np.concatenate(found, axis=1)
-    return Waits(*np.divmod(np.unique(waiting * work.num_computed + awaited), work.num_computed))
+        is_counted &= np.array([name == unit for name, _, _ in work.stages], bool)
+        group_of_stage = work.pieces.replica_of_stage
+    slots = np.flatnonzero(is_counted[work.computed_stages[schedule.pieces]])
+    lanes, kinds = schedule.lane_of_slot[slots], work.kinds[schedule.pieces[slots]]
+    is_forward, is_gradient = kinds == FORWARD, kinds == INPUT_GRADIENT
+    forwards, gradients = schedule.pieces[slots[is_forward]], schedule.pieces[slots[is_gradient]]
+    first_forwards, first_gradients = (
+        row_starts(np.bincount(lanes[each], minlength=schedule.num_lanes)) for each in (is_forward, is_gradient)
+    )
+    lanes = lanes[is_forward]
+    index = np.arange(len(forwards)) - first_forwards[lanes]  # of each forward in its lane
+    num_over = np.cumsum(is_gradient)[is_forward] - first_gradients[lanes]  # before it
+    groups = lanes if group_of_stage is None else group_of_stage[work.computed_stages[forwards]]
+    most = np.zeros(int(groups.max(initial=-1)) + 1, np.int64)
+    np.maximum.at(most, groups, index + 1 - num_over)
+    at = index - (most[groups] + num_more)
+    awaited = gradients[(first_gradients[lanes] + at)[at >= 0]] + 1
+    return Waits(*np.divmod(np.unique(forwards[at >= 0] * work.num_computed + awaited), work.num_computed))
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
@@ -210,12 +206,9 @@ def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
     work = schedule.work
     position = np.zeros(work.num_computed, np.int64)
     position[schedule.pieces] = np.arange(len(schedule.pieces))
-    found = [np.zeros((2, 0), np.int64)]
-    for name in units:
-        grid = work.pieces.units[name]
-        for first, end in pairwise(grid.counted.microbatch_starts.tolist()):
-            for width, backwards in zip(grid.width[:, first:end], grid.backward[:, first:end], strict=True):
-                if len(width) > 1 and (width > 1).all():
-                    weights = backwards[np.argsort(position[backwards])] + 1
-                    found.append(np.stack((np.full(len(weights) - 1, weights[-1]), weights[:-1])))
-    return Waits(*np.concatenate(found, axis=1))
+    is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
+    weights = np.flatnonzero((work.kinds == WEIGHT_GRADIENT) & is_unit[work.computed_stages])
+    weights = weights[np.lexsort((position[weights - 1], work.computed_stages[weights]))]
+    is_last = np.diff(work.computed_stages[weights], append=-1) != 0
+    last = weights[is_last][np.cumsum(is_last) - is_last]
+    return Waits(last[~is_last], weights[~is_last])

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from multimodal.values.action import Action, ActionKind, LayerRange, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
@@ -16,7 +17,8 @@ def read_cuts(actions: Iterable[Action], shape: StepShape) -> Cuts:
     Actions that no cut makes (subsets that the routes do not, ranges of segments with gaps) are unknown to the shape cut so.
     """
     fed_once = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
-    microbatches = {each for each in shape.microbatches if each.unit in fed_once}
+    # Most schedules have no sample subsets, and never ask for these.
+    places_fed_once = cache(lambda: {each for each in shape.microbatches if each.unit in fed_once})
     split: set[Place] = set()
     num_subsets: dict[MicrobatchPlace, int] = {}
     gathers, by_layer = False, set()
@@ -32,7 +34,7 @@ def read_cuts(actions: Iterable[Action], shape: StepShape) -> Cuts:
             gathers = True
         if isinstance(action.covers, SampleSubset):
             microbatch = action.microbatch_place
-            if microbatch in microbatches and microbatch not in num_subsets:
+            if microbatch not in num_subsets and microbatch in places_fed_once():
                 num_subsets[microbatch] = len(shape.consumers(microbatch))
         elif isinstance(action.covers, SegmentRange):
             if kind in (ActionKind.FORWARD, ActionKind.BACKWARD) and action.covers.first < action.covers.end:

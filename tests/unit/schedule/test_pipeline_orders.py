@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import multimodal.schedule.build_schedule as building
 import multimodal.schedule.list_schedule as listing
 from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.schedule.build_schedule import build_schedule
@@ -260,3 +261,16 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk():
 def test_what_is_not_one_chain_is_not_taken_for_one(plan, vision, is_chain):
     shape = written_case(plan, {"vision": vision, "llm": "0|1|2|3"}).shape
     assert (chain_of_replica(shape, 0) is not None) == is_chain
+
+
+def test_schedules_are_kept_as_far_as_their_slots_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [one_unit(2, count) for count in range(2, 6)]
+    sizes = [2 * 2 * count + 2 for count in range(2, 6)]  # a forward and a backward each, and two reductions
+    for most, num_kept in ((2 * (1 + max(sizes)), 2), (max(sizes), 1), (1 << 20, 3)):
+        monkeypatch.setattr(building, "MOST_KEPT_SLOTS", most)
+        cache = building.ScheduleCache(shapes[0].graph, shapes[0].plan, BUILDERS["1f1b"], capacity=3)
+        found = [cache.find(shape) for shape in shapes]
+        assert [len(each.draft.pieces) for each in found] == sizes
+        kept = found[-num_kept:]
+        assert all(cache.find(shape) is each for shape, each in zip(shapes[-num_kept:], kept, strict=True))
+        assert cache.find(shapes[0]) is not found[0]

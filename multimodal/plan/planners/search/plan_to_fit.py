@@ -31,9 +31,9 @@ class PredictedRun(NamedTuple):
     prediction: Prediction
 
     @property
-    def key(self) -> tuple[float, int]:
-        """The order of runs: shorter steps first; of equals, fewer GPUs."""
-        return self.prediction.iteration_seconds, self.run.num_gpus
+    def key(self) -> tuple[float, int, int]:
+        """The order of runs: shorter steps first; of equals, which differ by rounding at most, fewer GPUs, then less memory."""
+        return float(f"{self.prediction.iteration_seconds:.9g}"), self.run.num_gpus, self.prediction.peak_memory_bytes
 
 
 def plan_to_fit(

@@ -83,6 +83,17 @@ def test_what_does_not_fit_is_remembered_as_that():
     assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == []
 
 
+def test_of_equal_steps_fewer_gpus_are_preferred_then_less_memory():
+    run = COMPARED["disttrain"](request(TWO))
+    fewer = COMPARED["disttrain"](request(TWO, num_gpus=4))
+    assert fewer.num_gpus < run.num_gpus
+    prediction = predict_run(run, request(TWO))
+    leaner = replace(prediction, peak_memory_bytes=prediction.peak_memory_bytes - 1)
+    rounded = replace(prediction, iteration_seconds=prediction.iteration_seconds * (1 + 1e-13), peak_memory_bytes=10**12)
+    wanted = [PredictedRun(fewer, rounded), PredictedRun(run, leaner), PredictedRun(run, prediction)]
+    assert sorted((wanted[2], wanted[0], wanted[1]), key=lambda each: each.key) == wanted
+
+
 def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_closely():
     asked = request(TWO)
     apart, chain = (COMPARED[name](asked) for name in ("disttrain", "megatron-balanced"))
