@@ -1,7 +1,7 @@
 """Claim: on one core, a step of 3,072 LLM ranks is decided in 250 ms by every balancer for every schedule (`auto`: 500 ms).
 
 Schedules by durations, which are ordered anew for every step, take 1 s. With the others, a step of 12,288 ranks is decided in
-1 s; `interleaved-1f1b` and `zb-v` take a little longer with the default passes (docs/balance.md). Every rank decides every step
+1 s; `zb-v` takes a little longer with the default passes (docs/balance.md). Every rank decides every step
 by itself, ahead of training: from the lengths of the global batch to its own part of assignment and schedule. The parts, in the
 order of `StepPlanner`:
 
