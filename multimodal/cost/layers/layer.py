@@ -1,6 +1,6 @@
 """Costs of a layer: the base class of all kinds of layers, and the values that it returns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -274,6 +274,10 @@ class Layer:
         """Bytes kept by a layer with a backward, with its products' inputs if its weights are trained; loads may be arrays."""
         return ActivationBytes()
 
+    def kept_inputs(self, case: ActivationCase) -> Collection[str]:
+        """Names of `linear_layers` whose input is kept by what made it, whether or not their weights are trained."""
+        return ()
+
     def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Bytes kept for one microbatch's load; 0 without a backward."""
         if not case.need.has_backward:
@@ -285,8 +289,10 @@ class Layer:
             return kept
         # Adapters keep their inputs and the output of the first product, on every tensor parallel rank.
         per_input, shapes = 1.0 * case.bytes_per_element * self._num_counted(load), self._adapted_shapes
+        kept_anyway = self.kept_inputs(case)
+        read = [shape for name, shape in self.linear_layers.items() if name in self.adapted and name not in kept_anyway]
         whole, split = (
-            per_input * sum(each.num_alike * each.num_inputs for each in shapes if each.is_split_by_inputs == is_split)
+            per_input * sum(each.num_alike * each.num_inputs for each in read if each.is_split_by_inputs == is_split)
             for is_split in (False, True)
         )
         replicated = kept.replicated + per_input * self._rank * sum(each.num_alike for each in shapes)

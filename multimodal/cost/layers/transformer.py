@@ -1,6 +1,6 @@
 """A transformer layer: norm and QKV, attention, projection, norm, MLP up, MLP down; and DiT's, which a flow's time modulates."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 from multimodal.cost.cluster import Cluster
@@ -90,6 +90,11 @@ class TransformerLayer(Layer):
         mlp = self._mlp_bytes(trains=trains, size=size, is_fused=not is_local)
         tokens = load.num_tokens
         return ActivationBytes(tokens * (whole + mlp.whole), tokens * (split + mlp.split), tokens * mlp.replicated)
+
+    def kept_inputs(self, case: ActivationCase) -> Collection[str]:
+        """Torch's attention keeps its output, which is the projection's input."""
+        keeps_output = case.implementation == "local" and case.recompute != "selective" and not case.is_spread
+        return ("linear_proj",) if keeps_output else ()
 
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
         """Bytes per token of the MLP: first product, torch's intermediate values, inputs of products with trained weights.
