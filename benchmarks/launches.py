@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.training.trainer import Trainer
 from multimodal.model.layers import backbone_ends
-from multimodal.values.action import Action
+from multimodal.values.schedule import Entry
 from pretrain_mllm import main as train
 
 OUTSIDE = "outside of actions"
@@ -73,14 +73,14 @@ class Launches(TorchDispatchMode):
         """Count one operation."""
         self.counts.setdefault(self.where, Counter())[name] += 1
 
-    def of_action(self, name: str, run: Callable[[RunningStep, Action], None]) -> Callable[[RunningStep, Action], None]:
+    def of_action(self, name: str, run: Callable[[RunningStep, Entry], None]) -> Callable[[RunningStep, Entry], None]:
         """Return a method of the executor that counts under the unit and the name of its action."""
 
-        def counted(step: RunningStep, action: Action) -> None:
-            outer, self.where = self.where, f"{name} of {action.unit}"
+        def counted(step: RunningStep, entry: Entry) -> None:
+            outer, self.where = self.where, f"{name} of {entry.action.unit}"
             self.num_actions[self.where] += self.is_counting
             try:
-                run(step, action)
+                run(step, entry)
             finally:
                 self.where = outer
 
