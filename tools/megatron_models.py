@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_mapping
+from multimodal.values.file_form import read_table
 from tools.megatron_command import Command
 
-TABLES: Mapping[str, Any] = read_mapping(Path(__file__).with_suffix(".yaml"), error=ConfigError)
-"""What Megatron's scripts name."""
+TABLES: Mapping[str, Any] = read_table(Path(__file__).with_suffix(".yaml"))
+"""Models and flags that Megatron's scripts name."""
 
 
 class Flags(dict[str, tuple[str, ...]]):

@@ -24,7 +24,7 @@ class _Block(NamedTuple):
     last: int
     """The query behind the block, and the number of its keys."""
     options: dict[str, Any]
-    """Of the kernel."""
+    """Keyword arguments of torch's kernel: its mask and the scale of the scores."""
 
     def queries(self, *sequences: Tensor) -> Iterator[Tensor]:
         """Yield views of the block's queries; sequences: [num_sequences, heads, length, ...]."""

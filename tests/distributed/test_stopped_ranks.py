@@ -83,7 +83,7 @@ class Stop(NamedTuple):
     """To the processes, once they have trained five steps; None: nothing."""
     exit_codes: tuple[int, ...]
     words: tuple[str, ...]
-    """Of the one message; {last} is the last step, {newest} its checkpoint."""
+    """Parts of the one message; {last} is the last step, {newest} its checkpoint."""
     flags: tuple[object, ...] = ()
     has_store: bool = True
     """False if ranks lose the store of rank 0, without which they cannot tell who speaks: several say the same."""

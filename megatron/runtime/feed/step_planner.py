@@ -227,7 +227,7 @@ class StepPlanners(Dataset[Step | BraidError]):
     """Makes steps by what is known when they are asked for: builds another planner where that has changed."""
 
     def __init__(self, build: Callable[[Any], StepPlanner], known: Any) -> None:
-        """known: at the start."""
+        """known: what the first steps go by."""
         self._build, self._known, self._planner = build, known, build(known)
 
     def plan(self, step: int, known: Any) -> Step:

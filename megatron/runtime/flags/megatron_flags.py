@@ -4,8 +4,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from multimodal.values.errors import ConfigError
-from multimodal.values.file_form import read_mapping
+from multimodal.values.file_form import read_table
 
 ANSWERS = {
     "in_model_file": "it belongs in the model file, as '{}' of a unit",
@@ -28,7 +27,7 @@ FREEZES = {
 @cache
 def megatron_flags() -> dict[str, dict[str, str]]:
     """Return the tables: name -> answer -> flags, without dashes in front; `*` stands for any beginning or end of a name."""
-    return read_mapping(Path(__file__).with_suffix(".yaml"), error=ConfigError)
+    return read_table(Path(__file__).with_suffix(".yaml"))
 
 
 def explain_megatron_flag(name: str) -> str:

@@ -22,7 +22,7 @@ class TriedStep:
 
 
 class Verdict(NamedTuple):
-    """What balancing is worth."""
+    """The worth of balancing."""
 
     margin: float
     """Share of a step that balancing must be predicted to gain over the data's order."""

@@ -57,7 +57,7 @@ class Measuring:
     run: Run
     _steps: list[_Measured] = field(default_factory=list)
     _known: list[tuple[int, MeasuredCosts | None]] = field(default_factory=list)
-    """What steps go by, with the first of them, from 0."""
+    """The first step, from 0, that goes by these costs, and the costs."""
 
     def __post_init__(self) -> None:
         self._known.append((0, self.run.measured))
@@ -71,27 +71,28 @@ class Measuring:
         done, interval = self.run.done_steps, self.run.config.measuring_interval
         due = measured_after(number, first=done, interval=interval)
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
-            lengths = tuple(step.lengths.values())
             predicted = step.balance.predicted_seconds
-            judged = step.balance.balance_ms / 1e3 if predicted else None, predicted is not None and predicted[1] < predicted[0]
-            self._steps.append(_Measured(step.schedule, step.assignment, lengths, events, report.step_seconds, *judged))
+            measured = _Measured(
+                schedule=step.schedule,
+                assignment=step.assignment,
+                lengths=tuple(step.lengths.values()),
+                events=events,
+                seconds=report.step_seconds,
+                deciding_seconds=step.balance.balance_ms / 1e3 if predicted else None,
+                is_balanced=predicted is not None and predicted[1] < predicted[0],
+            )
+            self._steps.append(measured)
         if number < due or not self._steps:
             return None
-        measured, self._steps = self._steps, []
-        return self._conclude(number, measured)
+        steps, self._steps = self._steps, []
+        return self._conclude(number, steps)
 
     def _conclude(self, number: int, steps: Sequence[_Measured]) -> str | None:
-        run, plan = self.run, self.run.session.plan
-        described = predictor_by(run, None)
-        costs = [described.costs(step.assignment, step.lengths) for step in steps]
-        layers = MeasuredLayers(costs[0].layer_costs, plan)
-        is_counted = plan.lanes[plan.lane_of_rank[run.world.rank]][0] == run.world.rank
-        timed = [(each, step.events) for each, step in zip(costs, steps, strict=True) if is_counted]
-        sums = torch.from_numpy(layers.sums(timed)).to(platform.device())
-        dist.all_reduce(sums)
-        found = None
-        if run.world.rank == 0:
-            found = self._fit(number, described.profile or layers.fit(sums.cpu().numpy()), steps)
+        run, found = self.run, None
+        given = predictor_by(run, None).profile
+        profile = given or self._measure_layers(steps)
+        if profile is not None and run.world.rank == 0:
+            found = self._conclusion(number, profile, steps, is_measured=given is None)
         line, measured = gather_objects(found)[0]
         if line is None:
             return None
@@ -100,8 +101,24 @@ class Measuring:
         self._known.append((number + num_begun(num_workers), run.measured))
         return str(line)
 
-    def _fit(self, number: int, profile: LayerProfile, steps: Sequence[_Measured]) -> tuple[str | None, dict[str, Any]]:
-        """Return the line and the measured costs, with the rest of a step; no line if they are like those the run goes by."""
+    def _measure_layers(self, steps: Sequence[_Measured]) -> LayerProfile | None:
+        """Return the layers' seconds in the steps of all ranks, on rank 0 alone; collective."""
+        rank, plan, described = self.run.world.rank, self.run.session.plan, predictor_by(self.run, None)
+        costs = [described.costs(step.assignment, step.lengths) for step in steps]
+        layers = MeasuredLayers(costs[0].layer_costs, plan)
+        is_counted = plan.lanes[plan.lane_of_rank[rank]][0] == rank
+        timed = [(each, step.events) for each, step in zip(costs, steps, strict=True) if is_counted]
+        sums = torch.from_numpy(layers.sums(timed)).to(platform.device())
+        dist.all_reduce(sums)
+        return layers.fit(sums.cpu().numpy()) if rank == 0 else None
+
+    def _conclusion(
+        self, number: int, profile: LayerProfile, steps: Sequence[_Measured], *, is_measured: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Return the line and the costs that steps go by from now on; no line if they are like those before.
+
+        is_measured: False if the profile was given, and only what balancing gains is new.
+        """
         known = self.run.measured
         fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), predictor_by(self.run, known)
         predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
@@ -113,21 +130,27 @@ class Measuring:
         whole = zip(steps, predicted, predictions, strict=True)
         ratio = median([step.seconds / seconds for step, seconds, each in whole if each.is_simulated] or [1.0])
         took, beside = median(step.seconds for step in steps), profile.step or StepProfile()
-        # Ranks that share cores compute faster while others wait, so a step may take less than its simulation.
-        profile = profile.times(dict.fromkeys(self.run.session.graph.unit_names, min(1.0, ratio)))
-        profile = replace(profile, step=replace(beside, seconds=max(0.0, 1 - 1 / ratio) * took))
-        found = MeasuredCosts(number, profile, *(verdict[:2] if verdict else known[2:] if known else ()))
+        if is_measured:
+            # Ranks that share cores compute faster while others wait, so a step may take less than its simulation.
+            profile = profile.times(dict.fromkeys(self.run.session.graph.unit_names, min(1.0, ratio)))
+            profile = replace(profile, step=replace(beside, seconds=max(0.0, 1 - 1 / ratio) * took))
+        found = MeasuredCosts(number, profile)
+        if judged := verdict or known:
+            found = found._replace(margin=judged.margin, keeps_order=judged.keeps_order)
         last = steps[-1]
         now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (predictor_by(self.run, found), before))
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
         are_alike = all(1 / CLEARLY < ratio < CLEARLY for pair in ratios.values() for ratio in pair)
         if known and are_alike and known.keeps_order == found.keeps_order and abs(known.margin - found.margin) < CLEARLY - 1:
             return None, {}
+        said = f"; {verdict.said}" if verdict else ""
+        if not is_measured:
+            return f"steps measured up to this one: a step took {took:.4g} s{said}", found.to_dict()
         units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
         what = f"those of step {known.step}" if known else "the described machine's"
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
-            f"{took:.4g} s; schedule and balance go by these layers now{f'; {verdict.said}' if verdict else ''}",
+            f"{took:.4g} s; schedule and balance go by these layers now{said}",
             found.to_dict(),
         )
 

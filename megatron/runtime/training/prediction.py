@@ -48,7 +48,7 @@ _SAMPLES_OF_LAYERS = 1024
 
 
 class MeasuredCosts(NamedTuple):
-    """What a run has measured itself: its layers' seconds, and whether balancing makes steps shorter."""
+    """The findings of a run about itself: its layers' seconds, and whether balancing makes steps shorter."""
 
     step: int
     """The last step that was measured."""

@@ -1,4 +1,4 @@
-"""What a run's own steps say of balancing."""
+"""Verdicts on balancing by a run's own steps."""
 
 import pytest
 
