@@ -4,6 +4,7 @@ The stages of multimodal/model number them in the same way (`TensorParallelWaits
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Exchange, Segment
@@ -65,7 +66,7 @@ def computation_waits(
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
-    places = list(_places(layers, options, unit))
+    places = _places(tuple(layers), options, unit)
     first, end = (covers.first, covers.end) if covers else (0, len(places))
     if kind is ActionKind.FORWARD:
         found = _forward(places, range(first, end), is_range=end < len(places))
@@ -75,19 +76,20 @@ def computation_waits(
     return tuple(wait for wait in found if wait.exchange is Exchange.SUM or options.sequence_parallel)
 
 
-def _places(layers: Sequence[LayerNeed], options: RunOptions, unit: Unit | None) -> Iterator[_Place]:
-    start, lora = 0, unit.lora if unit is not None else None
+@lru_cache(maxsize=256)  # asked for every range of a stage's segments
+def _places(layers: tuple[LayerNeed, ...], options: RunOptions, unit: Unit | None) -> Sequence[_Place]:
+    places, start, lora = list[_Place](), 0, unit.lora if unit is not None else None
     for index, (name, need) in enumerate(layers):
         kind = LAYER_KINDS.get(name)
         segments = kind.segments_in(unit) if kind else (Segment("all"),)
         repeats = kind is not None and kind.recomputes and options.recompute == "full"
         adapted = lora.modules(name) if lora is not None else ()
         *inner, (last, last_need) = _reached(segments, need, adapted) if adapted else [(each, need) for each in segments]
-        for segment, own_need in inner:
-            yield _Place(index, segment, own_need)
+        places += [_Place(index, segment, own_need) for segment, own_need in inner]
         repeated = range(start, start + len(segments)) if repeats else range(0)
-        yield _Place(index, last, last_need, repeated, kind is not None and kind.scales_branches)
+        places.append(_Place(index, last, last_need, repeated, kind is not None and kind.scales_branches))
         start += len(segments)
+    return places
 
 
 def _reached(segments: Sequence[Segment], need: BackwardNeed, adapted: Sequence[str]) -> Iterator[tuple[Segment, BackwardNeed]]:
