@@ -25,6 +25,7 @@ from benchmarks.published_setups.layer_execution import LayerExecution, SystemLa
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster, NodeLink
+from multimodal.cost.seconds.layer_costs import Sharing
 from multimodal.cost.unit_load import add_loads, sample_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.backward_need import layers_backward_need
@@ -189,7 +190,7 @@ def unit_seconds(
     load = add_loads([sample_load(described, sample or _sample(graph))] * num_samples)
     forward = backward = 0.0
     for index, kind in enumerate(described.layers):
-        layer = costs.seconds(unit, kind, load, tensor_parallel_size=tensor_parallel_size, recompute="full")
+        layer = costs.seconds(unit, kind, load, Sharing(tensor_parallel_size=tensor_parallel_size, recompute="full"))
         forward += layer.forward
         backward += layer.backward(kind, layers_backward_need(graph, unit, range(index, index + 1)))
     return forward, backward

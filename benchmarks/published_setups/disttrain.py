@@ -23,7 +23,7 @@ from benchmarks.published_setups.calibrate_compute import calibrate_compute
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, Sharing
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
@@ -117,7 +117,7 @@ def _layer_seconds(model: str, cluster: Cluster, tensor_parallel_size: int, num_
     graph = read_model(model)
     costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0, num_overlapped_parts=num_parts)
     load = item_load(SEQUENCE_LENGTH, SEQUENCE_LENGTH)
-    layer = costs.seconds("llm", "transformer", load, tensor_parallel_size=tensor_parallel_size)
+    layer = costs.seconds("llm", "transformer", load, Sharing(tensor_parallel_size=tensor_parallel_size))
     return layer.forward + layer.input_gradient + layer.weight_gradient
 
 

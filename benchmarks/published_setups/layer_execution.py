@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from multimodal.cost.layers.layer import Recompute
-from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
+from multimodal.cost.seconds.layer_costs import ALONE, LayerCosts, LayerSeconds, Sharing
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.unit_load import CutLoad, UnitLoad
 
@@ -41,31 +40,11 @@ class SystemLayerCosts(LayerCosts):
     execution: LayerExecution = DEFAULT_EXECUTION
 
     def seconds(
-        self,
-        unit: str,
-        kind: str,
-        load: UnitLoad,
-        *,
-        tensor_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        recompute: Recompute | None = None,
-        ranks: tuple[int, ...] | None = None,
-        cut: CutLoad | None = None,
-        expert_ranks: tuple[int, ...] = (),
+        self, unit: str, kind: str, load: UnitLoad, sharing: Sharing = ALONE, *, cut: CutLoad | None = None
     ) -> LayerSeconds:
         """Return the seconds of one layer, less the collectives that recomputation leaves out."""
-        found = super().seconds(
-            unit,
-            kind,
-            load,
-            tensor_parallel_size=tensor_parallel_size,
-            context_parallel_size=context_parallel_size,
-            recompute=recompute,
-            ranks=ranks,
-            cut=cut,
-            expert_ranks=expert_ranks,
-        )
-        if recompute != "full" or context_parallel_size > 1:
+        found = super().seconds(unit, kind, load, sharing, cut=cut)
+        if sharing.recompute != "full" or sharing.context_parallel_size > 1:
             return found
         left_out = (1 - self.execution.repeated_collectives) * found.forward_waiting
         return found._replace(

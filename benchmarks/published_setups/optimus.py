@@ -21,7 +21,7 @@ from dataclasses import replace
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.cost.cluster import Cluster, collective_seconds
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, Sharing
 from multimodal.cost.unit_load import item_load
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.values.model_graph import ModelGraph
@@ -162,7 +162,7 @@ def _kernels(graph: ModelGraph, cluster: Cluster) -> Iterator[Row]:
     costs = LayerCosts(graph, cluster, graph.backbone.vocab_size or 0)
     load = item_load(NUM_MICROBATCH_TOKENS // 2, 0)
     load = load._replace(num_tokens=2 * load.num_tokens, num_squared=2 * load.num_squared)
-    layer = costs.seconds("vision", "transformer", load, tensor_parallel_size=8)
+    layer = costs.seconds("vision", "transformer", load, Sharing(tensor_parallel_size=8))
     yield Row("Optimus", "ViT-22B layer, forward", single(1.4), 1e3 * layer.forward, source, "ms")
     backward = layer.input_gradient + layer.weight_gradient
     yield Row("Optimus", "ViT-22B layer, backward", single(2.0), 1e3 * backward, source, "ms")

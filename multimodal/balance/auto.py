@@ -5,7 +5,7 @@ from statistics import fmean
 
 from multimodal.balance.balance_options import pick_shortest, unique
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
-from multimodal.balance.disttrain import reorder_llm
+from multimodal.balance.disttrain import order_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, has_unequal_shares, place_every_unit
 from multimodal.values.assignment import Assignment
@@ -27,7 +27,7 @@ def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..
     """
     candidates = [balance(work, plan=plan) for balance in balancers]
     if not has_unequal_shares(work.graph, plan):
-        reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
+        reordered = next(order_llm(balance_llm(work, plan=plan), work, plan=plan))
         candidates += [place(reordered, work, plan=plan) for place in (place_every_unit, follow_llm)]
     if work.options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))

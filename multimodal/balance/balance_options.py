@@ -42,8 +42,12 @@ class Predictor(Protocol):
         """Predict a step of these samples under each of several assignments."""
 
 
-def choose_shortest(candidates: Iterable[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
-    """Return the first of the candidates with the shortest step."""
+def choose_shortest(
+    candidates: Iterator[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor | None
+) -> Assignment:
+    """Return the first of the candidates with the shortest step; without a predictor, the first of all."""
+    if predictor is None:
+        return next(candidates)
     different = list(unique(candidates))
     return different[0] if len(different) == 1 else pick_shortest(different, predictor.predict_each(different, lengths))
 

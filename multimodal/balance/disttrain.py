@@ -32,14 +32,12 @@ def balance_disttrain(work: BatchWork, *, plan: Plan) -> Assignment:
     samples = integers(chain.from_iterable(map(sorted, bins)))
     count = work.count_microbatches(num_replicas)
     groups = cut_replicas(samples, np.ones(len(samples), np.int64), sizes, counts=np.full(num_replicas, count))
-    if work.options.predictor is None:
-        return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
     ordered = (follow_llm(each, work, plan=plan) for each in order_llm(groups, work, plan=plan))
     return choose_shortest(ordered, work.lengths, work.options.predictor)
 
 
 def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
-    """Yield each replica's microbatches in several orders that may keep its pipeline full, and in the given order.
+    """Yield each replica's microbatches in several orders that may keep its pipeline full, Alg. 3's first and the given one last.
 
     Alg. 3 models a pipeline without messages whose stages all have one virtual stage, or all several. So other orders compete:
     Alg. 3 with the virtual stages of the LLM; light microbatches first and last and heavy ones in the middle, so that pipelines
@@ -58,12 +56,6 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
     yield _reordered(llm, partial(_light_outside, sizes))
     yield _reordered(llm, lambda own: np.argsort(-sizes[own], kind="stable"))
     yield llm
-
-
-def reorder_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Groups:
-    """Put each replica's microbatches into the order in which its pipeline waits least (DistTrain, Alg. 3)."""
-    seconds = _stage_seconds(llm, work, plan=plan)
-    return _reordered(llm, partial(_fill_waits, seconds, num_stages=seconds.shape[1]))
 
 
 def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Groups:

@@ -29,8 +29,6 @@ def balance_entrain(work: BatchWork, *, plan: Plan) -> Assignment:
         return balance_every_unit(work, plan=plan)
     encoder_loads = _encoder_loads(work, plan)
     candidates = (_assign(work, encoder_loads, plan=plan, fewest=fewest) for fewest in _fewest_microbatches(work, plan))
-    if work.options.predictor is None:
-        return next(candidates)
     return choose_shortest(candidates, work.lengths, work.options.predictor)
 
 

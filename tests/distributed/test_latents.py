@@ -20,7 +20,7 @@ from megatron.runtime.generation.whole_model import open_model
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.flops import unit_flops
 from multimodal.cost.layers.backbone_ends import encoding_flops
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, Sharing
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.hugging_face.architecture import check_autoencoders
 from multimodal.model.latents import decode_latents
@@ -170,7 +170,7 @@ def test_encoding_costs_what_torch_counts_on_the_first_stage_alone(is_large: boo
     assert not is_large or 4.1e6 < per_pixel < 4.2e6
     cluster = Cluster.from_file("examples/clusters/h100.yaml")
     with_and_without = [
-        LayerCosts(each, cluster, 8).seconds("painter", "generator_projector", load, tensor_parallel_size=2)
+        LayerCosts(each, cluster, 8).seconds("painter", "generator_projector", load, Sharing(tensor_parallel_size=2))
         for each in (graph, with_cached_latents(graph))
     ]
     forward, *gradients = (one - other for one, other in zip(*with_and_without, strict=True))

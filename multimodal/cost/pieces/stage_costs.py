@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
+from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds, Sharing
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
@@ -53,8 +52,8 @@ class StageCosts:
         unit, counts = key[0], self.stages.counts(key)
         if len(self.stages.plan.virtual_stage(*key).ranks) == 1 == self.stages.plan.units[unit].expert_parallel_size:
             return tuple(counts.items())
-        shared = self._sharing(key)
-        return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
+        sharing = self._sharing(key)
+        return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, sharing) for layer, _ in counts)
 
     def _on_first_nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks moved to the first nodes: the node of the first rank becomes node 0."""
@@ -66,7 +65,7 @@ class StageCosts:
         """Return the seconds of `COMPUTATIONS` for a load, and the waits among them, [2, kinds]; for arrays [2, kinds, size]."""
         sharing, found = self._sharing(stage), [(0.0, 0.0)] * len(COMPUTATIONS)
         for (layer, need), count in self.stages.counts(stage).items():
-            one = self.layer_costs.seconds(stage[0], layer, load.all, cut=load.cut, **sharing)
+            one = self.layer_costs.seconds(stage[0], layer, load.all, sharing, cut=load.cut)
             costs = [_cost_of(kind, one, layer, need) for kind in COMPUTATIONS]
             found = [(a + count * c, b + count * d) for (a, b), (c, d) in zip(found, costs, strict=True)]
         is_busy = load.all.num_tokens > 0  # or arrays of them
@@ -84,7 +83,7 @@ class StageCosts:
         found = np.zeros((1, len(COMPUTATIONS), *np.shape(load.all.num_tokens)))
         for (layer, need), count in self.stages.counts(stage).items():
             if LAYER_KINDS[layer].exchanges_tokens:
-                one = count * np.asarray(self.layer_costs.expert_products(stage[0], layer, load.all, **self._sharing(stage)))
+                one = count * np.asarray(self.layer_costs.expert_products(stage[0], layer, load.all, self._sharing(stage)))
                 passes = LAYER_KINDS[layer].passes_gradient(need) * (2 if self.options.recompute == "full" else 1)
                 trains = need.trains_weights and not self.stages.describe(stage[0], layer).adapted
                 for row, kind in enumerate(COMPUTATIONS):
@@ -101,7 +100,7 @@ class StageCosts:
         """
         layers, blocks, repeated = self.stages.in_order(stage), dict[LayerNeed, Floats](), dict[LayerNeed, float]()
         for layer, need in self.stages.counts(stage):
-            own, again = self.layer_costs.segments(stage[0], layer, load.all, cut=load.cut, **self._sharing(stage))
+            own, again = self.layer_costs.segments(stage[0], layer, load.all, self._sharing(stage), cut=load.cut)
             block = np.zeros((2, len(COMPUTATIONS), len(own), *np.shape(load.all.num_tokens)))
             for row, kind in enumerate(COMPUTATIONS):
                 for place, seconds in enumerate(own):
@@ -129,8 +128,8 @@ class StageCosts:
         for each in dict.fromkeys(layers):
             num_long = sum(wait.is_long for wait in computation_waits(kind, (each,), options=self.options, unit=unit))
             if num_long:
-                parts = self.layer_costs.parts(stage[0], each[0], load.all, **self._sharing(stage))
-                of_layer[each] = (parts.waiting if kind is ActionKind.FORWARD else parts.waiting_back) / num_long
+                waiting = self.layer_costs.tensor_waits(stage[0], each[0], load.all, self._sharing(stage))
+                of_layer[each] = waiting[kind is not ActionKind.FORWARD] / num_long
         for wait in computation_waits(kind, layers, options=self.options, unit=unit):
             yield wait, of_layer[layers[wait.layer]] * wait.is_long
 
@@ -168,15 +167,11 @@ class StageCosts:
         shares = self.stages.state_shares(stage, num_copies=self.options.num_state_copies)
         return sum(collective_seconds(num_bytes * weights, ranks=ranks, cluster=cluster) for ranks, weights in shares if weights)
 
-    def _sharing(self, stage: StageKey) -> dict[str, Any]:
-        """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`; ranks as if on the first nodes."""
-        return {
-            "tensor_parallel_size": self.stages.tensor_size(stage),
-            "context_parallel_size": self.stages.plan.units[stage[0]].context_parallel_size,
-            "recompute": self.options.recompute,
-            "ranks": self._on_first_nodes(self.stages.plan.virtual_stage(*stage).ranks),
-            "expert_ranks": self._on_first_nodes(self._expert_ranks(stage)),
-        }
+    def _sharing(self, stage: StageKey) -> Sharing:
+        """Return how the ranks of a stage share a layer; ranks as if on the first nodes."""
+        sizes = self.stages.tensor_size(stage), self.stages.plan.units[stage[0]].context_parallel_size
+        ranks = self.stages.plan.virtual_stage(*stage).ranks, self._expert_ranks(stage)
+        return Sharing(*sizes, self.options.recompute, *map(self._on_first_nodes, ranks))
 
     def _expert_ranks(self, stage: StageKey) -> Sequence[int]:
         """Return the ranks that share experts with the stage's first rank; only that rank if experts are not shared."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,21 +41,20 @@ class LayerSeconds(NamedTuple):
         return input_gradient + (self.weight_gradient if need.trains_weights else 0.0)
 
 
-class PassParts(NamedTuple):
-    """Parts of a layer's seconds."""
+class Sharing(NamedTuple):
+    """How ranks share a layer."""
 
-    attention: float
-    """Core attention in a forward, without waiting."""
-    waiting: float
-    """Seconds in which a forward waits for tensor parallel ranks."""
-    waiting_back: float
-    """Seconds for which an input gradient waits, recomputation included."""
-    repeats_attention: bool
-    """True if the input gradient recomputes attention."""
-    repeats_all: bool
-    """True if the input gradient recomputes the whole forward."""
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    recompute: Recompute | None = None
+    ranks: tuple[int, ...] | None = None
+    """Those of the stage, for its collectives, as `Stage.ranks`; None: neighbours from a node's first accelerator on."""
+    expert_ranks: tuple[int, ...] = ()
+    """Those that share the layer's experts, including the rank itself."""
 
 
+ALONE = Sharing()
+"""One rank computes the layer."""
 _ONE_TOKEN = UnitLoad(1, 1, 1)
 _PRODUCTS_PER_ADAPTER = 2
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
@@ -84,31 +83,18 @@ class LayerCosts:
             self.profile.check(self.graph)
 
     def seconds(
-        self,
-        unit: str,
-        kind: str,
-        load: UnitLoad,
-        *,
-        tensor_parallel_size: int = 1,
-        context_parallel_size: int = 1,
-        recompute: Recompute | None = None,
-        ranks: tuple[int, ...] | None = None,
-        expert_ranks: tuple[int, ...] = (),
-        cut: CutLoad | None = None,
+        self, unit: str, kind: str, load: UnitLoad, sharing: Sharing = ALONE, *, cut: CutLoad | None = None
     ) -> LayerSeconds:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
 
         load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. Its numbers
         may be arrays over many microbatches whose tokens are not shared by context parallel ranks; the seconds are then arrays,
-        too. ranks: of the stage, for its collectives, as `Stage.ranks`; None: neighbours from a node's first accelerator on.
-        expert_ranks: the ranks that share the layer's experts, including the rank itself. cut: the part of the load for which
-        context parallel ranks gather keys and values; None: all.
+        too. cut: the part of the load for which context parallel ranks gather keys and values; None: all.
         """
         is_array = isinstance(load.num_tokens, np.ndarray)
         if not is_array and not load.num_tokens:
             return NO_SECONDS
-        shared = _Sharing(tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks)
-        prepared = self._prepare(unit, kind, shared)
+        prepared = self._prepare(unit, kind, sharing)
         counted = counted_tokens(load, counts=prepared.counts)
         forward = prepared.curves.forward.at(*counted)
         input_gradient = prepared.curves.input_gradient.at(*counted)
@@ -126,7 +112,7 @@ class LayerCosts:
         return LayerSeconds(*((load.num_tokens > 0) * each for each in seconds)) if is_array else seconds
 
     def segments(
-        self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any
+        self, unit: str, kind: str, load: UnitLoad, sharing: Sharing, *, cut: CutLoad | None
     ) -> tuple[list[LayerSeconds], float]:
         """Return the seconds of a layer's segments, in the order of a forward, without waits for tensor parallel ranks.
 
@@ -134,13 +120,17 @@ class LayerCosts:
         Attention and the waits for context parallel ranks belong to one segment. For measured curves, attention's backward is
         assumed to cost what a kernel's does, up to the whole input gradient. Arguments as in `seconds`; seconds may be arrays.
         """
-        whole, parts = self.seconds(unit, kind, load, cut=cut, **shared), self.parts(unit, kind, load, **shared)
-        waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
+        whole, prepared = self.seconds(unit, kind, load, sharing, cut=cut), self._prepare(unit, kind, sharing)
+        of_tensor, of_tensor_back = self.tensor_waits(unit, kind, load, sharing)
+        waiting, waiting_back = whole.forward_waiting - of_tensor, whole.input_gradient_waiting - of_tensor_back
         computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
-        attention = np.minimum(parts.attention, computing)
-        attention_back = np.minimum(attention * (ATTENTION_BACKWARD + parts.repeats_attention), computing_back)
-        attention_again = np.minimum(attention, attention_back) * parts.repeats_all
-        rest_again = np.minimum(computing - attention, computing_back - attention_back) * parts.repeats_all
+        attending = (load.num_tokens > 0) * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
+        attention = np.minimum(attending, computing)
+        repeats_any = sharing.recompute is not None and self._describe(unit, kind).recomputes
+        repeats_all = repeats_any and sharing.recompute == "full"
+        attention_back = np.minimum(attention * (ATTENTION_BACKWARD + repeats_any), computing_back)
+        attention_again = np.minimum(attention, attention_back) * repeats_all
+        rest_again = np.minimum(computing - attention, computing_back - attention_back) * repeats_all
         rest_back, attending_back = computing_back - attention_back - rest_again, attention_back - attention_again + waiting_back
         own = []
         for forward, back, weights, attends in self._segment_shares(unit, kind):
@@ -167,25 +157,21 @@ class LayerCosts:
         rows = [(column / column.sum() if column.sum() else np.full(len(work), 1 / len(work))).tolist() for column in columns]
         return list(zip(*rows, [each.attends for each in work], strict=True))
 
-    def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
+    def expert_products(self, unit: str, kind: str, load: UnitLoad, sharing: Sharing) -> float:
         """Return the seconds of the experts' products in a forward; either gradient takes as long. Arguments as in `seconds`."""
-        share, prepared = self._describe(unit, kind).expert_share, self._prepare(unit, kind, _Sharing(**shared))
+        share, prepared = self._describe(unit, kind).expert_share, self._prepare(unit, kind, sharing)
         counted = counted_tokens(load, counts=prepared.counts)
         products = prepared.curves.forward.at(*counted) - prepared.curves.attention.at(*counted)
         return (load.num_tokens > 0) * share * products
 
-    def parts(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> PassParts:
-        """Return the parts of a layer's seconds; arguments as in `seconds`."""
-        prepared, is_busy = self._prepare(unit, kind, _Sharing(**shared)), load.num_tokens > 0
-        waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
-        attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
-        recomputes = self._describe(unit, kind).recomputes
-        repeats_all, repeats_attention = prepared.recompute == "full" and recomputes, bool(prepared.recompute) and recomputes
-        return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
+    def tensor_waits(self, unit: str, kind: str, load: UnitLoad, sharing: Sharing) -> tuple[float, float]:
+        """Return the seconds that a forward waits for tensor parallel ranks, and an input gradient, recomputation included."""
+        waiting = (load.num_tokens > 0) * self._prepare(unit, kind, sharing).waiting_for_tensor_ranks(load)
+        return waiting, waiting * (2 if sharing.recompute == "full" else 1)
 
-    def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
-        """Return a layer's collectives; arguments as in `seconds`. Ranks with equal collectives take equal seconds."""
-        return self._prepare(unit, kind, _Sharing(**shared)).collectives
+    def collectives(self, unit: str, kind: str, sharing: Sharing) -> LayerCollectives:
+        """Return a layer's collectives. Ranks with equal collectives take equal seconds."""
+        return self._prepare(unit, kind, sharing).collectives
 
     @memoized
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
@@ -198,9 +184,9 @@ class LayerCosts:
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
     @memoized
-    def _prepare(self, unit: str, kind: str, shared: "_Sharing") -> "_Prepared":
+    def _prepare(self, unit: str, kind: str, sharing: Sharing) -> "_Prepared":
         """Look up, once, the values that are the same for all loads of a layer."""
-        layer, (tensor_size, context_size, recompute, ranks, expert_ranks) = self._describe(unit, kind), shared
+        layer, (tensor_size, context_size, recompute, ranks, expert_ranks) = self._describe(unit, kind), sharing
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_size, context_parallel_size=context_size)
         own_ranks = range(tensor_size * context_size) if ranks is None else ranks
         collectives = layer.collectives(tensor_parallel_size=tensor_size, ranks=own_ranks, cluster=self.cluster)
@@ -216,16 +202,6 @@ class LayerCosts:
         counts: Counts = layer.counts if layer.counts != "given" or self.profile is None else "inside"
         parts, cutting_back = self.num_overlapped_parts, 2 * cutting if recompute == "full" else cutting
         return _Prepared(curves, tuple(repeated), collectives, recompute, counts, parts, cutting, cutting_back)
-
-
-class _Sharing(NamedTuple):
-    """How ranks share a layer: the arguments of `LayerCosts.seconds`."""
-
-    tensor_parallel_size: int
-    context_parallel_size: int
-    recompute: Recompute | None
-    ranks: tuple[int, ...] | None
-    expert_ranks: tuple[int, ...] = ()
 
 
 class _Prepared(NamedTuple):

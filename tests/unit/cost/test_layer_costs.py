@@ -13,7 +13,7 @@ from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import NodeLink, collective_seconds
 from multimodal.cost.layers.collectives import GATHERED_AT_ONCE_BYTES, LayerCollectives, count_groups_at_once, held_key_bytes
 from multimodal.cost.layers.registry import describe_layer, read_model
-from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.seconds.layer_costs import LayerCosts, Sharing
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
@@ -44,7 +44,7 @@ def flops(unit: str, kind: str, load: UnitLoad) -> tuple[float, float]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_large_products_run_at_the_reachable_speed(unit, size):
     linear, attention = (part / size / 50e12 for part in flops(unit, LAYER, LOAD))
-    found = PLAIN.seconds(unit, LAYER, LOAD, tensor_parallel_size=size)
+    found = PLAIN.seconds(unit, LAYER, LOAD, Sharing(tensor_parallel_size=size))
     assert found.forward - found.forward_waiting == pytest.approx(linear + attention)
     assert found.input_gradient - found.input_gradient_waiting == pytest.approx(linear + 2.5 * attention)
     assert found.weight_gradient == pytest.approx(linear)
@@ -53,7 +53,7 @@ def test_large_products_run_at_the_reachable_speed(unit, size):
 def test_small_products_pay_a_constant_and_elementwise_work_its_bytes():
     cluster = replace(CLUSTER, half_efficiency_gflop=0.5, attention_efficiency=0.25, memory_bandwidth_gbytes_per_second=1000.0)
     linear, attention = flops("llm", LAYER, LOAD)
-    found = LayerCosts(GRAPH, cluster, 512).seconds("llm", LAYER, LOAD, tensor_parallel_size=1)
+    found = LayerCosts(GRAPH, cluster, 512).seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=1))
     # two norms and two sums 10h and 12h, rotary 2 x 2h, swiglu 3 x 4h and 5 x 4h
     moving, moving_back = (100 * 2 * count * 64 / 1e12 for count in (10 + 4 + 12, 12 + 4 + 20))
     assert found.weight_gradient == pytest.approx((linear + 4 * 0.5e9) / 50e12)
@@ -63,18 +63,18 @@ def test_small_products_pay_a_constant_and_elementwise_work_its_bytes():
 
 def test_recomputation_belongs_to_the_input_gradient():
     plain, selective, full = (
-        PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=r) for r in (None, "selective", "full")
+        PLAIN.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2, recompute=r)) for r in (None, "selective", "full")
     )
     attention = flops("llm", LAYER, LOAD)[1] / 2 / 50e12
     assert full.input_gradient == pytest.approx(plain.input_gradient + plain.forward)
     assert full.input_gradient_waiting == pytest.approx(2 * plain.input_gradient_waiting)
     assert selective.input_gradient == pytest.approx(plain.input_gradient + attention)
     assert {plain.forward, selective.forward, full.forward} == {plain.forward}
-    assert PLAIN.seconds("llm", HEAD, LOAD, recompute="full") == PLAIN.seconds("llm", HEAD, LOAD)
+    assert PLAIN.seconds("llm", HEAD, LOAD, Sharing(recompute="full")) == PLAIN.seconds("llm", HEAD, LOAD)
 
 
 def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values():
-    found = PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, context_parallel_size=2, ranks=(0, 1, 2, 3))
+    found = PLAIN.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2, context_parallel_size=2, ranks=(0, 1, 2, 3)))
     hidden = collective_seconds(100 / 2 * 64 * 2, ranks=(0, 1), cluster=CLUSTER)
     # two of the four heads: few bytes, which are gathered in one step
     heads = collective_seconds(2 * 100 * 2 * 16 * 2, ranks=(0, 2), cluster=CLUSTER)
@@ -86,7 +86,7 @@ def test_context_parallel_ranks_share_tokens_and_gather_keys_and_values():
 
 def test_a_backward_over_context_parallel_ranks_gathers_again():
     plain, selective, full = (
-        PLAIN.seconds("llm", LAYER, LOAD, context_parallel_size=4, recompute=r) for r in (None, "selective", "full")
+        PLAIN.seconds("llm", LAYER, LOAD, Sharing(context_parallel_size=4, recompute=r)) for r in (None, "selective", "full")
     )
     linear, attention = (part / 4 / 50e12 for part in flops("llm", LAYER, LOAD))
     heads = collective_seconds(4 * 100 * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
@@ -98,14 +98,14 @@ def test_a_backward_over_context_parallel_ranks_gathers_again():
 
 def test_attention_of_long_sequences_hides_all_gathering_but_the_ends():
     load = item_load(400_000, 0)
-    found = PLAIN.seconds("llm", LAYER, load, context_parallel_size=4)
+    found = PLAIN.seconds("llm", LAYER, load, Sharing(context_parallel_size=4))
     head = collective_seconds(400_000 * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
     assert found.forward_waiting == pytest.approx(head)
     assert found.input_gradient_waiting == pytest.approx(2 * head)
 
 
 def test_collectives_take_longer_across_nodes():
-    near, far = (PLAIN.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, ranks=ranks) for ranks in ((0, 1), (3, 4)))
+    near, far = (PLAIN.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2, ranks=ranks)) for ranks in ((0, 1), (3, 4)))
     assert far.forward_waiting == pytest.approx(4 * (5e-6 + 100 * 64 * 2 / 2 / 5e9))
     assert far.forward - far.forward_waiting == pytest.approx(near.forward - near.forward_waiting)
 
@@ -126,11 +126,11 @@ PROFILE = LayerProfile("CPU", "float32", {("llm", LAYER, 2, 1): CURVES})
 
 def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links():
     measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
-    plain, found = (costs.seconds("llm", LAYER, LOAD, tensor_parallel_size=2) for costs in (PLAIN, measured))
+    plain, found = (costs.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2)) for costs in (PLAIN, measured))
     assert found.forward == pytest.approx(1 + 10 + 100 + plain.forward_waiting)
     assert found.forward_waiting == plain.forward_waiting
     assert found.weight_gradient == pytest.approx(3 + 30)
-    selective = measured.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute="selective")
+    selective = measured.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2, recompute="selective"))
     assert selective.input_gradient - found.input_gradient == pytest.approx(0.5 + 100)
     assert measured.seconds("vision", LAYER, LOAD) == PLAIN.seconds("vision", LAYER, LOAD), "not profiled: computed"
 
@@ -138,7 +138,7 @@ def test_a_profile_stands_in_for_the_cluster_but_not_for_its_links():
 def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest():
     measured = LayerCosts(GRAPH, CLUSTER, 512, PROFILE)
     assert measured.seconds("llm", LAYER, LOAD).weight_gradient == pytest.approx(3 + 60)
-    assert measured.seconds("llm", LAYER, LOAD, tensor_parallel_size=4).weight_gradient == pytest.approx(3 + 15)
+    assert measured.seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=4)).weight_gradient == pytest.approx(3 + 15)
     both = {("llm", LAYER, 1, 1): CURVES, ("llm", LAYER, 8, 1): CURVES.shared(0.5)}
     found = LayerProfile("", "", both).find("llm", LAYER, 4, 1)
     assert found is not None and found.forward == Quadratic(1.0, 0.1, 0.01), "tp 8 is nearer to 4 than tp 1 is"
@@ -170,7 +170,7 @@ def test_overlap_shortens_waiting_and_nothing_else():
     cluster = replace(CLUSTER, intra_node=NodeLink(100.0, latency_us=0.0))
     plain, found = (
         LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds(
-            "llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full"
+            "llm", LAYER, LOAD, Sharing(tensor_parallel_size=2, recompute="full")
         )
         for parts in (1, 4)
     )
@@ -183,7 +183,7 @@ def test_overlap_shortens_waiting_and_nothing_else():
 def test_products_cut_into_parts_pay_their_constant_for_each():
     cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
     whole, cut = (
-        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds("llm", LAYER, LOAD, tensor_parallel_size=2)
+        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds("llm", LAYER, LOAD, Sharing(tensor_parallel_size=2))
         for parts in (1, 4)
     )
     constants = 3 * 4 * 0.5e9 / 50e12
@@ -229,7 +229,7 @@ def test_every_packed_sequence_costs_what_was_measured():
     assert two.forward - one.forward == pytest.approx(4.0 - 0.01 * 5000)
     assert two.input_gradient - one.input_gradient == pytest.approx(5.0 - 0.02 * 5000)
     assert two.weight_gradient == one.weight_gradient
-    repeated = [COSTS.seconds("llm", "transformer", packed, recompute=recompute) for recompute in ("selective", "full")]
+    repeated = [COSTS.seconds("llm", "transformer", packed, Sharing(recompute=recompute)) for recompute in ("selective", "full")]
     assert repeated[0].input_gradient - two.input_gradient == pytest.approx(0.5 + 0.01 * 5000 + 2 * 0.25)
     assert repeated[1].input_gradient - two.input_gradient == pytest.approx(two.forward)
 

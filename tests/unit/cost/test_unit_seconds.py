@@ -14,6 +14,7 @@ from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describ
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_costs import Sharing
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
@@ -55,9 +56,12 @@ class Singly:
         load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         found = np.zeros(2)
         for layer, need in self.costs.stages.in_order(action[1:4]):
-            shared = {"tensor_parallel_size": sizes.tensor_parallel_size, "context_parallel_size": sizes.context_parallel_size}
-            shared |= {"recompute": self.options.recompute, "ranks": self.shape.plan.virtual_stage(*action[1:4]).ranks}
-            one = self.costs.layer_costs.seconds(action.unit, layer, load, **shared)
+            own, ranks = (
+                (sizes.tensor_parallel_size, sizes.context_parallel_size),
+                self.shape.plan.virtual_stage(*action[1:4]).ranks,
+            )
+            sharing = Sharing(*own, self.options.recompute, ranks)
+            one = self.costs.layer_costs.seconds(action.unit, layer, load, sharing)
             waits = one.input_gradient_waiting * LAYER_KINDS[layer].passes_gradient(need)
             weight = one.weight_gradient * need.trains_weights
             found += {

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
+from multimodal.cost.seconds.layer_costs import Sharing
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.partition_layers import Range, partition_unit, range_seconds
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -97,9 +97,9 @@ def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: Stag
     """Return kind of layer -> seconds of its forward and backward; layers of one kind in a unit are alike."""
     seconds, num_ranks = {}, size.tensor * size.context
     expert_ranks = tuple(range(0, num_ranks * request.experts_of(unit), num_ranks))
-    seconds_of = partial(request.layer_costs.seconds, unit, recompute=request.recompute, expert_ranks=expert_ranks)
+    sharing = Sharing(*size, request.recompute, expert_ranks=expert_ranks)
     for kind in dict.fromkeys(request.graph.unit(unit).layers):
-        one = seconds_of(kind, load, tensor_parallel_size=size.tensor, context_parallel_size=size.context)
+        one = request.layer_costs.seconds(unit, kind, load, sharing)
         seconds[kind] = one.forward, one.backward(kind, request.backward_need(unit, kind))
     return seconds
 
