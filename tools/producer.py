@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.feed.producers.wire import parse_address
 from megatron.runtime.launch.rank_place import read_token
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, at_least_zero, count, program
@@ -34,8 +33,11 @@ def main(argv: Sequence[str]) -> None:
     """Serve until stopped."""
     given = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    token, address = read_token(given.token, flag="--token"), parse_address(given.listen)
-    from megatron.runtime.feed.producers.producer import Producer  # needs pyzmq, an extra
+    token = read_token(given.token, flag="--token")
+    from megatron.runtime.feed.producers.producer import Producer  # needs an extra
+    from megatron.runtime.feed.producers.wire import parse_address
+
+    address = parse_address(given.listen)
 
     try:
         listener = socket.create_server(address, backlog=1024)

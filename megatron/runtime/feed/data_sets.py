@@ -216,7 +216,7 @@ def _find_producers(
     token_path = config.data.producer_token
     if not config.data.producers or token_path is None:
         return None
-    from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set  # needs pyzmq, an extra
+    from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set  # needs an extra
 
     found = ProducedItems(
         [address for several in config.data.producers for address in several.split(",") if address],

@@ -46,6 +46,13 @@ _ARRAYS = {
     "path_starts": "int64",
 }
 """Name -> type of its values."""
+_STARTS = {
+    "token_starts": ("is_cut", "token_ids"),
+    "item_starts": ("is_cut", "items"),
+    "place_starts": ("is_cut", "places"),
+    "path_starts": ("items", "paths"),
+}
+"""Name -> for each row of which array, the first of its rows in which array; and the end of all."""
 _ITEM_NUMBERS = 9
 """Columns of `items`: unit, start, output tokens, width, height, tile, rows, columns, time (NO_TIME if the grid has none)."""
 NO_TIME = -1
@@ -80,12 +87,6 @@ class SampleIndex:
         """Take the arrays and the summary that `build_index` made; raises ValueError if they are not such."""
         self.arrays, self.summary = arrays, summary
         _check_arrays(arrays, summary)
-
-    def __iter__(self) -> Iterator[IndexedSample]:
-        """Yield the samples."""
-        for index in range(len(self)):
-            items = tuple(self.item(index, item_index) for item_index in range(self.num_items(index)))
-            yield IndexedSample(self.where(index), self.conversation(index), items)
 
     def __len__(self) -> int:
         return len(self.arrays["is_cut"])
@@ -153,8 +154,8 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
             items.append((unit, start, outputs, *item.size, item.tile, *item.grid, *[NO_TIME][: 3 - len(item.grid)]))
             paths.append(item.path)
     arrays = {
-        "token_ids": _joined([conversation.token_ids for conversation in conversations], np.int32),
-        "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
+        "token_ids": np.concatenate([np.empty(0, np.int32), *(conversation.token_ids for conversation in conversations)]),
+        "is_trained": np.concatenate([np.empty(0, np.bool_), *(conversation.is_trained for conversation in conversations)]),
         "token_starts": row_starts([len(conversation.token_ids) for conversation in conversations]),
         "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
         "loss_weights": np.array([conversation.loss_weight for conversation in conversations], dtype=np.float64),
@@ -172,7 +173,7 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
 def join_indices(blocks: Iterable[SampleIndex]) -> SampleIndex:
     """Return the index of the samples of all blocks, in memory."""
     joined = _Joined()
-    parts = [joined.first_rows(), *map(joined.next_rows, blocks)]
+    parts = [*map(joined.next_rows, (build_index(()), *blocks))]
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in _ARRAYS}
     return SampleIndex(arrays, joined.summary)
 
@@ -189,8 +190,7 @@ def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> 
         files = {name: stack.enter_context((hidden / name).open("ab")) for name in _ARRAYS}
         for name, file in files.items():
             file.truncate(_num_bytes(name, joined.num_rows[name]))
-        is_new = not joined.num_rows["token_starts"]
-        for rows in chain((joined.first_rows(),) if is_new else (), map(joined.next_rows, build(joined.num_samples))):
+        for rows in map(joined.next_rows, chain((build_index(()),), build(joined.num_samples))):
             for name, file in files.items():
                 file.write(rows[name].tobytes())
                 file.flush()
@@ -250,7 +250,6 @@ class _Joined:
         self._units: dict[str, int] = {name: number for number, name in enumerate(found.get("units", ()))}
         self._skipped = Counter[str](found.get("skipped"))
         self._num_cut: int = found.get("num_cut", 0)
-        self._ends: dict[str, int] = found.get("ends") or {name: 0 for name in _ARRAYS if name.endswith("_starts")}
         self.num_rows: dict[str, int] = found.get("num_rows") or dict.fromkeys(_ARRAYS, 0)
         """Name of an array -> its rows."""
 
@@ -259,32 +258,23 @@ class _Joined:
         """The summary of the index, and everything that this counts."""
         units, skipped = list(self._units), dict(self._skipped)
         found = {"format": FORMAT, "units": units, "skipped": skipped, "num_cut": self._num_cut}
-        return {**found, "ends": self._ends, "num_rows": self.num_rows}
+        return {**found, "num_rows": self.num_rows}
 
     @property
     def num_samples(self) -> int:
         """Samples that were joined or left out."""
         return self.num_rows["is_cut"] + sum(self._skipped.values())
 
-    def first_rows(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what stands before all blocks: where the first rows start."""
-        empty = build_index(()).arrays
-        return self._counted({name: array if name in self._ends else array[:0] for name, array in empty.items()})
-
     def next_rows(self, block: SampleIndex) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of the next block, by name."""
+        """Return the rows of the next block, by name; those of the first one say where the first rows start, too."""
         self._skipped.update(block.skipped)
         self._num_cut += block.num_cut
         rows = dict(block.arrays)
         units = [self._units.setdefault(name, len(self._units)) for name in block.summary["units"]]
         items = rows["items"] = rows["items"].copy()
         items[:, 0] = np.array([*units, 0])[items[:, 0]]
-        for name, end in self._ends.items():
-            self._ends[name] = end + int(rows[name][-1])
-            rows[name] = rows[name][1:] + end
-        return self._counted(rows)
-
-    def _counted(self, rows: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        for starts, (_, started) in _STARTS.items():
+            rows[starts] = rows[starts][min(1, self.num_rows[starts]) :] + self.num_rows[started]
         for name, values in rows.items():
             self.num_rows[name] += len(values)
         return rows
@@ -328,12 +318,7 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
     alike = ("is_trained", "token_ids"), ("loss_weights", "is_cut")
     if shapes["items"][1:] != (_ITEM_NUMBERS,) or any(shapes[name] != shapes[other] for name, other in alike):
         raise ValueError("an index with arrays of other shapes")
-    rows_of = {"token": ("is_cut", "token_ids"), "item": ("is_cut", "items"), "place": ("is_cut", "places")}
-    for name, (owners, rows) in {**rows_of, "path": ("items", "paths")}.items():
-        starts = arrays[f"{name}_starts"]
+    for name, (owners, rows) in _STARTS.items():
+        starts = arrays[name]
         if starts.shape != (shapes[owners][0] + 1,) or (starts[0], starts[-1]) != (0, shapes[rows][0]):
-            raise ValueError(f"an index that is cut off ({name}_starts)")
-
-
-def _joined(parts: list[npt.NDArray[Any]], dtype: Any) -> npt.NDArray[Any]:
-    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.empty(0, dtype=dtype)
+            raise ValueError(f"an index that is cut off ({name})")

@@ -8,20 +8,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from megatron.runtime.feed.producers import wire
-from megatron.runtime.feed.producers.wire import IndexedBlock, Wanted, WireError
-from multimodal.data.index.item_reader import ItemReader, WantedItem
-from multimodal.data.sample_source import ItemPixels
-from multimodal.values.errors import ConfigError
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-try:
-    import zmq
-    from zmq.utils import z85
-    from zmq.utils.monitor import recv_monitor_message
-except ImportError as problem:
-    raise ConfigError(
-        "producers need the package 'pyzmq', on both sides; install it with: pip install 'braid[producers]'"
-    ) from problem
+from megatron.runtime.feed.producers import wire
+from megatron.runtime.feed.producers.wire import Wanted, WireError
+from multimodal.data.index.item_reader import ItemReader, WantedItem
+from multimodal.data.index.sample_index import SampleIndex
+from multimodal.data.sample_source import ItemPixels
 
 HANDSHAKE_SECONDS = 10.0
 """Time for all of the handshake, however many bytes a peer sends meanwhile."""
@@ -30,7 +25,7 @@ _BEAT_SECONDS, _BEATLESS_SECONDS = 3, 12
 SILENCE_SECONDS = 30.0
 """A producer that owes an answer and sends none for this long is given up."""
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-Answer = ItemPixels | IndexedBlock | str
+Answer = ItemPixels | SampleIndex | str
 """For what cannot be read: the reason."""
 
 
@@ -177,8 +172,8 @@ class Connection:
         if "error" in said:
             return str(said["error"])
         if not isinstance(wanted, WantedItem):
-            return wire.build_block(said, payload, num_samples=len(wanted.samples))
-        pixels = wire.build_pixels(said, payload)
+            return wire.unpack_index(said, payload, num_samples=len(wanted.samples))
+        pixels = wire.unpack_pixels(said, payload)
         if not self._local.is_shaped(wanted, pixels):
             raise WireError(f"an item that is none (of shape {pixels.patches.shape} for a grid of {wanted.item.grid})")
         return pixels

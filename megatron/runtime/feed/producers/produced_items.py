@@ -18,12 +18,12 @@ from pathlib import Path
 import zmq
 
 from megatron.runtime.feed.producers.connection import Answer, Connection, RefusedError, derive_keys
-from megatron.runtime.feed.producers.wire import IndexedBlock, SampleBlock, Wanted, WireError, parse_address
+from megatron.runtime.feed.producers.wire import SampleBlock, Wanted, WireError, parse_address
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.index.item_reader import ItemReader, WantedItem
-from multimodal.data.index.sample_index import SampleIndex, build_index
+from multimodal.data.index.sample_index import SampleIndex
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, gather
 from multimodal.data.remote import DataPath
 from multimodal.data.remote import data_path as path_of_data
@@ -114,11 +114,11 @@ class ProducedItems:
                 self.expect(asked)
                 for block in asked:
                     found = self._take(block)
-                    yield build_index(found.found) if isinstance(found, IndexedBlock) else local.index_block(block.samples)
+                    yield found if isinstance(found, SampleIndex) else local.index_block(block.samples)
         finally:
             self.close()
 
-    def _take(self, wanted: Wanted) -> ItemPixels | IndexedBlock | None:
+    def _take(self, wanted: Wanted) -> ItemPixels | SampleIndex | None:
         """Wait until the wanted item arrives; None if there is no producer. Raises DataError if it cannot be read."""
         is_expected = wanted in self._arrived or wanted in self._unasked or self._find_debtor(wanted) is not None
         if self._process != os.getpid() or not is_expected:

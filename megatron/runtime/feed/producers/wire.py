@@ -1,26 +1,24 @@
-"""Messages between ranks and producers, numbered: JSON, followed by plain numbers; nothing is executed or unpickled."""
+"""Messages between ranks and producers, numbered: JSON, followed by arrays as safetensors; nothing is executed or unpickled."""
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import MEDIA, FileSegment, Segment, SegmentedSample
 from multimodal.data.index.item_reader import WantedItem
-from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex
+from multimodal.data.index.sample_index import IndexedItem, SampleIndex
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
 from multimodal.values.units.items import Grid
 
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
-_DTYPES = ("uint8", "bool", "int32", "int64", "float32", "float64")
-_ALIGNMENT = 8
 
 
 class SampleBlock(NamedTuple):
@@ -28,12 +26,6 @@ class SampleBlock(NamedTuple):
 
     number: int
     samples: tuple[SegmentedSample, ...]
-
-
-class IndexedBlock(NamedTuple):
-    """The samples of a block, and the reasons for leaving others out."""
-
-    found: tuple[IndexedSample | str, ...]
 
 
 Wanted = WantedItem | SampleBlock
@@ -113,64 +105,33 @@ def _unpack_segment(said: Mapping[str, Any]) -> Segment:
     return FileSegment(size=None if size is None else (int(size[0]), int(size[1])), **fields)
 
 
-def pack_arrays(arrays: Iterable[npt.NDArray[Any]]) -> tuple[list[Any], bytes]:
-    """Return the types and shapes of arrays, and their values, each array at a multiple of 8 bytes. O(bytes)."""
-    described: list[Any] = []
-    parts: list[bytes] = []
-    for array in arrays:
-        described.append([str(array.dtype), list(array.shape)])
-        if parts and (rest := len(parts[-1]) % _ALIGNMENT):
-            parts.append(bytes(_ALIGNMENT - rest))
-        parts.append(array.tobytes())
-    return described, b"".join(parts)
-
-
-def unpack_arrays(described: Iterable[Any], values: bytearray | memoryview) -> list[npt.NDArray[Any]]:
-    """Return the argument of `pack_arrays`, as views of the values; raises TypeError or ValueError."""
-    arrays: list[npt.NDArray[Any]] = []
-    position = 0
-    for dtype, shape in described:
-        if dtype not in _DTYPES:
-            raise ValueError(f"values of type {dtype}")
-        sizes = [int(size) for size in shape]
-        count = math.prod(sizes)
-        position += -position % _ALIGNMENT
-        arrays.append((np.frombuffer(values, dtype, count, position) if count else np.empty(0, dtype)).reshape(sizes))
-        position += arrays[-1].nbytes
-    return arrays
-
-
 def pack_pixels(pixels: ItemPixels) -> tuple[dict[str, Any], bytes]:
     """Return the description that is needed to read an item, and its values."""
-    arrays, values = pack_arrays([pixels.patches])
-    return {"arrays": arrays, "grid": pixels.grid}, values
+    return {"grid": pixels.grid}, save({"patches": pixels.patches})
 
 
-def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
+def unpack_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
     """Return the item from the results of `pack_pixels`; raises WireError."""
     try:
-        (patches,) = unpack_arrays(said["arrays"], payload)
+        (patches,) = load(bytes(payload)).values()
         if patches.dtype not in (np.uint8, np.float32):
             raise ValueError(f"values of type {patches.dtype}")
         return ItemPixels(patches, _unpack_grid(said["grid"]))
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, SafetensorError) as problem:
         raise WireError(f"an item that is none ({problem})") from problem
 
 
 def pack_index(index: SampleIndex) -> tuple[dict[str, Any], bytes]:
     """Return the description that is needed to read an index, and its values."""
-    arrays, values = pack_arrays(index.arrays.values())
-    return {"summary": index.summary, "names": list(index.arrays), "arrays": arrays}, values
+    return {"summary": index.summary}, save(dict(index.arrays))
 
 
-def build_block(said: Mapping[str, Any], payload: bytearray | memoryview, *, num_samples: int) -> IndexedBlock:
-    """Return the samples from the results of `pack_index`; raises WireError unless there are this many."""
+def unpack_index(said: Mapping[str, Any], payload: bytearray | memoryview, *, num_samples: int) -> SampleIndex:
+    """Return the index from the results of `pack_index`; raises WireError unless it is one of this many samples."""
     try:
-        arrays = dict(zip(said["names"], unpack_arrays(said["arrays"], payload), strict=True))
-        index = SampleIndex(arrays, said["summary"])
+        index = SampleIndex(load(bytes(payload)), said["summary"])
         if len(index) + sum(map(int, index.skipped.values())) != num_samples:
             raise ValueError(f"of other than {num_samples} samples")
-        skipped = [str(reason) for reason, count in index.skipped.items() for _ in range(int(count))]
-        return IndexedBlock((*skipped, *index))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        return index
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, SafetensorError) as problem:
         raise WireError(f"an index that is none ({problem})") from problem

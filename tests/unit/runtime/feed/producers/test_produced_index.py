@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load, save
 
 from megatron.runtime.feed.producers import produced_items, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
@@ -132,26 +133,22 @@ def test_samples_that_are_none_are_refused(said):
 
 def test_indices_that_are_none_are_refused():
     good, payload = wire.pack_index(build_index(["why", "why"]))
-    assert wire.build_block(good, bytearray(payload), num_samples=2).found == ("why", "why")
+    assert wire.unpack_index(good, bytearray(payload), num_samples=2).skipped == {"why": 2}
     with pytest.raises(wire.WireError, match="an index that is none .of other than 3 samples"):
-        wire.build_block(good, bytearray(payload), num_samples=3)
-    names, arrays = good["names"], dict(zip(good["names"], good["arrays"], strict=True))
-    wrong: list[Any] = [
-        [],
-        {},
-        {**good, "arrays": []},
-        {**good, "names": names[1:]},
-        {**good, "summary": {}},
-        *(
-            {**good, "arrays": list({**arrays, name: described}.values())}
-            for name, described in (
-                ("token_ids", ["object", [1]]),
-                ("token_ids", ["int32", [2**40]]),
-                ("items", ["int64", [0, 3]]),
-                ("token_starts", ["int64", []]),
-            )
-        ),
+        wire.unpack_index(good, bytearray(payload), num_samples=3)
+    arrays = load(payload)
+    wrong: list[tuple[Any, bytes]] = [
+        ([], payload),
+        ({}, payload),
+        ({**good, "summary": {}}, payload),
+        (good, b""),
+        (good, payload[:-1]),
+        (good, payload.replace(b'"I32"', b'"I33"')),
+        (good, save({name: array for name, array in arrays.items() if name != "paths"})),
+        (good, save({**arrays, "items": np.zeros((0, 3), np.int64)})),
+        (good, save({**arrays, "token_starts": np.array(0)})),
+        (good, save({**arrays, "token_ids": np.zeros(1, np.int32)})),
     ]
-    for said in wrong:
+    for said, values in wrong:
         with pytest.raises(wire.WireError, match="an index that is none"):
-            wire.build_block(said, bytearray(payload), num_samples=2)
+            wire.unpack_index(said, bytearray(values), num_samples=2)

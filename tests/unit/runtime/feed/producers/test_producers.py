@@ -7,10 +7,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save
 
 from megatron.runtime.feed.producers import connection, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
@@ -23,6 +25,7 @@ from multimodal.values.errors import ConfigError, DataError
 from tests.unit.runtime.feed.producers.conftest import GRAPH, TEXTS, TOKEN, Serving
 
 OPTIONS = IndexOptions(64)
+PATCHES = save({"patches": np.zeros((1, 1), np.uint8)})
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +151,17 @@ def test_a_silent_producer_is_done_without(wanted, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spoilt", [{"arrays": [["uint8", [1, 48]]]}, {"arrays": [["uint8", [0, 48]]]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}]
+    ("num_patches", "spoilt"), [(1, {}), (0, {}), (None, {"grid": (1, 1)}), (None, {"grid": (2**70, 2**70)})]
 )
-def test_items_of_other_shapes_are_decoded_here(spoilt, serve, wanted, tmp_path, monkeypatch):
+def test_items_of_other_shapes_are_decoded_here(num_patches, spoilt, serve, wanted, tmp_path, monkeypatch):
     """A producer whose items have fewer patches, or another grid, than the index says would shift all that follow in a batch."""
     good = wire.pack_pixels
-    monkeypatch.setattr(wire, "pack_pixels", lambda pixels: (good(pixels)[0] | spoilt, pixels.patches.tobytes()))
+
+    def spoil(pixels: ItemPixels) -> tuple[dict[str, Any], bytes]:
+        said, values = good(ItemPixels(pixels.patches[:num_patches], pixels.grid))
+        return said | spoilt, values
+
+    monkeypatch.setattr(wire, "pack_pixels", spoil)
     found = _open(tmp_path, serve())
     found.expect(wanted)
     _check(found, wanted)
@@ -215,20 +223,20 @@ def test_noise_ends_a_connection_and_nothing_else(noise, serve, wanted, tmp_path
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "payload"),
     [
-        {"arrays": [["object", [1, 1]]], "grid": [1, 1]},
-        {"arrays": [["bool", [1, 1]]], "grid": [1, 1]},
-        {"arrays": [["uint8", [3]]], "grid": [1, 1]},
-        {"arrays": [["uint8", [1, 1]]], "grid": [1]},
-        {"arrays": [["uint8", [1, 1]]] * 2, "grid": [1, 1]},
-        {"grid": [1, 1]},
-        [],
+        ({"grid": [1, 1]}, b""),
+        ({"grid": [1, 1]}, PATCHES[:-1]),
+        ({"grid": [1, 1]}, save({"patches": np.zeros((1, 1), np.bool_)})),
+        ({"grid": [1, 1]}, save(dict.fromkeys("ab", np.zeros((1, 1), np.uint8)))),
+        ({"grid": [1]}, PATCHES),
+        ({}, PATCHES),
+        ([], PATCHES),
     ],
 )
-def test_items_that_are_none_are_refused(said):
+def test_items_that_are_none_are_refused(said, payload):
     with pytest.raises(wire.WireError, match="an item that is none"):
-        wire.build_pixels(said, bytearray(1))
+        wire.unpack_pixels(said, bytearray(payload))
 
 
 @pytest.mark.parametrize(
