@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.image_processing import image_to_patches
 from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
@@ -109,7 +110,8 @@ class _Made(torch.utils.data.Dataset[tuple[int, int]]):
 
 def open_source(folder: Path) -> ManifestSource:
     """Open Braid's source, and index it if it has no index."""
-    return ManifestSource(folder, graph=GRAPH, tokenizer=TOKENIZER, options=IndexOptions(4096), cache=IndexCache("bytes"))
+    files, options = open_sample_files(folder), IndexOptions(4096)
+    return ManifestSource(files, graph=GRAPH, tokenizer=TOKENIZER, options=options, cache=IndexCache("bytes"))
 
 
 def braid(folder: Path, workers: int) -> Iterable[Any]:

@@ -19,7 +19,7 @@ input.
                                   ^^^^^^^^^^^^            ^^^   targets
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -93,46 +93,40 @@ class Conversation:
         return int(self.is_trained.sum())
 
 
-class _TokenRun(NamedTuple):
+class TokenRun(NamedTuple):
     """Consecutive tokens that belong together; an item's run contains its output tokens."""
 
     token_ids: list[int]
-    is_trained: bool = False
+    is_trained: Sequence[bool]
+    """Of each of them."""
+    item_at: int | None = None
+    """Place of an item's first output token among them; None: a text."""
     num_output_tokens: int = 0
     num_tiles: int = 1
-    is_generated: bool = False
-
-    @property
-    def is_item(self) -> bool:
-        """True if it is left out unless it fits as a whole."""
-        return self.is_generated or self.num_output_tokens > 0
 
 
 def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
-    """Tokenise segments up to `seq_length` tokens, cut inside a text, or before the first item that does not fit."""
-    token_ids: list[int] = [tokenizer.special.begin]
-    trained: list[bool] = [False]
+    """Tokenise segments up to `seq_length` tokens."""
+    return join_runs(_token_runs(segments, tokenizer=tokenizer), seq_length=seq_length)
+
+
+def join_runs(runs: Iterable[TokenRun], *, seq_length: int) -> Conversation:
+    """Join runs up to `seq_length` tokens, cut inside a text, or before the first item that does not fit."""
+    token_ids, trained, is_cut = list[int](), list[bool](), False
     item_starts: list[tuple[int, int, int]] = []
-    is_cut = False
-    for run in _token_runs(segments, tokenizer=tokenizer):
+    for run in runs:
         room = seq_length - len(token_ids)
         is_cut = len(run.token_ids) > room
-        if run.is_item and not is_cut:
-            start = len(token_ids) + (0 if run.is_generated else 1)
-            item_starts += tile_starts(len(item_starts), start, run.num_output_tokens, run.num_tiles)
-        if not (run.is_item and is_cut):
-            token_ids += run.token_ids[:room]
-            # Of a generated item only the token that announces it is to be predicted.
-            trained += ([True, False] if run.is_generated else [run.is_trained] * len(run.token_ids))[:room]
+        if run.item_at is not None and is_cut:
+            break
+        if run.item_at is not None:
+            share, first = run.num_output_tokens // run.num_tiles, len(token_ids) + run.item_at
+            item_starts += [(len(item_starts) + tile, first + tile * share, share) for tile in range(run.num_tiles)]
+        token_ids += run.token_ids[:room]
+        trained += run.is_trained[:room]
         if is_cut:
             break
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
-
-
-def tile_starts(first: int, start: int, num_output_tokens: int, num_tiles: int) -> list[tuple[int, int, int]]:
-    """Return (item_index, start, num_output_tokens) for the tiles of one image; first: the index of the first tile."""
-    share = num_output_tokens // num_tiles
-    return [(first + tile, start + tile * share, share) for tile in range(num_tiles)]
 
 
 def find_item_behind_text(conversation: Conversation) -> int | None:
@@ -167,8 +161,13 @@ def build_sample_text(conversation: Conversation, *, pad_id: int) -> SampleText:
     return SampleText(token_ids, labels, is_target, conversation.item_starts)
 
 
-def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[_TokenRun]:
+def _text_run(token_ids: list[int], *, is_trained: bool = False) -> TokenRun:
+    return TokenRun(token_ids, [is_trained] * len(token_ids))
+
+
+def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterator[TokenRun]:
     special = tokenizer.special
+    yield _text_run([special.begin])
     roles = [_role(segment) for segment in segments if not isinstance(segment, ItemSegment)]
     trained_role = "document" if set(roles) == {"document"} else "assistant"
     markers = {"user": special.user, "assistant": special.assistant, "document": special.document, "system": special.document}
@@ -178,28 +177,28 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
         next_role = roles[num_seen] if num_seen < len(roles) else turn
         if turn is not None and next_role != turn:
             if turn in _ROLES_WITH_END:
-                yield _TokenRun([special.end], turn == trained_role)
+                yield _text_run([special.end], is_trained=turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
             start, placeholder, end = special.around(segment.kind)
-            yield from [_TokenRun([start])] if segment.times else ()
+            yield from [_text_run([start])] if segment.times else ()
             for time, each in zip(segment.times or ("",), segment.alone, strict=True):
-                yield from [_TokenRun(tokenizer.encode(time))] if time else ()
+                yield from [_text_run(tokenizer.encode(time))] if time else ()
                 run = [start, *[placeholder] * each.num_output_tokens, end]
-                yield _TokenRun(run, num_output_tokens=each.num_output_tokens, num_tiles=each.num_tiles)
-            yield from [_TokenRun([end])] if segment.times else ()
+                yield TokenRun(run, [False] * len(run), 1, each.num_output_tokens, each.num_tiles)
+            yield from [_text_run([end])] if segment.times else ()
             continue
         num_seen += 1
         if turn is None:
-            yield _TokenRun([markers[_role(segment)]])
+            yield _text_run([markers[_role(segment)]])
         turn = _role(segment)
         if isinstance(segment, GeneratedSegment):
             start, _, end = special.around(segment.kind)
-            yield _TokenRun([start, end], is_generated=True)
+            yield TokenRun([start, end], [True, False], 0)  # only the token that announces it is to be predicted
             continue
-        yield _TokenRun(tokenizer.encode(segment.text), turn == trained_role)
+        yield _text_run(tokenizer.encode(segment.text), is_trained=turn == trained_role)
     if turn in _ROLES_WITH_END:
-        yield _TokenRun([special.end], turn == trained_role)
+        yield _text_run([special.end], is_trained=turn == trained_role)
 
 
 def _role(segment: TextSegment | GeneratedSegment) -> str:

@@ -1,6 +1,6 @@
 """Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from itertools import islice
 
@@ -8,13 +8,12 @@ import numpy as np
 
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import build_sample_lengths, build_sample_text
-from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.forms.sample_files import SampleFiles
 from multimodal.data.image_files import FRAME_MARK
 from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem
+from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import SampleIndex, join_indices
-from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
-from multimodal.data.remote import DataPath, RemoteOptions
+from multimodal.data.index.sample_indexer import Indexing, IndexOptions, SampleIndexer
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.arrays.rows import Integers
@@ -37,7 +36,7 @@ class ManifestSource:
 
     def __init__(
         self,
-        path: str | DataPath,
+        files: SampleFiles,
         *,
         graph: ModelGraph,
         tokenizer: Tokenizer,
@@ -45,52 +44,49 @@ class ManifestSource:
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
-        remote: RemoteOptions | None = None,
-        indexing: SampleIndexing | None = None,
-        watch: Callable[[Iterator[SampleIndex]], Iterator[SampleIndex]] = iter,
+        indexing: Indexing = SampleIndexer.index_all,
     ) -> None:
-        """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
+        """Index `files`, data in any form; O(their bytes), unless `cache` has the index.
 
         graph: its encoders take images, videos and sound; its generator, if it has one, makes the assistant's images; samples
         with items that no unit takes are left out. chat: writes conversations by a model's template; None: in Braid's own format.
         cache: keeps indices; None: the index is built, and not kept. decoder: decodes items; None: this process does, on request.
-        remote: how remote files are read.
-        indexing: tokenises texts and measures items, if there is no index yet; None: this process does. watch: sees blocks pass
-        while an index is built.
+        indexing: tokenises texts and measures items, if there is no index yet; by default this process does.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
         cannot take or make image files.
         """
-        self._files = open_sample_files(path, remote)
-        self._graph = graph
+        self._graph, self._inputs = graph, item_inputs(graph)
         for unit in graph.units:
             if unit.image is not None and unit.image.in_channels not in (1, 3):
                 raise ModelError(
                     f"unit '{unit.name}': in_channels is {unit.image.in_channels}, but image files have 1 (grey) or 3 (RGB)"
                 )
-        self._decoder = decoder or ItemReader(graph, self._files)
+        self._decoder = decoder or ItemReader(graph, files)
         self._tokenizer = tokenizer
-        self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
-        self._indexing, self._watch = indexing or self._indexer, watch
+        indexer = SampleIndexer(graph, files=files, tokenizer=tokenizer, chat=chat, options=options)
+
+        def build(done: int = 0) -> Iterator[SampleIndex]:
+            return indexing(indexer, islice(files.samples(), done, None))
+
         if cache:
             # Everything that the index depends on, beside the tokenizer.
             units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in graph.units]
             units += [repr((unit.name, unit.queries)) for unit in graph.units if unit.queries is not None]
             units += [repr(edge) for edge in graph.edges if graph.backbone.name not in edge]
-            facts = [str(self._files.path.absolute()), self._files.digest, *units, repr(astuple(options))]
-            self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build)
+            facts = [str(files.path.absolute()), files.digest, *units, repr(astuple(options))]
+            self._samples = cache.get(files.folder, name=str(files.path), depends_on=facts, build=build)
         else:
-            self._samples = join_indices(self._build())
+            self._samples = join_indices(build())
         self.skipped = self._samples.skipped
         self.num_cut = self._samples.num_cut
         if not len(self) and not self.skipped:
-            raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
+            raise DataError(f"{files.path}: the manifest is empty; expected one JSON object a line")
         if not len(self):
             reasons = [f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in self.skipped.items()]
             raise DataError(
-                f"{self._files.path}: no usable sample ({'; '.join(reasons)}); use other data, another --model or a larger "
-                "--seq-length"
+                f"{files.path}: no usable sample ({'; '.join(reasons)}); use other data, another --model or a larger --seq-length"
             )
 
     def __len__(self) -> int:
@@ -111,7 +107,7 @@ class ManifestSource:
         """Lengths of one sample; `sample_id` is its index."""
         items = [self._samples.item(index, item_index) for item_index in range(self._samples.num_items(index))]
         units = [item.unit for item in items]
-        sizes = [input_of(self._graph.unit(item.unit)).num_tokens(item.grid) for item in items]
+        sizes = [self._inputs[item.unit].num_tokens(item.grid) for item in items]
         return build_sample_lengths(self._samples.conversation(index), sample_id=index, units=units, sizes=sizes)
 
     def text(self, index: int) -> SampleText:
@@ -133,7 +129,3 @@ class ManifestSource:
     def wanted(self, index: int, item_index: int) -> WantedItem:
         """Return what decodes an item."""
         return WantedItem(self._samples.item(index, item_index), self._samples.where(index))
-
-    def _build(self, done: int = 0) -> Iterator[SampleIndex]:
-        """Yield the index block by block; done: samples at the beginning that are indexed."""
-        return self._watch(self._indexing.index_all(islice(self._files.samples(), done, None), local=self._indexer))

@@ -294,6 +294,8 @@ def data_path(path: "str | DataPath", options: RemoteOptions | None = None) -> D
     package, wanted = _PACKAGES[protocol]
     if find_spec(package) is None:
         raise ConfigError(f"{path[:60]}: needs the package '{package}'; install it with: pip install '{wanted}'")
+    if place.startswith("/") or not place:
+        raise DataError(f"{path[:60]}: names no host or bucket; write it between '://' and the path")
     if "@" in place.partition("/")[0]:
         raise DataError(f"{protocol}://...: has a password in it; give that by the environment, such as in ~/.netrc")
     if protocol.startswith("http"):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -59,7 +60,9 @@ def test_a_run_steps_as_transformers_with_adamw(tmp_path: Path) -> None:
     model = build_wide_model(lambda: small_qwen2(vocab_size=265, tie_word_embeddings=True), folder, max_shard_size="9KB")
     (folder / "tokenizer_config.json").write_text("{}")
     manifest = write_manifest(tmp_path / "data")
-    source = ManifestSource(manifest, graph=read_model(folder), tokenizer=ByteTokenizer(), options=IndexOptions(64))
+    source = ManifestSource(
+        open_sample_files(manifest), graph=read_model(folder), tokenizer=ByteTokenizer(), options=IndexOptions(64)
+    )
     expected_loss = step_in_torch(model, source, rate=RATE, decay=DECAY, betas=BETAS)
     files = {"--load-hf": folder, "--save-hf": target, "--data-path": manifest, "--log-json": log}
     flags = {**ONE_STEP, **files, "--llm-tp": 2, "--llm-dp": 1, "--seq-length": 64}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from megatron.runtime.feed.packing import pack_language_microbatch
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.audio import log_mel, read_audio
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -113,7 +114,7 @@ def test_a_step_is_that_of_transformers(make: Any, plan: dict[str, object], fixe
     folder = tmp_path / "model"
     model = build_wide_model(make, folder, max_shard_size="20KB")
     manifest = write_manifest(tmp_path / "data", has_pictures=make is wide_thinker)
-    source = ManifestSource(manifest, graph=read_model(folder), tokenizer=TOKENIZER, options=IndexOptions(256))
+    source = ManifestSource(open_sample_files(manifest), graph=read_model(folder), tokenizer=TOKENIZER, options=IndexOptions(256))
     expected_loss = step_in_torch(model, source, inputs=items_of, rate=RATE, decay=DECAY, betas=BETAS)
     stepped = tmp_path / "stepped"
     model.save_pretrained(stepped)

@@ -20,9 +20,9 @@ from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, SplitPart, join_samples, shuffled, split_indices
-from multimodal.data.index.index_cache import IndexCache, watch_indexing
+from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import CachedLatents, ItemDecoder, ItemReader
-from multimodal.data.index.sample_indexer import BAD, IndexOptions
+from multimodal.data.index.sample_indexer import BAD, IndexOptions, SampleIndexer
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.remote import data_path
 from multimodal.data.sample_source import SampleRequest, SampleSource, file_digest, open_program
@@ -157,31 +157,23 @@ def open_manifest(
         **{name: getattr(config.data, name) for name in _OF_ITEMS},
     )
     texts = text_settings(config)
-    producers = _find_producers(path, config, graph, texts=texts, options=options)
-
-    decoder: ItemDecoder | None = producers
+    files = open_sample_files(path, config.data.remote)
+    local = ItemReader(graph, files)
+    producers = _find_producers(path, config, graph, texts=texts, options=options, local=local)
+    decoder: ItemDecoder = producers or local
     if config.data.latent_cache is not None:
         images = latent_images(graph)
         digests = {name: autoencoder_digest(image) for name, image in images.items()}
-        others = producers or ItemReader(graph, open_sample_files(path, config.data.remote))
-        decoder = CachedLatents(config.data.latent_cache, images, digests, data_path=path, decoder=others)
-
-    def say_where(place: Path | None) -> None:
-        kept = f"into {place} (elsewhere: --data-cache-path DIR; it may be removed)"
-        lost = "but the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)"
-        logger.info("%s: indexed %s", path, lost if place is None else kept)
-
+        decoder = CachedLatents(config.data.latent_cache, images, digests, data_path=path, decoder=decoder)
     source = ManifestSource(
-        path,
+        files,
         graph=graph,
         tokenizer=tokenizer,
         options=options,
         chat=chat,
         decoder=decoder,
-        indexing=producers,
-        remote=config.data.remote,
-        cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
-        watch=partial(watch_indexing, path=path),
+        indexing=producers.index_all if producers else SampleIndexer.index_all,
+        cache=IndexCache(texts.identity, chosen=config.data.data_cache_path),
     )
     if bad := {reason.removeprefix(BAD): count for reason, count in source.skipped.items() if reason.startswith(BAD)}:
         num_samples, most = len(source) + sum(source.skipped.values()), config.data.bad_samples_per_thousand
@@ -210,7 +202,7 @@ def latent_images(graph: ModelGraph) -> dict[str, ImageInput]:
 
 
 def _find_producers(
-    path: str, config: RunConfig, graph: ModelGraph, *, texts: TextSettings, options: IndexOptions
+    path: str, config: RunConfig, graph: ModelGraph, *, texts: TextSettings, options: IndexOptions, local: ItemReader
 ) -> "ProducedItems | None":
     """Return the client of the run's producers, after checking that all of them are there; None without producers."""
     token_path = config.data.producer_token
@@ -222,7 +214,7 @@ def _find_producers(
         [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path, flag="--producer-token"),
         data_set=describe_data_set(graph, path, texts=texts, options=options),
-        local=ItemReader(graph, open_sample_files(path, config.data.remote)),
+        local=local,
     )
     found.check()
     return found

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import sys
 import tempfile
 import threading
@@ -42,6 +43,7 @@ from multimodal.balance.placement import as_computed
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
+from multimodal.data.byte_cache import write_whole
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import ReadableItems, SourceSubset
@@ -89,9 +91,7 @@ class NodeDecisions:
                     found = pickle.loads(key.read_bytes())
                 else:
                     found = decide()
-                    part = key.with_suffix(".part")
-                    part.write_bytes(pickle.dumps(found))
-                    part.rename(key)
+                    write_whole(key, pickle.dumps(found))
                     newest_first = sorted(self._folder.iterdir(), key=os.path.getmtime, reverse=True)
                     for file in newest_first[2 * _MOST_KEPT :]:
                         file.unlink(missing_ok=True)
@@ -99,10 +99,7 @@ class NodeDecisions:
 
     def close(self) -> None:
         """Remove the folder; ranks that are behind decide for themselves."""
-        with suppress(OSError):
-            for file in self._folder.iterdir():
-                file.unlink(missing_ok=True)
-            self._folder.rmdir()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -185,11 +182,6 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         before, after = options.predictor.predict_each((in_order, assignment), lengths)  # auto has predicted both
         return assignment, (before.seconds, after.seconds)
 
-    def close(self) -> None:
-        """Remove what other ranks of the node were told."""
-        if self.decisions is not None:
-            self.decisions.close()
-
 
 def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignment: Assignment, options: StepOptions) -> Step:
     """Return the step of an assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError."""
@@ -242,10 +234,6 @@ class StepPlanners(Dataset[Step | BraidError]):
             return self.plan(*asked)
         except BraidError as problem:
             return problem
-
-    def close(self) -> None:
-        """Remove what other ranks of the node were told."""
-        self._planner.close()
 
 
 def load_steps(

@@ -23,6 +23,7 @@ from multimodal.attention.packed_lengths import MaskRule
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.chat.chat_format import ChatFormat
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
@@ -234,7 +235,7 @@ def open_questions(
 ) -> ManifestSource:
     """Open a file of questions, none of which is cut; frames: fields of IndexOptions about videos. Raises DataError."""
     options = IndexOptions(_UNBOUNDED, allows_outside_paths=True, **frames)
-    return ManifestSource(path, graph=graph, tokenizer=tokenizer, options=options, chat=chat)
+    return ManifestSource(open_sample_files(path), graph=graph, tokenizer=tokenizer, options=options, chat=chat)
 
 
 def user_message(

@@ -83,7 +83,8 @@ def _load(
         else:
             yield from load_steps(planners, steps, known_at=known_at, num_workers=run.config.data.num_workers)
     finally:
-        planners.close()
+        if run.decisions_name is not None:
+            NodeDecisions(run.decisions_name, subject=None).close()
 
 
 def _planner(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.chat.chat_template import ChatTemplate, Span
-from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment, tile_starts
+from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment, TokenRun, join_runs
 from multimodal.data.tokenizer import MISSING, HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.file_form import read_mapping
@@ -130,11 +130,11 @@ class ChatFormat:
         begin = self._template.tokens.get("bos_token")
         adds = ("document" in roles or self._has_processor) and not (begin and text.startswith(begin))
         token_ids, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=adds)
-        trained = _trained(offsets, spans)
+        trained = _trained(offsets, spans).tolist()
         if literal:
             token_ids, trained = self._with_literal(token_ids, trained, offsets, literal)
         items = [each for item in items for each in item.alone]
-        return self._expand(token_ids, trained, items, seq_length=seq_length, where=where)
+        return join_runs(self._expanded(token_ids, trained, items, where=where), seq_length=seq_length)
 
     def _turns(self, segments: Sequence[Segment]) -> tuple[str, list[Span]]:
         messages = [
@@ -199,7 +199,7 @@ class ChatFormat:
             return text, spans
         placeholder = self.placeholders["video"]
         token = next(spelling for spelling, number in self._special if number == placeholder.token_id)
-        found = [*re.finditer(re.escape(token), text)][: len(videos)]  # of others `_expand` tells
+        found = [*re.finditer(re.escape(token), text)][: len(videos)]  # of others `_expanded` tells
         steps = ["".join(f"{time}{placeholder.spelling}" for time in item.times) or token for item in videos]
         text, moved = _replaced(text, found, steps[: len(found)])
         return text, [(moved(start), moved(end)) for start, end in spans]
@@ -215,22 +215,21 @@ class ChatFormat:
         return shown, [(moved(start), moved(end)) for start, end in spans], literal
 
     def _with_literal(
-        self, token_ids: list[int], trained: npt.NDArray[np.bool_], offsets: list[Span], literal: dict[int, str]
-    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        self, token_ids: list[int], trained: list[bool], offsets: list[Span], literal: dict[int, str]
+    ) -> tuple[list[int], list[bool]]:
         """Replace special tokens that come from spellings in a text by the tokens of their letters."""
         special = set(self._tokenizer.special_spellings.values())
         ids: list[int] = []
         flags: list[bool] = []
-        for token_id, is_trained, (start, end) in zip(token_ids, trained.tolist(), offsets, strict=True):
+        for token_id, is_trained, (start, end) in zip(token_ids, trained, offsets, strict=True):
             spelling = next((text for place, text in literal.items() if start <= place < end), None)
             letters = self._tokenizer.encode(spelling) if spelling is not None and token_id in special else [token_id]
             ids += letters
             flags += [is_trained] * len(letters)
-        return ids, np.array(flags, dtype=np.bool_)
+        return ids, flags
 
-    def _expand(
-        self, token_ids: list[int], trained: npt.NDArray[np.bool_], items: list[ItemSegment], *, seq_length: int, where: str
-    ) -> Conversation:
+    def _expanded(self, token_ids: list[int], trained: list[bool], items: list[ItemSegment], *, where: str) -> Iterator[TokenRun]:
+        """Yield a text's tokens with those of every item in place of its placeholder."""
         kinds = {placeholder.token_id: kind for kind, placeholder in self.placeholders.items()}
         places = [(index, kinds[token_id]) for index, token_id in enumerate(token_ids) if token_id in kinds]
         if [kind for _, kind in places] != [item.kind for item in items]:
@@ -238,29 +237,15 @@ class ChatFormat:
                 f"{where}: {self._template.source} writes {len(places)} placeholders for {len(items)} items, or in another "
                 "order; take the tokenizer and the template of a model that takes such items, or --chat-template none"
             )
-        ids: list[int] = []
-        flags: list[bool] = []
-        starts: list[tuple[int, int, int]] = []
-        done, is_cut = 0, False
+        done = 0
         for (place, kind), item in zip(places, items, strict=True):
             placeholder = self.placeholders[kind]
-            ids += token_ids[done:place]
-            flags += trained[done:place].tolist()
+            yield TokenRun(token_ids[done:place], trained[done:place])
             own = placeholder.tokens(item.num_output_tokens, row_length=item.row_length)
             run = [*placeholder.before, *own, *placeholder.after]
-            is_cut = len(ids) + len(run) > seq_length
-            if is_cut:
-                break
-            starts += tile_starts(len(starts), len(ids) + len(placeholder.before), item.num_output_tokens, item.num_tiles)
-            ids += run
-            flags += [False] * len(run)
+            yield TokenRun(run, [False] * len(run), len(placeholder.before), item.num_output_tokens, item.num_tiles)
             done = place + 1
-        if not is_cut:
-            ids += token_ids[done:]
-            flags += trained[done:].tolist()
-            is_cut = len(ids) > seq_length
-        tokens, are_targets = np.array(ids[:seq_length], dtype=np.int32), np.array(flags[:seq_length], dtype=np.bool_)
-        return Conversation(tokens, are_targets, tuple(starts), is_cut)
+        yield TokenRun(token_ids[done:], trained[done:])
 
 
 def _replaced(text: str, matches: Sequence[re.Match[str]], new: Sequence[str]) -> tuple[str, Callable[[int], int]]:

@@ -84,27 +84,25 @@ def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
 def _line_values(path: DataPath) -> Iterator[tuple[int, Any]]:
     with path.open("rb", _LINES_READ) as file:
         for number, raw in enumerate(file, start=1):
-            if number == 1 and raw.startswith(_COMPRESSED):
-                raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first")
-            if number == 1 and raw.strip() and not raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
-                try:
-                    json.loads(raw)
-                except (ValueError, RecursionError):
+            if not raw.strip():
+                continue
+            try:
+                value = json.loads(raw)
+            except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
+                if number == 1 and raw.startswith(_COMPRESSED):
+                    raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first") from None
+                if number == 1 and not raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
                     begin = raw[:60].decode(errors="replace").strip()
                     raise DataError(
                         f"{path}, line 1: is no JSON: it begins with {begin!r}; give --data-path JSON with 'messages' or "
                         "'conversations' (a table of texts: write each row as such an object), a manifest.jsonl, or .parquet "
                         "files"
                     ) from None
-            if raw.strip():
-                try:
-                    value = json.loads(raw)
-                except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
-                    raise DataError(
-                        f"{path}, line {number}: not a complete JSON object ({problem}); the line is cut off or damaged: restore "
-                        "it or remove it"
-                    ) from problem
-                yield number, value
+                raise DataError(
+                    f"{path}, line {number}: not a complete JSON object ({problem}); the line is cut off or damaged: restore "
+                    "it or remove it"
+                ) from problem
+            yield number, value
 
 
 def _list_values(path: DataPath) -> Iterator[tuple[int, Any]]:
@@ -113,11 +111,8 @@ def _list_values(path: DataPath) -> Iterator[tuple[int, Any]]:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         raise DataError(f"{path}: is no UTF-8 ({problem}); save it as UTF-8") from problem
-    place, number, seen = _behind_space(text, text.index("[") + 1), 1, 0
-    if text[place : place + 1] == "]":
-        _check_end(text, place, path=path)
-        return
-    while True:
+    place, number, seen, is_open = _behind_space(text, text.index("[") + 1), 1, 0, False
+    while is_open or text[place : place + 1] != "]":
         number, seen = number + text.count("\n", seen, place), place
         where = f"{path}, line {number}"
         try:
@@ -126,16 +121,10 @@ def _list_values(path: DataPath) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{where}: no complete JSON value ({problem}); the list is cut off or damaged: restore it") from None
         yield number, value
         place = _behind_space(text, place)
-        if text[place : place + 1] == "]":
-            _check_end(text, place, path=path)
-            return
-        if text[place : place + 1] != ",":
+        if is_open := text[place : place + 1] == ",":
+            place = _behind_space(text, place + 1)
+        elif text[place : place + 1] != "]":
             raise DataError(f"{where}: behind this entry of the list is neither ',' nor ']'; the list is cut off: restore it")
-        place = _behind_space(text, place + 1)
-
-
-def _check_end(text: str, place: int, *, path: DataPath) -> None:
-    """Raise DataError if something follows the `]` at a place, such as another list, which would be lost."""
     if (rest := _behind_space(text, place + 1)) < len(text):
         line = 1 + text.count("\n", 0, rest)
         raise DataError(f"{path}, line {line}: {text[rest : rest + 20]!r} follows the list; join lists into one, or remove it")
@@ -152,8 +141,8 @@ _KEYS = {"text": ("type", "role", "text"), "image": (*_OF_A_FILE, "role"), "audi
 """Kind of segment -> its keys, beside METADATA."""
 
 
-def parse_manifest_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:
-    """Return the sample of a manifest's line; ids: hashes of those before it, to which its own is added.
+def parse_manifest_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
+    """Return the sample of a manifest's line.
 
     A line is `{"id": ..., "segments": [...]}`. A segment is `{"type": "text", "role": user | assistant | document | system,
     "text": ...}`, `{"type": "image", "path": ..., "width": ..., "height": ...}` (the size may be left out), `{"type": "audio",
@@ -163,7 +152,6 @@ def parse_manifest_entry(entry: dict[str, Any], *, where: str, ids: "array[int]"
     the line for anything else.
     """
     sample_id = required(entry, "id", (str, int), where=where)
-    ids.append(hash(sample_id))
     where = f"{where} (sample {shown(sample_id)})"
     segments = required(entry, "segments", (list,), where=where)
     check_keys(entry, ("segments", LOSS_WEIGHT), where=where)
@@ -205,6 +193,9 @@ _FORMS = (
     "a manifest.jsonl, JSON lines with 'messages', JSON with LLaVA's 'conversations', or a folder that save_to_disk of Hugging "
     "Face's datasets wrote, its .parquet files, or WebDataset's .tar files"
 )
+_PARQUET, _TAR = b"PAR1", b"ustar"
+_TAR_MARK = slice(257, 262)
+"""Where an archive says in its first header that it is one."""
 _ARCHIVES = ((b"PK\x03\x04", "a zip archive"), (b"\x89HDF", "an HDF5 file"))
 _TURN = ("user", "assistant")
 
@@ -233,7 +224,9 @@ class SampleFiles:
         """Read and check all samples; raises DataError, behind the last sample for an id that a manifest has twice."""
         ids = array("q")  # 8 bytes a sample
         for place, row in self._files.rows():
-            sample = parse_entry(row, where=f"{self.path}, {place}", ids=ids)
+            sample = parse_entry(row, where=f"{self.path}, {place}")
+            if row.get("segments"):
+                ids.append(hash(row["id"]))
             if any(isinstance(segment, TextSegment) and f"{EMBEDDED}[" in segment.text for segment in sample.segments):
                 raise DataError(f"{sample.where}: has bytes where a text belongs; write it as a text")
             yield sample
@@ -255,17 +248,21 @@ class SampleFiles:
                     "every sample an id of its own, or remove what is there twice"
                 )
 
-    def open_item(self, path: str, *, block: int = 0) -> BinaryIO | None:
-        """Open an item that is part of the data or remote; None for a file of this machine. Raises DataError, FileNotFoundError.
+    def open_item(self, path: str, *, block: int = 0, where: str) -> BinaryIO | None:
+        """Open an item that is part of the data or remote; None for a file of this machine.
 
-        path: of an item, full; block: bytes that are read at once of what is remote, where that is not all; 0: all.
+        path: of an item, full; block: bytes that are read at once of what is remote, where that is not all; 0: all. Raises
+        DataError, which names the sample (`where`) if there is no such file.
         """
-        if path.startswith(EMBEDDED):
-            return self._files.embedded(path, block=block)
-        if not is_address(path):
-            return None
-        found = data_path(path, self._remote)
-        return found.open("rb", block) if block else BytesIO(found.read_bytes())
+        try:
+            if path.startswith(EMBEDDED):
+                return self._files.embedded(path, block=block)
+            if not is_address(path):
+                return None
+            found = data_path(path, self._remote)
+            return found.open("rb", block) if block else BytesIO(found.read_bytes())
+        except FileNotFoundError as problem:
+            raise DataError(f"{where}: {problem.filename} does not exist; restore the file or remove that line") from problem
 
     def is_remote(self, path: str) -> bool:
         """Return True for an item that is read from a server by itself; of remote tables groups of rows are."""
@@ -281,15 +278,16 @@ class SampleFiles:
         return Path() if isinstance(self._files, TableFiles) else self.folder
 
 
-def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> SegmentedSample:
-    """Return the sample of one object in any form; ids: as in `parse_manifest_entry`. Raises DataError."""
+def parse_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
+    """Return the sample of one object in any form; raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
     for asking, more, answering in (("instruction", "input", "output"), ("query", "", "response")):  # Alpaca, ms-swift
         if entry.keys() >= {asking, answering}:
             rest = {key: value for key, value in entry.items() if key not in (asking, more, answering, "history")}
             asked = [required(entry, key, (str,), where=where) for key in (asking, more) if entry.get(key)]
-            turns = [*(entry.get("history") or ()), ("\n".join(asked), entry[answering])]
+            history = entry.get("history") or []
+            turns = [*(history if isinstance(history, list) else [history]), ("\n".join(asked), entry[answering])]
             if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
                 raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
             said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
@@ -302,7 +300,7 @@ def parse_entry(entry: dict[str, Any], *, where: str, ids: "array[int]") -> Segm
         check_keys(entry, ("text", LOSS_WEIGHT), where=where)
         return SegmentedSample(where, (TextSegment("document", entry["text"]),), loss_weight(entry, where=where))
     if "segments" in entry or "id" in entry:
-        return parse_manifest_entry(entry, where=where, ids=ids)
+        return parse_manifest_entry(entry, where=where)
     raise DataError(
         f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a "
         "manifest), 'messages' (chats), 'conversations' (LLaVA), 'texts' (FineVision, OBELICS), 'text_list' (MMC4) or 'text'; "
@@ -334,7 +332,8 @@ def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None)
     remote = remote or (path.options if isinstance(path, RemotePath) else RemoteOptions())
     if not path.is_file() and (path / MANIFEST_NAME).is_file():
         path = path / MANIFEST_NAME
-        return SampleFiles(path, JsonFile(path), remote)
+    if path.is_file():
+        return SampleFiles(path, _open_file(path), remote)
     if (files := find_tar_files(path) or (find_table_files(path) if path.exists() else None)) is not None:
         return SampleFiles(path, files, remote)
     if path.is_dir():
@@ -343,13 +342,20 @@ def open_sample_files(path: str | DataPath, remote: RemoteOptions | None = None)
             f"{path / MANIFEST_NAME}: no such manifest; give --data-path {_FORMS}. In the folder there is "
             f"{', '.join(inside[:5]) or 'nothing'}{' and more' if len(inside) > 5 else ''}"
         )
-    if not path.is_file():
-        raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
+    raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
+
+
+def _open_file(path: DataPath) -> JsonFile | TableFiles | TarFiles:
+    """Open one file in the form that its first bytes tell; raises DataError for one that is none, or cannot be read."""
     try:
         with path.open("rb") as file:
-            start = file.read(8)
+            start = file.read(_TAR_MARK.stop)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+    if start[_TAR_MARK] == _TAR:
+        return TarFiles(path.parent, [path])
+    if start.startswith(_PARQUET):
+        return TableFiles(path.parent, [path], is_arrow=False)
     if (found := next((kind for magic, kind in _ARCHIVES if start.startswith(magic)), None)) is not None:
         raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
-    return SampleFiles(path, JsonFile(path), remote)
+    return JsonFile(path)

@@ -19,7 +19,6 @@ from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress
 from multimodal.data.remote import DataPath, RemotePath, at_once, name_in
 from multimodal.values.errors import BraidError, DataError
 
-_PARQUET = b"PAR1"
 _DIGESTED_BYTES = 2**20
 _REMOTE_BLOCK = 2**16
 """Bytes of a remote Parquet file that are read at once, at least: those of its end, which describes it, that pyarrow asks for."""
@@ -130,11 +129,7 @@ def digest_files(folder: DataPath, paths: Sequence[DataPath]) -> str:
 
 
 def find_table_files(path: DataPath) -> TableFiles | None:
-    """Return the tables at a path, or None if there are none; raises DataError if it holds several splits."""
-    if path.is_file():
-        with path.open("rb") as file:
-            is_parquet = file.read(len(_PARQUET)) == _PARQUET
-        return TableFiles(path.parent, [path], is_arrow=False) if is_parquet else None
+    """Return the tables in a folder, or None if there are none; raises DataError if it holds several splits."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(found.name for found in path.iterdir() if (found / "state.json").is_file())
         raise _several_splits(path, [str(path / split) for split in splits])

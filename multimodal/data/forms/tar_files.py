@@ -21,7 +21,6 @@ from multimodal.data.forms.table_files import digest_files
 from multimodal.data.remote import AT_ONCE, DataPath, at_once, name_in
 from multimodal.values.errors import DataError
 
-_MAGIC = (257, b"ustar")
 _MEDIA: Mapping[str, tuple[str, ...]] = {
     "image": ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     "audio": ("wav", "flac", "ogg", "mp3"),
@@ -150,11 +149,7 @@ class TarFiles:
 
 
 def find_tar_files(path: DataPath) -> TarFiles | None:
-    """Return the archives at a path, or None if there are none; FOLDER/SPLIT names a split of Energon's. Raises DataError."""
-    if path.is_file():
-        with path.open("rb") as file:
-            file.seek(_MAGIC[0])
-            return TarFiles(path.parent, [path]) if file.read(len(_MAGIC[1])) == _MAGIC[1] else None
+    """Return the archives in a folder, or None if there are none; FOLDER/SPLIT names a split of Energon's. Raises DataError."""
     for folder, split in ((path, None), (path.parent, path.name)):
         if (folder / ".nv-meta" / "split.yaml").is_file() and (split is None or not path.exists()):
             return _energon(folder, split)

@@ -25,22 +25,22 @@ class IndexCache:
     """Describes everything that tokens depend on: digests of tokenizer and chat template, and versions of the packages."""
     chosen: Path | None = None
     """The folder for all indices; None: beside the data, or, if that cannot be written, the user's."""
-    report: Callable[[Path | None], None] = lambda place: None
-    """Told where a new index was written; None: nowhere."""
 
-    def get(self, folder: DataPath, *, depends_on: Iterable[str], build: Callable[[int], Iterator[SampleIndex]]) -> SampleIndex:
-        """Return the index of the data in `folder`: read if it has been written, else built and written.
+    def get(
+        self, folder: DataPath, *, name: str, depends_on: Iterable[str], build: Callable[[int], Iterator[SampleIndex]]
+    ) -> SampleIndex:
+        """Return the index of the data in `folder`: read if it has been written, else built and written, and the log says where.
 
-        depends_on: everything it depends on beside `text`; build: makes the index block by block, behind so many samples, which
-        have been written. An index that cannot be written anywhere is only returned, unless the folder was chosen: then
-        ConfigError is raised.
+        name: of the data, for the log; depends_on: everything it depends on beside `text`; build: makes the index block by block,
+        behind so many samples, which have been written. An index that cannot be written anywhere is only returned, unless the
+        folder was chosen: then ConfigError is raised.
         """
 
         def blocks(done: int = 0) -> Iterator[SampleIndex]:
             if done:
                 logger.info("%s: indexing goes on behind %s samples, after which it was ended", folder, f"{done:,}")
             try:
-                yield from build(done)
+                yield from watch_indexing(build(done), path=name)
             except OSError as problem:  # else it would be taken for one of the folder that is written to
                 raise DataError(
                     f"{folder}: the data cannot be read ({problem}); make them readable, or copy them again"
@@ -63,9 +63,10 @@ class IndexCache:
                         "can, or leave the flag out"
                     ) from problem
                 continue
-            self.report(place)
+            logger.info("%s: indexed into %s (elsewhere: --data-cache-path DIR; it may be removed)", name, place)
             return read_index(place) or join_indices(blocks())  # mapped, so that ranks of a node share its memory
-        self.report(None)
+        lost = "but the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)"
+        logger.info("%s: indexed %s", name, lost)
         return join_indices(blocks())
 
 
@@ -80,26 +81,17 @@ def watch_indexing(
 
     path: names the data. console: by default that of standard output. How many samples there will be is not known.
     """
-    console = console or Console()
     if not logger.isEnabledFor(logging.INFO):
         yield from blocks
         return
-    if console.is_terminal:
-        columns = (SpinnerColumn(), TextColumn("indexing {task.description}: {task.completed:,} samples"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(path, total=None)
-            for block in blocks:
-                progress.advance(task, _num_read(block))
-                yield block
-        return
-    last, number = clock(), 0
-    for block in blocks:
-        number += _num_read(block)
-        yield block
-        if clock() - last >= _SECONDS_BETWEEN_LINES:
-            last = clock()
-            logger.info("%s: indexed %s samples so far", path, f"{number:,}")
-
-
-def _num_read(block: SampleIndex) -> int:
-    return len(block) + sum(block.skipped.values())
+    console, last, number = console or Console(), clock(), 0
+    columns = (SpinnerColumn(), TextColumn("indexing {task.description}: {task.completed:,} samples"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(path, total=None)
+        for block in blocks:
+            number += len(block) + sum(block.skipped.values())
+            progress.update(task, completed=number)
+            yield block
+            if not console.is_terminal and clock() - last >= _SECONDS_BETWEEN_LINES:
+                last = clock()
+                logger.info("%s: indexed %s samples so far", path, f"{number:,}")

@@ -3,11 +3,11 @@
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from multimodal.data.audio import audio_to_patches, read_audio, sound_to_pixels
 from multimodal.data.forms.sample_files import SampleFiles
@@ -45,14 +45,6 @@ class ItemDecoder(Protocol):
         """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
 
 
-def open_item(opened: Callable[..., BinaryIO | None], path: str, *, block: int, where: str) -> BinaryIO | None:
-    """Open an item as `SampleFiles.open_item` does; raises DataError, which names the sample, if it is not there."""
-    try:
-        return opened(path, block=block)
-    except FileNotFoundError as problem:
-        raise DataError(f"{where}: {path} does not exist; restore the file or remove that line") from problem
-
-
 class ItemReader:
     """Decodes items in this process, on request."""
 
@@ -88,7 +80,7 @@ class ItemReader:
         found = self._inputs[item.unit]
         frame = parse_frame_address(item.path)
         path = frame.path if frame else item.path.removesuffix(SOUND)
-        content = open_item(self._files.open_item, path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
+        content = self._files.open_item(path, block=VIDEO_BLOCK if path != item.path else 0, where=where)
         bands = None if isinstance(found, AudioInput) else found.num_mel_bins
         kind = "sound" if isinstance(found, AudioInput) or bands else "video" if frame else "image"
         name = f"its {kind}" if path.startswith(EMBEDDED) else path

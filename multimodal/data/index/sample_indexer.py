@@ -11,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -39,13 +39,13 @@ from multimodal.data.image_files import (
     read_video_length,
 )
 from multimodal.data.image_processing import image_grid, num_tiles, video_grid
-from multimodal.data.index.item_reader import VIDEO_BLOCK, open_item
+from multimodal.data.index.item_reader import VIDEO_BLOCK, item_inputs
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
 from multimodal.data.remote import BLOCK, Value, data_path
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, NUM_FRAMES, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
-from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, ModelGraph, Role, Unit
+from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import count_llm_tokens
 
 
@@ -95,16 +95,6 @@ class _Part(NamedTuple):
     """Texts before each step, if these stand alone."""
 
 
-class SampleIndexing(Protocol):
-    """Indexes samples somewhere."""
-
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer") -> Iterator[SampleIndex]:
-        """Yield the index of the samples in order, block by block; local: indexes samples that nothing else can index.
-
-        Raises DataError for the first faulty sample.
-        """
-
-
 class SampleIndexer:
     """Indexes samples in this process."""
 
@@ -113,11 +103,11 @@ class SampleIndexer:
     ) -> None:
         """files: the data set, for images that are part of it; chat: writes conversations by a model's template."""
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
-        self._item_encoders = graph.item_encoders
+        self._item_encoders, self._inputs = graph.item_encoders, item_inputs(graph)
         folder = data_path(options.media_dir) if options.media_dir else files.folder
         self._paths = ManifestPaths(folder, allows_outside=options.allows_outside_paths)
 
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None) -> Iterator[SampleIndex]:
+    def index_all(self, samples: Iterable[SegmentedSample]) -> Iterator[SampleIndex]:
         """Index block after block: the first in this process, others on all of its cores."""
         with _rare_collections():
             blocks = gather(samples, weight=lambda sample: 1, most=BLOCK_SIZE)
@@ -204,12 +194,12 @@ class SampleIndexer:
 
     def _index_segment(self, segment: FileSegment, unit: Unit, *, where: str) -> list[_Part]:
         """Return what a segment becomes: a clip, an image, every frame of a video, or a video; and its sound."""
-        found = input_of(unit)
+        found = self._inputs[unit.name]
         is_embedded = segment.path.startswith(EMBEDDED)
         path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
         name, length = f"its {'sound' if segment.kind == 'audio' else segment.kind}" if is_embedded else path, None
         block = VIDEO_BLOCK if segment.kind == "video" else BLOCK
-        content = None if segment.size else open_item(self._files.open_item, path, block=block, where=where)
+        content = None if segment.size else self._files.open_item(path, block=block, where=where)
         if segment.kind == "audio":
             size = read_audio_length(name, content=content, where=where), 1
         else:
@@ -267,6 +257,11 @@ class SampleIndexer:
         assert unit.audio is not None
         grid = audio_grid(num_samples, audio=unit.audio) if num_samples else None
         return [] if grid is None else [_Part([IndexedItem(unit.name, path + SOUND, (num_samples, 1), grid)])]
+
+
+Indexing = Callable[[SampleIndexer, Iterable[SegmentedSample]], Iterator[SampleIndex]]
+"""Yields the index of samples in order, block by block; the indexer indexes those that nothing else can. Raises DataError for the
+first faulty sample."""
 
 
 @contextmanager
@@ -366,9 +361,3 @@ def _item_segment(part: _Part, *, graph: ModelGraph) -> Segment:
     place, is_step = parse_frame_address(tiles[0].path), unit.image is not None and unit.image.video is not None
     kind: Literal["image", "audio", "video"] = "video" if place and is_step else "image" if unit.audio is None else "audio"
     return ItemSegment(num_output_tokens, kind, num_tiles=len(tiles), row_length=row_length, times=times)
-
-
-def input_of(unit: Unit) -> ItemInput:
-    """Return the description of a unit's items."""
-    assert unit.item_input is not None
-    return unit.item_input

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from scipy.io import wavfile
 
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.remote import DataPath
@@ -82,8 +83,8 @@ class DataFolder:
         """Index lines, or a file or folder."""
         path = data if isinstance(data, DataPath) else self.manifest(data)
         own = {key: options.pop(key) for key in options.keys() & {field.name for field in fields(IndexOptions)}}
-        index_options = IndexOptions(seq_length, **own)
-        return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "options": index_options, **options})
+        files, index_options = open_sample_files(path, options.pop("remote", None)), IndexOptions(seq_length, **own)
+        return ManifestSource(files, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "options": index_options, **options})
 
 
 def assert_same(found: ManifestSource, expected: ManifestSource) -> None:

@@ -199,15 +199,19 @@ def test_no_path_leaves_its_folder(data, server, options):
 
 
 def test_changed_data_are_indexed_anew(data, server, options, tmp_path):
-    places: list[Path | None] = []
-    open_data = partial(data.open, data_path(f"{server.address}/tars", options), cache=IndexCache("", report=places.append))
+    open_data = partial(data.open, data_path(f"{server.address}/tars", options), cache=IndexCache(""))
+    indices = tmp_path / ".cache" / "braid" / "index"
     of_tars(data)
     first, digest = open_data(), open_sample_files(data.path / "tars").digest
     open_data()
-    assert places == [tmp_path / ".cache" / "braid" / "index" / places[0].name]
+    assert len([*indices.iterdir()]) == 1
     write_tar(data.path / "tars" / "a.tar", {"x.png": (data.path / "a.png").read_bytes(), "x.txt": "another"})
     remote._known.cache_clear()
-    assert len(open_data()) == len(first) - 1 and len(places) == 2 and open_sample_files(data.path / "tars").digest != digest
+    assert (
+        len(open_data()) == len(first) - 1
+        and len([*indices.iterdir()]) == 2
+        and open_sample_files(data.path / "tars").digest != digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,6 +219,7 @@ def test_changed_data_are_indexed_anew(data, server, options, tmp_path):
     [
         ("ftp://host/a", DataError, "unknown protocol 'ftp'; use one of s3, gs, http, https"),
         ("https://me:secret@host/a.tar", DataError, "https://...: has a password in it; give that by the environment"),
+        ("http:///a.tar", DataError, "http:///a.tar: names no host or bucket; write it between '://' and the path"),
         ("https://host/a.tar?key=secret", DataError, "https://host/a.tar: leave the query behind it out"),
         ("gs://bucket/a", ConfigError, "needs the package 'gcsfs'; install it with: pip install 'gcsfs'"),
         ("s3://bucket/a", ConfigError, "needs the package 's3fs'; install it with: pip install 'braid.remote.'"),

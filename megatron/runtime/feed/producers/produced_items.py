@@ -55,7 +55,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 class ProducedItems:
-    """An `ItemDecoder` whose items come from producers, and a `SampleIndexing`."""
+    """An `ItemDecoder` whose items come from producers, which index samples, too."""
 
     def __init__(self, addresses: Sequence[str], *, token: bytes, data_set: str, local: ItemReader) -> None:
         """local: decodes items that no producer does."""
@@ -104,8 +104,8 @@ class ProducedItems:
         found = self._take(wanted)
         return found if isinstance(found, ItemPixels) else self._local.read(wanted)
 
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[SampleIndex]:
-        """Let producers index samples; a reading error is raised after all samples before it, as without producers."""
+    def index_all(self, local: SampleIndexer, samples: Iterable[SegmentedSample]) -> Iterator[SampleIndex]:
+        """Let producers index samples (`Indexing`); a reading error is raised after all samples before it, as without them."""
         gathered = gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
         blocks = (SampleBlock(number, tuple(each)) for number, each in enumerate(gathered))
         window = len(self._addresses) * _BLOCKS_ASKED * _BLOCK_WEIGHT

@@ -196,7 +196,9 @@ def write_tar(path: Path, files: Mapping[str, Any]) -> Path:
 
 
 def content(files: SampleFiles, segment: Any) -> Any:
-    return files.open_item(segment.path).read() if isinstance(segment, FileSegment) else (segment.role, segment.text)
+    return (
+        files.open_item(segment.path, where="here").read() if isinstance(segment, FileSegment) else (segment.role, segment.text)
+    )
 
 
 def read(path: Path) -> list[list[Any]]:
@@ -270,6 +272,13 @@ def test_a_damaged_archive_and_a_link(tmp_path: Path):
         path.write_bytes(content)
         with pytest.raises(DataError, match=message):
             read(path)
+    path.write_bytes(whole)
+    files = open_sample_files(path)
+    (sample,) = files.samples()
+    path.rename(tmp_path / "moved")
+    with pytest.raises(DataError, match="line 3: .*data.tar does not exist; restore the file"):
+        files.open_item(sample.segments[0].path, where="line 3")
+    (tmp_path / "moved").rename(path)
     (tmp_path / "gone.tar").symlink_to("nowhere")
     with pytest.raises(DataError, match="cannot be read .*gone.tar.*; copy the data again"):
         open_sample_files(tmp_path).digest  # noqa: B018

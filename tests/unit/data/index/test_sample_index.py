@@ -8,7 +8,7 @@ import os
 import signal
 import tracemalloc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.data_loading import write_rows
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.index import sample_indexer
@@ -52,7 +53,7 @@ def open_cached(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> Any:
     def build(cache: IndexCache | None = CACHE, **options: Any) -> tuple[ManifestSource, int]:
         tokenizer = CountingTokenizer()
         given = {"graph": options.pop("graph", graph), "options": IndexOptions(**{"seq_length": 99, **options})}
-        return ManifestSource(tmp_path, tokenizer=tokenizer, cache=cache, **given), tokenizer.num_texts
+        return ManifestSource(open_sample_files(tmp_path), tokenizer=tokenizer, cache=cache, **given), tokenizer.num_texts
 
     return build
 
@@ -112,11 +113,14 @@ def test_a_folder_of_others_leaves_the_index_in_the_users_cache(open_cached, tmp
     assert open_cached()[1] == 2 and open_cached()[1] == 2
 
 
-def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached, tmp_path):
-    told: list[Path | None] = []
-    cache = IndexCache("bytes", chosen=tmp_path / "mine", report=told.append)
+def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    cache = IndexCache("bytes", chosen=tmp_path / "mine")
     assert open_cached(cache)[1] == 2 and open_cached(cache)[1] == 0
-    assert told == [*(tmp_path / "mine").iterdir()] and not (tmp_path / FOLDER_NAME).exists()
+    (place,) = (tmp_path / "mine").iterdir()
+    assert not (tmp_path / FOLDER_NAME).exists()
+    kept = "(elsewhere: --data-cache-path DIR; it may be removed)"
+    assert caplog.messages == [f"{tmp_path / 'manifest.jsonl'}: indexed into {place} {kept}"]
     (tmp_path / "file").write_text("no folder can be made here")
     with pytest.raises(
         ConfigError, match=r"--data-cache-path .*file: the index cannot be written \(.*\); give a folder that can"
@@ -132,7 +136,7 @@ def test_data_that_cannot_be_read_are_not_taken_for_a_folder_that_cannot_be_writ
 
     cache = IndexCache("bytes", chosen=tmp_path / chosen if chosen else None)
     with pytest.raises(DataError, match=r"the data cannot be read \(.*part-2.jsonl.*\); make them readable"):
-        cache.get(tmp_path, depends_on=(), build=build)
+        cache.get(tmp_path, name="data", depends_on=(), build=build)
 
 
 def test_a_kept_index_is_not_overwritten(tmp_path):
@@ -165,17 +169,14 @@ def test_blocks_of_several_processes_are_one_index(data, two_encoder_graph, tmp_
         data.open([*samples[:7], [{**IMAGE, "path": "gone.png", "unit": "vision"}, TEXT], b"{"], graph=two_encoder_graph)
 
 
-@dataclass
-class InBlocks:
-    """Indexes two samples at a time, and kills its process behind so many blocks."""
-
-    killed_behind: int | None = None
-
-    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[SampleIndex]:
-        for number, block in enumerate(gather(samples, weight=lambda sample: 1, most=2)):
-            if number == self.killed_behind:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield local.index_block(block)
+def in_blocks(
+    indexer: SampleIndexer, samples: Iterable[SegmentedSample], *, killed_behind: int | None = None
+) -> Iterator[SampleIndex]:
+    """Index two samples at a time, and kill the process behind so many blocks."""
+    for number, block in enumerate(gather(samples, weight=lambda sample: 1, most=2)):
+        if number == killed_behind:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield indexer.index_block(block)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +195,14 @@ def test_an_index_that_was_killed_goes_on(change, num_texts, data, tmp_path):
     sound = {"type": "audio", "path": "a.wav"}
     manifest = data.manifest([[IMAGE, TEXT, IMAGE], [sound, TEXT], [TEXT], [TEXT], [IMAGE, TEXT], [TEXT], [TEXT]])
     killed = multiprocessing.get_context("fork").Process(
-        target=data.open, args=(manifest,), kwargs={"cache": CACHE, "indexing": InBlocks(killed_behind=2)}
+        target=data.open, args=(manifest,), kwargs={"cache": CACHE, "indexing": partial(in_blocks, killed_behind=2)}
     )
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL and not [*tmp_path.glob(f"{FOLDER_NAME}/[!.]*")]
     change(tmp_path)
     tokenizer = CountingTokenizer()
-    found = data.open(manifest, cache=CACHE, indexing=InBlocks(), tokenizer=tokenizer)
+    found = data.open(manifest, cache=CACHE, indexing=in_blocks, tokenizer=tokenizer)
     assert (tokenizer.num_texts, len(found)) == (num_texts, 6)
     assert_same(found, whole := data.open(manifest))
     assert [found.wanted(0, 1), found.wanted(3, 0)] == [whole.wanted(0, 1), whole.wanted(3, 0)]
@@ -241,5 +242,5 @@ def test_a_log_gets_a_line_now_and_then(caplog):
 def test_a_terminal_gets_a_bar(caplog):
     caplog.set_level(logging.INFO)
     shown = io.StringIO()
-    assert watched(Console(file=shown, force_terminal=True, width=80), []) == BLOCKS
+    assert watched(Console(file=shown, force_terminal=True, width=80), [0.0]) == BLOCKS
     assert "indexing data.json: 6 samples" in shown.getvalue() and not caplog.messages

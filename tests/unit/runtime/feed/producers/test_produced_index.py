@@ -18,7 +18,7 @@ from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import FileSegment, SegmentedSample
 from multimodal.data.index.item_reader import ItemReader
 from multimodal.data.index.sample_index import build_index
-from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.index.sample_indexer import Indexing, IndexOptions, SampleIndexer
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, DataError
@@ -54,14 +54,17 @@ def open_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     def build(lines: list[Any], *producers: Serving, texts: TextSettings = TEXTS) -> ManifestSource:
         path = tmp_path / "manifest.jsonl"
         path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-        indexing = None
+        files = open_sample_files(path)
+        indexing: Indexing = SampleIndexer.index_all
         if producers:
-            local = ItemReader(GRAPH, open_sample_files(path))
             data_set = describe_data_set(GRAPH, path, texts=texts, options=OPTIONS)
-            indexing = ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=local)
-            indexing.check()
+            addresses, local = [each.address for each in producers], ItemReader(GRAPH, files)
+            produced = ProducedItems(addresses, token=TOKEN, data_set=data_set, local=local)
+            produced.check()
+            indexing = produced.index_all
         tokenizer = NoTokenizer() if producers else ByteTokenizer()
-        return ManifestSource(path, graph=GRAPH, tokenizer=tokenizer, options=IndexOptions(OPTIONS.seq_length), indexing=indexing)
+        options = IndexOptions(OPTIONS.seq_length)
+        return ManifestSource(files, graph=GRAPH, tokenizer=tokenizer, options=options, indexing=indexing)
 
     return build
 
