@@ -85,7 +85,7 @@ def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
     book = unit_groups.GroupBook(rank=rank, timeout=TIMEOUT)
     unit_groups.build_memberships(graph, plan, book=book)
     partners = message_partners(graph, plan, rank=rank)
-    MessageChannel(world_size=NUM_RANKS, tracks=partners, timeout=TIMEOUT).connect(partners, device=torch.device("cpu"))
+    MessageChannel(tracks=partners, timeout=TIMEOUT).connect(partners, device=torch.device("cpu"))
     return time.perf_counter() - start
 
 

@@ -249,7 +249,7 @@ class Session:
                 rates = options.rates.get(name)
                 self.optimizers |= build_unit_optimizers(gradients, config=options.optimizer, rates=rates)
         partners = message_partners(self.graph, plan, rank=rank)
-        self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=partners, timeout=options.timeout)
+        self._channel = MessageChannel(tracks=partners, timeout=options.timeout)
         if device.type == "cuda":
             self._channel.connect(partners, device=device)
         self.executor = Executor(

@@ -95,7 +95,8 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     losses, norms, balances = [], [], []
     for index, plan in enumerate(plans):
         if index:
-            trainer.change_plan(plan)
+            trainer.session.change_plan(plan)
+            trainer.meet()
         for number in range(index * steps_a_plan, (index + 1) * steps_a_plan):
             report, _ = trainer.train_step(training.plan_step(number), number=number)
             losses.append(report.loss)

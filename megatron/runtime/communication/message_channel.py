@@ -42,9 +42,9 @@ class MessageChannel:
     slow, but lets several ranks share a GPU, as NCCL does not.
     """
 
-    def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
+    def __init__(self, *, tracks: Iterable[Track], timeout: timedelta) -> None:
         """tracks: in the same order on all ranks; collective."""
-        listed, ranks = list(tracks), list(range(world_size))
+        listed, ranks = list(tracks), list(range(dist.get_world_size()))
         self._own: list[dist.ProcessGroup] = []
         if dist.get_backend() != "gloo":  # with which a group of its own would only connect all pairs of ranks once more
             self._own = create_groups([ranks] * len(listed), timeout=timeout, most_blocks=MOST_BLOCKS)

@@ -24,10 +24,9 @@ class Membership:
     context_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
-    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same experts) and further groups that megatron-core
+    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same experts), embd (this rank and its counterpart with
+    the same share of weights, if one is in the first stage and one in the last; else None) and further groups that megatron-core
     requires; pp is this rank alone, as the plan numbers layers and stages."""
-    embedding_group: dist.ProcessGroup | None
-    """This rank and its counterpart with the same share of weights, if one is in the first stage and one in the last."""
     is_unlike: bool = False
     """True if the replicas are not alike: dp and dp_cp are this rank alone, and gradients are reduced by layer and part."""
 
@@ -102,7 +101,6 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
             expert_holders = book[communicators.holders_of_experts(unit, stage_index, rank)]
         pairs = communicators.embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings)
         ends = next((pair for pair in pairs if rank in pair), None)
-    embedding = book[ends] if ends else None
     groups = ProcessGroupCollection(
         **dict.fromkeys(("tp", "mp"), tensor),
         cp=context,
@@ -112,6 +110,6 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
         ep=experts,
         **dict.fromkeys(("expt_dp", "intra_expt_dp"), expert_holders),
         **dict.fromkeys(("pp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
-        embd=embedding,
+        embd=book[ends] if ends else None,
     )
-    return Membership(model.name, replica_index, stage_index, context_rank, groups, embedding, unit.is_unlike)
+    return Membership(model.name, replica_index, stage_index, context_rank, groups, unit.is_unlike)

@@ -138,7 +138,7 @@ class ForwardBackward:
         tracks = _TRACKS + SHAPE_TRACKS * tells_shapes
         if self._channel is None or self._world is not dist.group.WORLD or self._tracks != tracks:
             self._world, self._tracks = dist.group.WORLD, tracks
-            self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=tracks, timeout=MESSAGE_TIMEOUT)
+            self._channel = MessageChannel(tracks=tracks, timeout=MESSAGE_TIMEOUT)
             self._connected.clear()
         if modules not in self._connected:
             self._connected.add(modules)

@@ -199,7 +199,7 @@ def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignm
     own, by_id = schedule.spelled_out(plan.lane_of_rank[rank]), {sample.sample_id: sample for sample in lengths}
     digest = assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule)
     step = Step(own, assignment, by_id, inputs={}, digest=digest, sharing=options.sharing, joins=joins)
-    step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
+    step = step.changed(route_rows=step.placement.rows_of_routes(rank=rank))
     if options.is_emulated:
         return with_emulated_inputs(step, rank=rank)
     inputs, target_samples = load_inputs(source, step, rank=rank, options=options.build, seed=options.seed)

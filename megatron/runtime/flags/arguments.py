@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import A_COUNT, GROUPS, UNIT_RATES, ModelConfig, RunConfig
-from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled
+from megatron.runtime.flags.cross_checks import check_config, check_plan, drop_overruled
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.ignored_flags import ignored_flags
@@ -54,7 +54,6 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     from_file = _parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
     assert graph is not None  # --model is required, so _merge would have raised an error
-    check_bounds(config)
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
     world_size = find_rank_place(environ).size

@@ -289,7 +289,8 @@ class TrainingConfig:
 
 
 UNIT_RATES = {
-    "lr": "Highest learning rate of the unit's module, whose decay and warm-up are like those of --lr; by default --lr.",
+    "lr": "Highest learning rate of the unit's module (0 is --freeze), whose decay and warm-up are like those of --lr; by "
+    "default --lr.",
     "weight_decay": "Weight decay of the unit's module; by default --weight-decay.",
     "lr_warmup_iters": "Steps in which its learning rate rises; by default --lr-warmup-iters.",
     "projector_lr": "The same for its projector; by default --projector-lr.",
@@ -555,7 +556,7 @@ class LoggingConfig:
     """--profile: first step that is profiled."""
     profile_step_end: int = field(default=12, metadata=A_COUNT)
     """--profile: first step behind those."""
-    profile_ranks: tuple[int, ...] = field(default=(0,), metadata={"metavar": "RANK"})
+    profile_ranks: tuple[int, ...] = field(default=(0,), metadata={"metavar": "RANK", "minimum": 0})
     """--profile: ranks that are profiled."""
     use_pytorch_profiler: bool = False
     """--profile: by torch's profiler, into --report-dir as profile_rank_N.json, for chrome://tracing or Perfetto."""

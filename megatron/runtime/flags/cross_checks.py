@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.flags.configuration import AUTO, RunConfig
-from megatron.runtime.flags.field_flags import BOUNDS, all_flags, value_of
+from megatron.runtime.flags.field_flags import all_flags, value_of
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, LEFT_TO_THE_PLAN, ignored_flags
 from megatron.runtime.flags.schedule_checks import problems_of_schedule
@@ -58,15 +58,6 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
         if overruled(f"{unit}.data_parallel_size", "colocate_units"):
             kept.pop(f"{unit}.data_parallel_size", None)
     return kept
-
-
-def check_bounds(config: RunConfig) -> None:
-    """Check the bounds of every flag; raises ConfigError."""
-    for flag in all_flags():
-        for value in flag.values(config) if flag.bounds else ():
-            if broken := {name for name, bound in flag.bounds.items() if not BOUNDS[name][1](value, bound)}:
-                named = [name for name in flag.bounds if (name == "maximum") == ("maximum" in broken)]
-                raise ConfigError(f"{flag.flag} must be {flag.range_in_words(*named)}, found {value}")
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:

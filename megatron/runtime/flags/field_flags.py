@@ -60,10 +60,14 @@ class FieldFlag:
         """Return the value of a field that belongs to no unit."""
         return getattr(getattr(config, self.group), self.name)
 
-    def values(self, config: RunConfig) -> tuple[Any, ...]:
-        """Return the single value, or those of a list; empty: not given."""
-        value = self.value(config)
-        return value if self.is_list else () if value is None else (value,)
+    def read(self, text: str) -> Any:
+        """Parse one value's text; raises ArgumentTypeError, also for a number outside of the bounds."""
+        assert self.parse is not None, "a switch has no value"
+        value = self.parse(text)
+        if broken := {name for name, bound in self.bounds.items() if not BOUNDS[name][1](value, bound)}:
+            named = [name for name in self.bounds if (name == "maximum") == ("maximum" in broken)]
+            raise argparse.ArgumentTypeError(f"must be {self.range_in_words(*named)}, found {shown(value)}")
+        return value
 
     def range_in_words(self, *names: str) -> str:
         """Describe these bounds."""

@@ -168,7 +168,7 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         *flag.also,
         action=_StoreOnce,
         dest=flag.name,
-        type=flag.parse,
+        type=flag.read,
         choices=(flag.choices or None) if flag.parse is str else None,
         nargs="+" if flag.is_list else None,
         metavar=flag.metavar,

@@ -2,13 +2,14 @@
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from megatron.runtime.flags.field_flags import flag_of, value_of
+from megatron.runtime.flags.ignored_flags import Condition
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.entrain_assignment import NEEDS_KERNELS
 from multimodal.cost.engine_limits import ENGINE_LIMITS, FP8_SCALES, EngineLimit, Instead, LayerUse
@@ -17,9 +18,6 @@ from multimodal.data.sample_source import DIGITS_PROGRAM, PILLOW_MAX_PIXELS
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
-
-Condition = Callable[[RunConfig], bool]
-"""Returns True for an unsupported combination."""
 
 
 def can_delay_weight_gradients() -> bool:
@@ -49,7 +47,7 @@ def _lacks(package: str) -> bool:
 
 
 def _misses(field: str, package: str, config: RunConfig) -> bool:
-    return getattr(config.logging, field) is not None and _lacks(package)
+    return value_of(config, field) is not None and _lacks(package)
 
 
 def _needs_local(limit: EngineLimit, config: RunConfig) -> bool:
@@ -91,10 +89,14 @@ def _goes_on_elsewhere(name: str, c: RunConfig) -> bool:
 _LOCAL = [limit for limit in ENGINE_LIMITS if limit.instead is Instead.LOCAL]
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
 
-_WITH_WEIGHTS = [
-    *("save", "load", "pretrained_checkpoint", "load_hf", "load_megatron", "load_adapter"),
-    *("save_hf", "save_megatron", "save_adapter", "eval_iters"),
-]
+_PACKAGES = (
+    ("tensorboard_dir", "tensorboard", "tensorboard"),
+    ("wandb_project", "wandb", "wandb"),
+    ("mlflow_experiment", "mlflow", "mlflow"),
+    ("load_hf", "safetensors", "hf"),
+    ("load_adapter", "safetensors", "hf"),
+)
+"""Field -> a package that it needs, and Braid's extra that installs it."""
 
 RULES: Mapping[str, Condition] = {
     "--producers decode for those who know their token; add --producer-token FILE, "
@@ -157,16 +159,13 @@ RULES: Mapping[str, Condition] = {
     "if you trust it": lambda c: c.data.sample_program not in (None, DIGITS_PROGRAM) and not c.model.allow_callbacks,
     "--profile-step-start {c.logging.profile_step_start} is not before --profile-step-end {c.logging.profile_step_end}: no step "
     "is profiled; raise the latter": lambda c: c.logging.profile and c.logging.profile_step_start >= c.logging.profile_step_end,
-    "--profile-ranks {c.logging.profile_ranks}: ranks count from 0; leave out what is below": lambda c: (
-        min(c.logging.profile_ranks) < 0
-    ),
     "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler": lambda c: (
         c.logging.profile and not c.logging.use_pytorch_profiler and not _has_cuda()
     ),
     **{
-        f"{flag_of(field)} {{c.logging.{field}}}: the package {package} is not installed; install it "
-        f"(pip install 'braid[{package}]'), or leave it out": partial(_misses, field, package)
-        for field, package in (("wandb_project", "wandb"), ("mlflow_experiment", "mlflow"))
+        f"{flag_of(field)}: the package {package} is not installed; install it (pip install 'braid[{extra}]'), or leave the flag "
+        "out": partial(_misses, field, package)
+        for field, package, extra in _PACKAGES
     },
     **{limit.message: partial(_needs_local, limit) for limit in _LOCAL},
     "--tp-comm-overlap-rows {c.parallelism.tp_comm_overlap_rows} would be ignored: it is for layers of Transformer Engine, and "
@@ -199,16 +198,6 @@ RULES: Mapping[str, Condition] = {
     "--attention-backend triton has no float64; use --attention-backend blocks for exact checks": lambda c: (
         c.model.attention_backend == "triton" and c.training.dtype == "float64"
     ),
-    "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out": lambda c: (
-        c.parallelism.tp_comm_overlap and c.training.emulate is not None
-    ),
-    "--load-hf and --load-adapter need the package 'safetensors'; "
-    "install it (pip install 'braid[hf]') or leave it out": lambda c: (
-        (c.checkpoint.load_hf or c.checkpoint.load_adapter) is not None and _lacks("safetensors")
-    ),
-    "--use-pytorch-profiler has no place to write to; add --report-dir DIR": lambda c: (
-        c.logging.use_pytorch_profiler and c.logging.report_dir is None
-    ),
     "--elastic needs templates to make plans of, for whatever nodes are there; write them with tools/plan.py --planner oobleck "
     "--fault-tolerance F --output templates.yaml, "
     "and give --plan templates.yaml": lambda c: c.parallelism.elastic and c.parallelism.plan is None,
@@ -217,16 +206,8 @@ RULES: Mapping[str, Condition] = {
     "and give --plan templates.yaml": lambda c: c.parallelism.elastic and c.parallelism.plans_itself,
     "--emulate waits as its table says for the stages of one plan, so there is nothing for --plan auto to choose; leave one of "
     "them out": lambda c: c.parallelism.plans_itself and c.training.emulate is not None,
-    "--replan takes a plan that a review finds, and --plan-review-iters 0 has none; raise it, or leave --replan out": lambda c: (
-        c.parallelism.replan and not c.parallelism.plan_review_iters
-    ),
     "--elastic: samples that are exchanged once they are decoded (--lengths-from decode) would be lost with a rank; use "
     "--lengths-from index": lambda c: c.parallelism.elastic and c.data.lengths_from == "decode",
-    "--emulate trains nothing that --elastic could keep; leave one of them out": lambda c: (
-        c.parallelism.elastic and c.training.emulate is not None
-    ),
-    "--plan auto counts on gradients that are reduced in every backward; leave --reduce-gradients-once out, or run the plan that "
-    "it writes with it": lambda c: c.parallelism.reduce_gradients_once and c.parallelism.plans_itself,
     "--elastic needs whole weights on every replica, which --data-parallel-sharding-strategy optim_grads_params shares; use "
     "--data-parallel-sharding-strategy optim": lambda c: c.parallelism.elastic and c.parallelism.shards_weights,
     "--num-distributed-optimizer-instances {c.parallelism.num_distributed_optimizer_instances}: templates of --elastic say how "
@@ -242,9 +223,6 @@ RULES: Mapping[str, Condition] = {
     "--data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out": lambda c: (
         c.parallelism.shards_weights and not all(row.works_with_sharded_weights for row in named_passes(c))
     ),
-    "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
-    "--pretrained-checkpoint, --load-hf, --load-megatron, --load-adapter, --save-hf, --save-megatron, --save-adapter "
-    "and --eval-iters": lambda c: c.training.emulate is not None and any(value_of(c, name) for name in _WITH_WEIGHTS),
     "--finetune starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts from; give "
     "another --save": lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),
     "--pretrained-checkpoint starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts "

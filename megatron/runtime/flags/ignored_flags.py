@@ -17,6 +17,7 @@ EXCLUSIVE_SIZES: list[tuple[str, str, str]] = _TABLE["exclusive_sizes"]
 LEFT_TO_THE_PLAN: list[str] = _TABLE["left_to_the_plan"]
 
 Condition = Callable[[RunConfig], bool]
+"""Returns True where flags have no effect, or do not go together."""
 
 
 class IgnoredFlag(NamedTuple):
@@ -104,11 +105,11 @@ IGNORED_FLAGS = tuple(_ignored_flags())
 
 
 def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
-    """List the flags that were given but have no effect; a switch that is given as its default asks for none."""
+    """List the flags that were given but have no effect; a switch or a 0 that is given as its default asks for none."""
     asking = set()
     for flag in all_flags():
         value = flag.value(config)
-        is_off = value in (None, ()) or (flag.parse is None and value == flag.default)
+        is_off = value in (None, ()) or (value == flag.default and (flag.parse is None or value == 0))
         if flag.name in config.given and not is_off:
             asking.add(flag.name)
     return tuple(row for row in IGNORED_FLAGS if row.name in asking and row.is_ignored(config))

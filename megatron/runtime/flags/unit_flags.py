@@ -1,7 +1,6 @@
 """The flags that contain a unit's name, known only once the model has been read."""
 
-import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.runtime.flags.configuration import UNIT_RATES
@@ -79,7 +78,8 @@ def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
         name=f"{unit}.{name}",
         flag=spellings[0],
         also=tuple(spellings[1:]),
-        parse=_bounded(whole_number, lambda number: number >= 1, "a whole number of at least 1"),
+        parse=whole_number,
+        bounds={"minimum": 1},
         metavar="N",
         default=getattr(UnitSizes(), name, None),
         help=field_docstrings(UnitSizes).get(name, MICRO_BATCH_HELP),
@@ -92,23 +92,10 @@ def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
         if unit.projector_layer is None and name.startswith("projector_"):
             continue
         flag, *also = (f"{prefix}{flag_of(name)[1:]}" for prefix in prefixes)
-        metavar = "N" if name.endswith("iters") else "X"
-        if name.endswith("lr"):
-            parse = _bounded(finite_number, lambda number: number > 0, "a number above 0 (to train nothing there: --freeze)")
-        else:
-            number = whole_number if metavar == "N" else finite_number
-            parse = _bounded(number, lambda number: number >= 0, "a number of at least 0")
+        parse, metavar = (whole_number, "N") if name.endswith("iters") else (finite_number, "X")
+        bounds = {"above" if name.endswith("lr") else "minimum": 0}
         named: dict[str, Any] = {"flag": flag, "also": tuple(also), "metavar": metavar, "help": meaning}
-        yield FieldFlag(name=f"{unit.name}.{name}", parse=parse, **named)
-
-
-def _bounded(parse: Callable[[str], float], allows: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        if not allows(number := parse(text)):
-            raise argparse.ArgumentTypeError(f"expected {expected}, found {number:g}")
-        return number
-
-    return read
+        yield FieldFlag(name=f"{unit.name}.{name}", parse=parse, bounds=bounds, **named)
 
 
 def shown_flag(name: str) -> str:

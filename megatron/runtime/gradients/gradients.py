@@ -173,7 +173,7 @@ class UnitGradients:
             stage.shared_parameter for stage in self.stages.values() if getattr(stage.shared_parameter, "shared_embedding", False)
         ]
         gradients = [main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
-        sum_copies(gradients, self.membership.embedding_group)
+        sum_copies(gradients, self.membership.groups.embd)
 
 
 def wrap_in_gradient_buffers(

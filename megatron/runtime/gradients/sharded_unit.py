@@ -240,4 +240,4 @@ class ShardedUnit(UnitGradients):
             if getattr(stage.shared_parameter, "shared_embedding", False)
         ]
         shares = [layer.gradient_share for layer in copies if layer is not None]
-        sum_copies([share for share in shares if share is not None], self.membership.embedding_group)
+        sum_copies([share for share in shares if share is not None], self.membership.groups.embd)

@@ -170,7 +170,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     meeting: Meeting
     """The store for messages between ranks that need no process group."""
     timeout: timedelta
@@ -222,7 +221,7 @@ def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> Wo
     watch.start()
     if place.rank == 0:
         meeting.say_first_is_here()
-    return World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
+    return World(place.rank, place.size, meeting, timeout, watch)
 
 
 def choose_device(local_rank: int) -> None:

@@ -5,12 +5,12 @@ import importlib.metadata
 import json
 import math
 import os
+import platform as host
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -19,6 +19,8 @@ import torch
 
 from megatron.runtime import platform
 from megatron.runtime.communication.create_groups import create_groups
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from megatron.runtime.profiler import find_peak_tflops
 from multimodal.attention.context_parallel import all_gather_single
@@ -100,27 +102,51 @@ def _node_bytes() -> int:
     return total
 
 
-def measure_links(cluster: Cluster, *, rank: int, world_size: int, timeout: timedelta) -> Cluster:
-    """Time collectives inside nodes, and between corresponding ranks of all nodes; collective over all ranks.
+def find_cluster(config: RunConfig, *, world_size: int) -> tuple[Cluster, bool]:
+    """Return the machine of --cluster, or as measured, and True; else one with assumed links, and False. Raises ConfigError."""
+    if config.training.cluster is not None:
+        return Cluster.from_file(config.training.cluster), True
+    if (known := find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
+        return known, True
+    return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
 
-    Solves `collective_seconds` for its parameters: n ranks take t = (n - 1) (latency + bytes / n / bandwidth). All ranks of a
-    node measure at once, so a rank has its share of the network. Links with too few ranks keep their values.
+
+def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
+    """Time collectives inside nodes, and between corresponding ranks of all nodes, for this run and later ones; collective.
+
+    cluster: on rank 0, all else that is known. Solves `collective_seconds` for its parameters: n ranks take t = (n - 1) (latency
+    + bytes / n / bandwidth). All ranks of a node measure at once, so a rank has its share of the network. Links with too few
+    ranks keep their values.
     """
-    size = cluster.gpus_per_node
-    nodes = [list(range(first, min(first + size, world_size))) for first in range(0, world_size, size)]
-    across = [list(range(place, world_size, size)) for place in range(min(size, world_size))]
-    inside, between = cluster.intra_node, cluster.inter_node
+    world.connect(backend=config.training.distributed_backend)
+    known = cluster or assumed_cluster()
+    size, inside, between = known.gpus_per_node, known.intra_node, known.inter_node
+    nodes = [list(range(first, min(first + size, world.size))) for first in range(0, world.size, size)]
+    across = [list(range(place, world.size, size)) for place in range(min(size, world.size))]
     if len(nodes[0]) > 1:
-        inside = NodeLink(*_time_link(nodes, rank, timeout))
+        inside = NodeLink(*_time_link(nodes, world))
     if len(nodes) > 1:
-        between = Network(*_time_link(across, rank, timeout), nics_per_node=size)
-    return replace(cluster, intra_node=inside, inter_node=between)
+        between = Network(*_time_link(across, world), nics_per_node=size)
+    measured = replace(known, intra_node=inside, inter_node=between)
+    if world.rank == 0:
+        keep_value("machines", _machine_key(config, world.size), measured.to_dict())
+    return measured
 
 
-def _time_link(groups: list[list[int]], rank: int, timeout: timedelta) -> tuple[float, float]:
+def device_name() -> str:
+    """Return the name of the device; different CPUs may have the same name, so they are distinguished by their hosts."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU of {host.node()}"
+
+
+def _machine_key(config: RunConfig, world_size: int) -> str:
+    of_run = (config.training.dtype, config.training.distributed_backend, world_size, ranks_on_node())
+    return key_of((device_name(), torch.__version__, *of_run))
+
+
+def _time_link(groups: list[list[int]], world: World) -> tuple[float, float]:
     """Return this rank's bandwidth in 10^9 bytes/s and latency in us in its group."""
-    made = create_groups(groups, timeout=timeout)
-    own, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if rank in ranks)
+    made = create_groups(groups, timeout=world.timeout)
+    own, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if world.rank in ranks)
     num_ranks, device = len(own), platform.device()
     if num_ranks == 1:
         return 1.0, 100.0  # a rank without counterparts on other nodes; rank 0's figures count

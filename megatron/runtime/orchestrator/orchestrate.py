@@ -13,8 +13,8 @@ from megatron.runtime.feed.data_sets import DataSets
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.orchestrator.choose_plan import PLAN_NAME, Choice, build_request, choose_plan, planned_config
-from megatron.runtime.orchestrator.machine import find_value, keep_value, key_of, place_file
-from megatron.runtime.orchestrator.profile_layers import describe_machine, measure_cluster, profile_model
+from megatron.runtime.orchestrator.machine import find_cluster, find_value, keep_value, key_of, measure_cluster, place_file
+from megatron.runtime.orchestrator.profile_layers import profile_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import GlobalBatches
 from multimodal.model.transformer_config import BuildOptions
@@ -80,7 +80,7 @@ class _FirstRank:
 
     def __init__(self, config: RunConfig, world: World, inputs: Inputs) -> None:
         self._config, self._world_size = config, world.size
-        self.cluster, self._are_links_known = describe_machine(config, world_size=world.size)
+        self.cluster, self._are_links_known = find_cluster(config, world_size=world.size)
         lengths, vocab_size = tuple(first_lengths(config, inputs.data)), inputs.vocab_size
         self.request = build_request(
             config, graph=inputs.graph, cluster=self.cluster, lengths=lengths, vocab_size=vocab_size, num_ranks=world.size

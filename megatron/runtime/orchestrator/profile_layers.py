@@ -1,11 +1,10 @@
-"""Measures the machine for planners: its links, and the seconds of a model's layers, kind by kind, which curves are fitted to."""
+"""Measures for planners the seconds of a model's layers, kind by kind, which curves are fitted to."""
 
 import math
-import platform as host
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,12 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.launch.distributed_setup import World
-from megatron.runtime.orchestrator import machine
-from megatron.runtime.orchestrator.machine import keep_value, key_of, ranks_on_node
+from megatron.runtime.orchestrator.machine import device_name, find_value, keep_value, key_of
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_curves import Curve, FitError, Interpolated, LayerCurves, PackedSize, fit_error, fit_quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
@@ -156,42 +151,15 @@ NUM_SIZES, SEQUENCES = 4, (1, 8)
 SECONDS_PER_SIZE = 0.03
 
 
-def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bool]:
-    """Return the machine of --cluster, or as measured, and True; else one with assumed links, and False. Raises ConfigError."""
-    if config.training.cluster is not None:
-        return Cluster.from_file(config.training.cluster), True
-    if (known := machine.find_value("machines", _machine_key(config, world_size), Cluster.from_dict)) is not None:
-        return known, True
-    return machine.describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
-
-
-def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
-    """Measure the links, for this run and later ones; collective. cluster: on rank 0, all else that is known."""
-    world.connect(backend=config.training.distributed_backend)
-    known = cluster or replace(machine.assumed_cluster(), gpus_per_node=ranks_on_node())
-    measured = machine.measure_links(known, rank=world.rank, world_size=world.size, timeout=world.timeout)
-    if world.rank == 0:
-        keep_value("machines", _machine_key(config, world.size), measured.to_dict())
-    return measured
-
-
-def _device() -> str:
-    """Return the name of the device; different CPUs may have the same name, so they are distinguished by their hosts."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU of {host.node()}"
-
-
-def _machine_key(config: RunConfig, world_size: int) -> str:
-    of_run = (config.training.dtype, config.training.distributed_backend, world_size, ranks_on_node())
-    return key_of((_device(), torch.__version__, *of_run))
-
-
 def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerProfile, str]:
     """Time a request's layers, without process groups, at sizes that suit its lengths, or find them kept; says which it was."""
     graph = request.graph
     sizes = {unit.name: profiled_sizes(request, unit) for unit in graph.units}
     tp = {unit.name: tensor_parallel_sizes(request, unit.name) for unit in graph.units}
-    key = key_of((_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tp))
-    if (profile := machine.find_value("layers", key, LayerProfile.from_dict)) is not None:
+    key = key_of(
+        (device_name(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tp)
+    )
+    if (profile := find_value("layers", key, LayerProfile.from_dict)) is not None:
         return profile, f"{len(profile.curves)} layers as kept"
     started, layers = time.perf_counter(), []
     fast = partial(ProfileOptions, sequences=SEQUENCES, seconds_per_size=SECONDS_PER_SIZE, checks_fit=False)

@@ -67,10 +67,8 @@ class _TensorBoard(Tracker):
     survives_failure = False  # its writing thread has ended then
 
     def __init__(self, logging: LoggingConfig, run: TrackedRun) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as problem:
-            raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
+        from torch.utils.tensorboard import SummaryWriter
+
         self.place = f"--tensorboard-dir {logging.tensorboard_dir}"
         self._writer: Any = SummaryWriter(str(logging.tensorboard_dir))
 

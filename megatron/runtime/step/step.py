@@ -76,8 +76,7 @@ class Step(StepDecision):
     @cached_property
     def placement(self) -> TokenPlacement:
         """The place of every token."""
-        sizes = {name: self.plan.units[name].context_parallel_size for name in self.graph.unit_names}
-        return TokenPlacement(self, sizes=sizes, sharing=self.sharing)
+        return TokenPlacement(self, sharing=self.sharing)
 
     def changed(self, **changes: Any) -> "Step":
         """Return the same step with other inputs or reports; keeps `placement`, and totals."""

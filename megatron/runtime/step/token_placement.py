@@ -21,7 +21,6 @@ from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, condition_tokens, first_joined_token, list_conditions
 
 
@@ -61,9 +60,9 @@ WHOLE = -1
 class TokenPlacement:
     """The places of one step's tokens. Each result is computed once, on first use; pickling keeps the computed ones."""
 
-    def __init__(self, step: StepDecision, *, sizes: Mapping[str, int], sharing: ContextSharing) -> None:
-        """step: the decision of a step; sizes: unit -> context parallel size."""
-        self._step, self._sizes, self._sharing = step, sizes, sharing
+    def __init__(self, step: StepDecision, *, sharing: ContextSharing) -> None:
+        self._step, self._sharing = step, sharing
+        self._sizes = {name: unit.context_parallel_size for name, unit in step.plan.units.items()}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
     def belongs_to(self, step: StepDecision) -> None:
@@ -99,11 +98,11 @@ class TokenPlacement:
         own = np.cumsum(is_held) - 1
         return torch.from_numpy(own[rows.numpy()[shares.given[rank]]])
 
-    def rows_of_routes(self, plan: Plan, *, rank: int) -> "dict[RouteKey, RouteRows]":
+    def rows_of_routes(self, *, rank: int) -> "dict[RouteKey, RouteRows]":
         """Return the rows sent and received on all routes of this rank, ahead of the step that needs them."""
         found: dict[RouteKey, RouteRows] = {}
         for route in (route for routes in self._step.routes.from_source.values() for route in routes):
-            giver, taker = (_context_rank(plan, end, rank) for end in (route.source, route.target))
+            giver, taker = (self._context_rank(end, rank) for end in (route.source, route.target))
             if giver is None and taker is None:
                 continue
             shares = self.row_shares(route)
@@ -130,6 +129,10 @@ class TokenPlacement:
                     f"sample {sample_id}: its lengths have its items begin at tokens {list(expected)}, its text at {list(found)};"
                     " with context parallelism a data set must give `item_starts` in its lengths"
                 )
+
+    def _context_rank(self, end: MicrobatchPlace, rank: int) -> int | None:
+        unit = self._step.plan.units[end.unit]
+        return unit.context_parallel_rank(rank) if rank in unit.replicas[end.replica].ranks else None
 
     def _part_of(self, route: Route) -> int:
         return self._step.part_of(route) if route.source in self._step.cuts.num_subsets else WHOLE
@@ -265,11 +268,6 @@ class TokenPlacement:
             for sample, first in zip(samples, _starts([sample.num_tokens for sample in samples]), strict=True)
             for index, start in enumerate(sample.starts)
         }
-
-
-def _context_rank(plan: Plan, end: MicrobatchPlace, rank: int) -> int | None:
-    unit = plan.units[end.unit]
-    return unit.context_parallel_rank(rank) if rank in unit.replicas[end.replica].ranks else None
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

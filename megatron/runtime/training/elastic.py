@@ -61,7 +61,7 @@ class ElasticRun:
             ending.meeting = meeting
         timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
         watch = RankWatch(meeting, ending=ending, timeout_seconds=timeout.total_seconds())
-        self._world = World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
+        self._world = World(place.rank, place.size, meeting, timeout, watch)
         self._prepared = prepare_plan(config, self._world, open_inputs(config, self._world))
         self._templates = read_templates(config, self._prepared.options.graph)
         values = self._prepared.start_values

@@ -232,7 +232,8 @@ def change_plan(run: Run, config: RunConfig) -> None:
     plan = build_plan(config, options.graph, run.world.size, ranks_per_node=ranks_per_node)
     config = with_device_defaults(config, graph=options.graph, plan=plan, has_cuda=torch.cuda.is_available())
     changed = _session_options(config, options.graph, vocab_size=options.vocab_size, timeout=options.timeout, emulation=None)
-    run.trainer.change_plan(plan, options=changed)
+    run.session.change_plan(plan, options=changed)
+    run.trainer.meet()
     run.config, run.measured = config, None
 
 

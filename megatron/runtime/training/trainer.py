@@ -17,12 +17,11 @@ from megatron.runtime import platform
 from megatron.runtime.execution.step_clock import seconds_by_resource
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.report.reporting import EvaluationReport, StepReport
-from megatron.runtime.session import Session, SessionOptions
+from megatron.runtime.session import Session
 from megatron.runtime.step.step import LossMeans, Step, StepResult
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
-from multimodal.values.plan import Plan
 from multimodal.values.timeline import TimelineEvent
 from multimodal.values.units.unit import MOE_KINDS
 
@@ -133,11 +132,6 @@ class Trainer:
         """Return a report of the last step from this rank's figures only, with the losses that all know."""
         assert self._executed is not None
         return self._report(self._executed, end=self._executed.end, is_alone=True), self._executed.step
-
-    def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
-        """Continue under another plan from the next step on; see `Session.change_plan`."""
-        self.session.change_plan(plan, options=options)
-        self.meet()
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""

@@ -27,6 +27,21 @@ def write_hugging_face(folder: Path) -> Path:
     return folder
 
 
+def write_adapter(folder: Path) -> Path:
+    """PEFT's files of one adapter of rank 2, by hand."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    entries = {
+        f"{name}.lora_A.weight": {"dtype": "F32", "shape": [2, 32], "data_offsets": [0, 256]},
+        f"{name}.lora_B.weight": {"dtype": "F32", "shape": [32, 2], "data_offsets": [256, 512]},
+    }
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(512)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
+    return folder
+
+
 class Parse(Protocol):
     def __call__(self, line: str = "", *, world_size: int = 2, units: Mapping[str, Any] = UNITS) -> RunConfig: ...
 

@@ -31,7 +31,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import BraidError
 from tests.sanity.repository import ROOT
 from tests.unit.plan.planners.templates.test_plan_templates import GRAPH, ONE_NODE
-from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, write_hugging_face
+from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, write_adapter, write_hugging_face
 
 GOLDEN = ROOT / "tests" / "golden" / "flags.txt"
 IMAGE, AUDIO = {"image": {"patch_size": 4, "in_channels": 1, "merge_size": 3}}, {**ENCODER, "audio": {}}
@@ -75,6 +75,7 @@ _OF_BASE = {"model", "data_path", "lr", "train_iters", "global_batch_size"}
 def answers(text: str) -> Iterator[str]:
     """Yield the lines of the golden text, with the answers that are given now, in an empty working folder."""
     write_hugging_face(Path("hf"))
+    write_adapter(Path("adapter"))
     ONE_NODE.to_file("templates.yaml")
     replace(ONE_NODE, recompute_granularity="full").to_file("recomputing.yaml")
     Path("plan.yaml").write_text("units: {}\n")

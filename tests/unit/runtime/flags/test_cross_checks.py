@@ -28,7 +28,7 @@ from multimodal.values.model_graph import Lora, ModelGraph
 from tests.distributed.mutations.mutation import Inputs, Mutation
 from tests.distributed.mutations.table import list_mutations
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, write_hugging_face
+from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, HUGGING_FACE, UNITS, write_adapter, write_hugging_face
 from tests.unit.runtime.flags.test_answers import MODELS, machine_of
 
 
@@ -46,13 +46,12 @@ def test_costs_of_units_are_declared(parse_on_base):
 
 
 def test_numbers_outside_their_bounds_are_refused(parse_on_base):
-    others = [flag for flag in all_flags() if flag.name != "num_epochs"]  # stands in place of one of the base
-    for flag in others:
+    for flag in all_flags():
         outside = {"above": lambda bound: bound, "below": lambda bound: bound, "minimum": lambda bound: bound - 1}
         outside["maximum"] = lambda bound: 10 * bound
         for number in [outside[name](bound) for name, bound in flag.bounds.items()]:
             text = f"{number:.0f}" if flag.parse is whole_number else str(number)
-            with pytest.raises(ConfigError, match=rf"^{flag.flag} must be .*, found "):
+            with pytest.raises(ConfigError, match=rf"^argument {flag.flag}: must be .*, found "):
                 parse_on_base(f"{flag.flag} {text}")
 
 
@@ -209,21 +208,6 @@ def test_a_vocabulary_grows_for_special_tokens_alone(folder):
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
     ):
         with_vocabulary(read_model(folder), ByteTokenizer())
-
-
-def write_adapter(folder: Path) -> Path:
-    """PEFT's files of one adapter of rank 2, by hand."""
-    folder.mkdir()
-    name = "base_model.model.model.layers.1.self_attn.o_proj"
-    entries = {
-        f"{name}.lora_A.weight": {"dtype": "F32", "shape": [2, 32], "data_offsets": [0, 256]},
-        f"{name}.lora_B.weight": {"dtype": "F32", "shape": [32, 2], "data_offsets": [256, 512]},
-    }
-    header = json.dumps(entries).encode()
-    content = len(header).to_bytes(8, "little") + header + bytes(512)
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
-    return folder
 
 
 def test_adapters_say_what_is_trained(folder, tmp_path):

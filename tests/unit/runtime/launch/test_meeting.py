@@ -154,13 +154,12 @@ def test_a_failure_waits_for_a_slow_connection(meetings, monkeypatch):
     assert patience[0] > patience[1]
 
 
-@pytest.mark.parametrize("local_ranks", [(0, 1, 2), (1, 1, 1)])
-def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(local_ranks, meetings):
+def test_ranks_of_a_node_take_turns_after_rank_0(meetings):
     order: list[int] = []
     watch: Any = None
 
     def enter(rank: int) -> None:
-        world = World(rank, NUM_RANKS, local_ranks[rank], meetings[rank], timedelta(seconds=10), watch)
+        world = World(rank, NUM_RANKS, meetings[rank], timedelta(seconds=10), watch)
         with world.in_turn("index"):
             order.append(rank)
 
