@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime.communication import create_groups
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.feed.agreement import assignment_digest, check_agreement
 from megatron.runtime.launch.failure import StopReason
 from multimodal.values.assignment import Assignment
@@ -53,6 +54,7 @@ def sums(groups: list[dist.ProcessGroup]) -> list[float]:
     found = []
     for group, ranks in zip(groups, RANK_SETS, strict=True):
         if dist.get_rank() in ranks:
+            assert gather_objects(str(dist.get_rank()), group=group) == [*map(str, ranks)], "one of each, and no others"
             number = torch.tensor(float(dist.get_rank()))
             dist.all_reduce(number, group=group)
             found.append(float(number))

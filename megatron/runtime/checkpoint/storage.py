@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.runtime.checkpoint.folder import damaged, sync_file
-from megatron.runtime.state.handover import gather_objects
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.state.held_tensors import Box, HeldTensor
 from multimodal.values.errors import BraidError, CheckpointError
 from multimodal.values.typed_reader import Plain

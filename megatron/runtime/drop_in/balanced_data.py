@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from megatron.runtime import platform
+from megatron.runtime.communication.gather_objects import gather_objects
 from multimodal.balance.exchange.module_exchange import DrawnItems, plan_exchange
 from multimodal.values.errors import ConfigError
 
@@ -39,8 +40,7 @@ def deal_microbatches(
         torch.save(batch, buffer := io.BytesIO())
         rows.append(torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
     digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in rows)).digest() if rows else None
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (dist.get_process_group_ranks(group), lengths, digest))
+    told = gather_objects((dist.get_process_group_ranks(group), lengths, digest))
     if problem := find_problem(told):
         raise ConfigError(f"patches.apply(balance=...): {problem}")
     if drawn is None or lengths is None or group.size() == 1:

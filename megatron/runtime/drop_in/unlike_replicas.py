@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from megatron.runtime import platform
+from megatron.runtime.communication.gather_objects import gather_objects
 from multimodal.plan.communicators import holders_of_layer
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import UnitPlan
@@ -105,7 +106,5 @@ class UnlikeReplicas:
 
     def _raise(self, problem: str | None) -> None:
         """Raise what any rank of the unit found."""
-        told: list[Any] = [None] * self._unit.size()
-        dist.all_gather_object(told, problem, group=self._unit)
-        if found := [each for each in told if each is not None]:
+        if found := [each for each in gather_objects(problem, group=self._unit) if each is not None]:
             raise ConfigError(f"replicas of the applied plan that are not alike: {found[0]}")

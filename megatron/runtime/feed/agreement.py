@@ -4,12 +4,12 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.launch.failure import StopReason
 from megatron.runtime.step.step import Step
 from multimodal.values.assignment import Assignment
@@ -55,8 +55,7 @@ def check_agreement(
             for microbatch_index, microbatch in enumerate(replica)
             for index, atom in enumerate(microbatch)
         }
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, places)
+        gathered = gather_objects(places)
         differing = ((rank, found) for rank, other in enumerate(gathered) if (found := _difference(gathered[0], other)))
         rank, difference = next(differing, (0, ""))
         if not difference:
@@ -111,8 +110,7 @@ class BadSamples:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         if not told.item():
             return step
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, dict(step.problems))
+        gathered = gather_objects(dict(step.problems))
         problems = {sample: problem for of_rank in reversed(gathered) for sample, problem in of_rank.items()}
         for problem in problems.values():
             logger.info("left out a sample that cannot be read: %s", problem)

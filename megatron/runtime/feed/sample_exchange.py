@@ -8,12 +8,13 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.runtime.communication.create_groups import create_groups
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.feed.step_inputs import item_ranks
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
@@ -91,8 +92,7 @@ class SampleExchange:
                 own[sample_id] = Described(lengths, tuple(item.grid for item in items))
         except BraidError as problem:
             failure = str(problem)
-        gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, (own, failure), group=self._group)
+        gathered = gather_objects((own, failure), group=self._group)
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}

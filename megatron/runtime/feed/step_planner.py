@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,8 +59,14 @@ _MOST_KEPT = 32
 """Decisions that are kept for ranks that are behind; one that comes even later decides for itself."""
 
 
-Decision = tuple[Assignment, tuple[float, float] | None]
-"""An assignment, and where it goes by predictions those of the step in the data's order and under it, in seconds."""
+class Decision(NamedTuple):
+    """The places of a step's samples, as one rank chose them for its node."""
+
+    assignment: Assignment
+    predicted_seconds: tuple[float, float] | None
+    """Where it goes by predictions: those of the step in the data's order, and under this assignment."""
+    seconds: float
+    """In which that rank chose, without the waits of others for it."""
 
 
 class NodeDecisions:
@@ -150,13 +156,13 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         source: SampleSource = SourceSubset(readable or self.source, drawn)
         share = self.exchange.decode(source, list(drawn)) if self.exchange else None
         lengths = LengthBatch(map((share or source).lengths, drawn))
-        start = time.perf_counter()
         work, node_bytes = BatchWork(graph, lengths, self.balance_options), None
         before = balance_in_order(work, plan=plan)
-        assignment, predicted_seconds = self._decide(work, before, is_left=self.is_left(step))
+        assignment, predicted_seconds, seconds = self._decide(work, before, is_left=self.is_left(step))
+        start = time.perf_counter()
         if self.arrangement is not None:
             assignment, node_bytes = self.arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
-        told = {"balance_ms": 1e3 * (time.perf_counter() - start)}
+        told = {"balance_ms": 1e3 * (seconds + time.perf_counter() - start)}
         report = report_balance(before, assignment, work, **told, predicted_seconds=predicted_seconds, node_bytes=node_bytes)
         if self.exchange and share:
             source = received = self.exchange.exchange(share, self.options.schedules.shape(assignment), assignment)
@@ -176,11 +182,12 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
 
     def _balance(self, balancer: BalancerRow, work: BatchWork, in_order: Assignment) -> Decision:
         plan, lengths, options = self.options.schedules.plan, work.lengths, self.balance_options
+        start, predicted = time.perf_counter(), None
         assignment = balancer(lengths, graph=self.options.schedules.graph, plan=plan, options=options)
-        if options.predictor is None or not balancer.needs_costs:
-            return assignment, None
-        before, after = options.predictor.predict_each((in_order, assignment), lengths)  # auto has predicted both
-        return assignment, (before.seconds, after.seconds)
+        if options.predictor is not None and balancer.needs_costs:
+            before, after = options.predictor.predict_each((in_order, assignment), lengths)  # auto has predicted both
+            predicted = before.seconds, after.seconds
+        return Decision(assignment, predicted, time.perf_counter() - start)
 
 
 def plan_step(source: SampleSource, *, lengths: Sequence[SampleLengths], assignment: Assignment, options: StepOptions) -> Step:

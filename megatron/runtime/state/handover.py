@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron.runtime import platform
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.state import held_tensors
 from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece, TrainedState, model_tensors
 from multimodal.values.errors import CheckpointError
@@ -124,10 +124,3 @@ def _boxes_by_key(tensors: Iterable[HeldTensor]) -> _Boxes:
 
 def _kind(key: str) -> str:
     return key.partition(".")[0]
-
-
-def gather_objects(mine: Any, *, group: ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order; collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered

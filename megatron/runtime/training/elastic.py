@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.schedule_checks import read_templates
 from megatron.runtime.launch.distributed_setup import RankWatch, World, choose_device, describe_difference
@@ -24,11 +25,10 @@ from megatron.runtime.recovery.connections import drop, forget_groups
 from megatron.runtime.recovery.ledger import Report, Verdict
 from megatron.runtime.recovery.member import LeftBehindError, Member
 from megatron.runtime.report.reporting import Reporter
-from megatron.runtime.state.handover import gather_objects, hold_state, take_over
+from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.loop import build_reporter, train_on
-from megatron.runtime.training.prediction import MeasuredCosts
 from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, open_inputs, prepare_plan
 from megatron.runtime.training.trainer import Outcome
@@ -214,17 +214,14 @@ class ElasticRun:
             return
         mine = None
         if self._held is not None and self._progress is not None:
-            measured = run.measured.to_dict() if run.measured else None
-            mine = asdict(self._progress), run.trainer.scheduler.state_dict(), run.described_data, measured
-        told = gather_objects(mine)
-        progress, scheduler, run.described_data, measured = next(each for each in told if each is not None)
-        run.measured = MeasuredCosts.from_dict(measured) if measured else None
+            mine = self._progress, run.trainer.scheduler.state_dict(), run.described_data, run.measured
+        progress, scheduler, run.described_data, run.measured = next(filter(None, gather_objects(mine)))
         if mine is None:
             run.trainer.scheduler.num_steps = 0  # loading adds to it
             run.trainer.scheduler.load_state_dict(scheduler)
             run.trainer.outcome = Outcome(**verdict.outcome) if verdict.outcome else None
         evaluation = (None, None) if self._progress is None else self._progress.evaluation
-        self._progress = Progress(**{**progress, "step": verdict.done_steps, "evaluation": evaluation})
+        self._progress = replace(progress, step=verdict.done_steps, evaluation=evaluation)
         run.done_steps = self._progress.first_step
         run.trainer.meet()
         if run.config.checkpoint.save is not None:

@@ -4,16 +4,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
+from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.feed.step_planner import num_begun
 from megatron.runtime.report.reporting import StepReport
-from megatron.runtime.state.handover import gather_objects
-from megatron.runtime.step.step import Step
+from megatron.runtime.step.step import NO_PARCELS, Step
 from megatron.runtime.training.judge_balance import TriedStep, Verdict, judge_balance
 from megatron.runtime.training.plan_steps import MOST_MEASURED, balance_options, measured_after, predictor_by
 from megatron.runtime.training.prediction import MeasuredCosts
@@ -25,9 +25,7 @@ from multimodal.cost.measured_layers import MeasuredLayers
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent
 
 _WARM_UP = 2
@@ -39,15 +37,10 @@ CLEARLY = 1.1
 class _Measured(NamedTuple):
     """A step that was measured, without its inputs."""
 
-    schedule: Schedule
-    assignment: Assignment
+    step: Step
     lengths: Sequence[SampleLengths]
     events: Sequence[TimelineEvent]
     seconds: float
-    deciding_seconds: float | None
-    """Seconds in which its assignment was chosen; None if it was left in the data's order."""
-    is_balanced: bool
-    """True if its samples are not in the data's order."""
 
 
 @dataclass
@@ -71,17 +64,8 @@ class Measuring:
         done, interval = self.run.done_steps, self.run.config.measuring_interval
         due = measured_after(number, first=done, interval=interval)
         if due - number < MOST_MEASURED and number - done > min(_WARM_UP, interval - 1):
-            predicted = step.balance.predicted_seconds
-            measured = _Measured(
-                schedule=step.schedule,
-                assignment=step.assignment,
-                lengths=tuple(step.lengths.values()),
-                events=events,
-                seconds=report.step_seconds,
-                deciding_seconds=step.balance.balance_ms / 1e3 if predicted else None,
-                is_balanced=predicted is not None and predicted[1] < predicted[0],
-            )
-            self._steps.append(measured)
+            kept = replace(step, parcels=NO_PARCELS)
+            self._steps.append(_Measured(kept, tuple(step.lengths.values()), events, report.step_seconds))
         if number < due or not self._steps:
             return None
         steps, self._steps = self._steps, []
@@ -96,7 +80,7 @@ class Measuring:
         line, measured = gather_objects(found)[0]
         if line is None:
             return None
-        run.measured = MeasuredCosts.from_dict(measured)
+        run.measured = measured
         num_workers = run.config.data.num_workers if run.exchanges is None else None
         self._known.append((number + num_begun(num_workers), run.measured))
         return str(line)
@@ -104,27 +88,27 @@ class Measuring:
     def _measure_layers(self, steps: Sequence[_Measured]) -> LayerProfile | None:
         """Return the layers' seconds in the steps of all ranks, on rank 0 alone; collective."""
         rank, plan, described = self.run.world.rank, self.run.session.plan, predictor_by(self.run, None)
-        costs = [described.costs(step.assignment, step.lengths) for step in steps]
+        costs = [described.costs(each.step.assignment, each.lengths) for each in steps]
         layers = MeasuredLayers(costs[0].layer_costs, plan)
         is_counted = plan.lanes[plan.lane_of_rank[rank]][0] == rank
-        timed = [(each, step.events) for each, step in zip(costs, steps, strict=True) if is_counted]
+        timed = [(of_step, each.events) for of_step, each in zip(costs, steps, strict=True) if is_counted]
         sums = torch.from_numpy(layers.sums(timed)).to(platform.device())
         dist.all_reduce(sums)
         return layers.fit(sums.cpu().numpy()) if rank == 0 else None
 
     def _conclusion(
         self, number: int, profile: LayerProfile, steps: Sequence[_Measured], *, is_measured: bool
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, MeasuredCosts | None]:
         """Return the line and the costs that steps go by from now on; no line if they are like those before.
 
         is_measured: False if the profile was given, and only what balancing gains is new.
         """
         known = self.run.measured
         fitted, before = predictor_by(self.run, MeasuredCosts(number, profile)), predictor_by(self.run, known)
-        predictions = [fitted.predict(step.assignment, step.lengths) for step in steps]
+        predictions = [fitted.predict(each.step.assignment, each.lengths) for each in steps]
         predicted = [
-            simulate_schedule(step.schedule, each.costs).iteration_seconds if each.is_simulated else each.least_seconds
-            for step, each in zip(steps, predictions, strict=True)
+            simulate_schedule(each.step.schedule, found.costs).iteration_seconds if found.is_simulated else found.least_seconds
+            for each, found in zip(steps, predictions, strict=True)
         ]
         verdict = self._judge(steps, predicted, fitted)
         whole = zip(steps, predicted, predictions, strict=True)
@@ -138,20 +122,22 @@ class Measuring:
         if judged := verdict or known:
             found = found._replace(margin=judged.margin, keeps_order=judged.keeps_order)
         last = steps[-1]
-        now, then = (_unit_seconds(each.costs(last.assignment, last.lengths)) for each in (predictor_by(self.run, found), before))
+        now, then = (
+            _unit_seconds(each.costs(last.step.assignment, last.lengths)) for each in (predictor_by(self.run, found), before)
+        )
         ratios = {unit: [new / old if old else 1.0 for new, old in zip(now[unit], then[unit], strict=True)] for unit in now}
         are_alike = all(1 / CLEARLY < ratio < CLEARLY for pair in ratios.values() for ratio in pair)
         if known and are_alike and known.keeps_order == found.keeps_order and abs(known.margin - found.margin) < CLEARLY - 1:
-            return None, {}
+            return None, None
         said = f"; {verdict.said}" if verdict else ""
         if not is_measured:
-            return f"steps measured up to this one: a step took {took:.4g} s{said}", found.to_dict()
+            return f"steps measured up to this one: a step took {took:.4g} s{said}", found
         units = ", ".join(f"{unit} {forward:.2f} and {backward:.2f}" for unit, (forward, backward) in ratios.items())
         what = f"those of step {known.step}" if known else "the described machine's"
         return (
             f"layers measured up to this step: forwards and backwards take, times {what}, {units}; a step took "
             f"{took:.4g} s; schedule and balance go by these layers now{said}",
-            found.to_dict(),
+            found,
         )
 
     def _judge(self, steps: Sequence[_Measured], predicted: Sequence[float], predictor: StepPredictor) -> Verdict | None:
@@ -162,16 +148,12 @@ class Measuring:
             assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options)
             return predictor.predict(as_computed(assignment, lengths, graph=graph, plan=plan), lengths).seconds
 
-        tried = [
-            TriedStep(
-                step.seconds,
-                predicted_seconds=seconds,
-                in_order_seconds=seconds_in_order(step.lengths) if step.is_balanced else seconds,
-                deciding_seconds=step.deciding_seconds,
-                is_balanced=step.is_balanced,
-            )
-            for step, seconds in zip(steps, predicted, strict=True)
-        ]
+        tried = []
+        for each, seconds in zip(steps, predicted, strict=True):
+            found, deciding_seconds = each.step.balance.predicted_seconds, each.step.balance.balance_ms / 1e3
+            is_balanced = found is not None and found[1] < found[0]
+            in_order_seconds = seconds_in_order(each.lengths) if is_balanced else seconds
+            tried.append(TriedStep(each.seconds, seconds, in_order_seconds, deciding_seconds if found else None, is_balanced))
         # On a GPU's node, deciding takes no core that computes.
         return judge_balance(tried, num_cores=(os.cpu_count() or 1) if platform.device().type == "cpu" else 0)
 

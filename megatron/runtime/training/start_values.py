@@ -3,8 +3,6 @@
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
 from megatron.runtime.feed.data_sets import DataSets, text_settings
@@ -22,6 +20,7 @@ from multimodal.data.sample_source import file_digest
 from multimodal.kernels import kernels
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.typed_reader import to_plain
 
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that do not affect what ranks do together: only rank 0 reports, and devices may differ."""
@@ -42,11 +41,11 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
         tokenizer["the digest of its chat template"] = str(digests["chat_template_digest"])
     costs: dict[str, str] = {}
     if config.training.emulate is not None:
-        costs |= _flat("emulate", CostTable.from_file(config.training.emulate))
+        costs |= _flat("emulate", to_plain(CostTable.from_file(config.training.emulate)))
     if config.training.cluster is not None:
-        costs |= _flat("cluster", Cluster.from_file(config.training.cluster))
+        costs |= _flat("cluster", Cluster.from_file(config.training.cluster).to_dict())
     elif config.goes_by_durations:
-        costs |= _flat("cluster", assumed_cluster())
+        costs |= _flat("cluster", assumed_cluster().to_dict())
     if config.training.layer_costs is not None:
         costs |= _flat("layers", LayerProfile.from_file(config.training.layer_costs).to_dict())
     return {
@@ -94,18 +93,14 @@ def _shown(flag: str, value: Any, *, is_switch: bool = False) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested values, each with its path; an empty container is a leaf."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif isinstance(value, (list, tuple)) and any(
-        isinstance(entry, (list, tuple, Mapping)) or is_dataclass(entry) for entry in value
-    ):
+    """Yield the leaves of nested plain values, each with its path; a list of leaves, or an empty container, is a leaf."""
+    if isinstance(value, list) and any(isinstance(entry, (list, Mapping)) for entry in value):
         value = dict(enumerate(value))
     if isinstance(value, Mapping) and value:
         for key, entry in value.items():
             yield from _flat(f"{name}.{key}".lstrip("."), entry)
     else:
-        yield name, str(value.value if isinstance(value, Enum) else value)
+        yield name, str(value)
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:

@@ -32,12 +32,14 @@ from tests.unit.runtime.training.conftest import open_example
 
 
 class _Counted(NodeDecisions):
+    """Decisions of another rank, which takes nine seconds for each."""
+
     def __init__(self) -> None:
         self.num_asked = 0
 
     def find(self, lengths: Any, decide: Callable[[], Decision]) -> Decision:
         self.num_asked += 1
-        return decide()
+        return decide()._replace(seconds=9.0)
 
 
 def test_a_step_that_is_left_in_the_datas_order_is_not_decided() -> None:
@@ -59,6 +61,7 @@ def test_a_step_that_is_left_in_the_datas_order_is_not_decided() -> None:
     in_order = build(balancer=BALANCERS["none"])
     assert [planner[step].assignment == in_order[step].assignment for step in range(3)] == [False, True, False]
     assert counted.num_asked == 2
+    assert [planner[step].balance.balance_ms >= 9000 for step in (0, 1)] == [True, False], "as long as it took where it was made"
 
 
 def test_every_other_measured_step_is_left_and_all_steps_while_balancing_gains_nothing() -> None:
