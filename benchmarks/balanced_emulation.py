@@ -37,7 +37,6 @@ from multimodal.data.length_table import read_length_table
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -121,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     samples = read_length_table(given.lengths, graph=graph) if given.lengths.is_file() else long_tailed()
     batches = list(draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=given.num_batches, seed=0))
     planned = plan_auto(samples[:MOST_SAMPLES], slow_cluster(batches[0]))
-    sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
+    sizes = ", ".join(f"{unit} {each.describe_sizes()} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
     print(f"--plan auto: {sizes}; {' '.join((planned.flags, *planned.encoder_flags))}", file=sys.stderr)
     results = [emulate_batch(lengths, slow_cluster(lengths), planned) for lengths in batches]
     print(json.dumps(results)) if given.json else print_table(results)

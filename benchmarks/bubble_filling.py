@@ -29,7 +29,6 @@ from benchmarks.published_setups.optimus import BALANCED_SECONDS, BATCH_SIZE, se
 from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.planners.search.prediction import prepare_step
 from multimodal.plan.planners.search.simulated_part import keep_replicas
 from multimodal.schedule.compile_schedule import component_of_lane
@@ -58,7 +57,7 @@ def measure(num_gpus: int, cluster: Cluster, repeats: int) -> dict[str, Any]:
             "iteration_seconds": prediction.iteration_seconds,
             "peak_memory_bytes": prediction.peak_memory_bytes,
             "bubble": dict(prediction.bubble),
-            "units": {name: describe_sizes(unit) for name, unit in run.plan.units.items()},
+            "units": {name: unit.describe_sizes() for name, unit in run.plan.units.items()},
         }
         if planner == "optimus":
             found[planner] |= fill(setup, run, cluster, repeats)

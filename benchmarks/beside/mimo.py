@@ -38,7 +38,6 @@ from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.braid_training import VOCAB_SIZE, BraidTraining, ComparedCase, Weights, compared_run, initial_weights
@@ -146,7 +145,7 @@ def main() -> None:
     for text, data in product(given.layouts, given.data):
         layout = MimoLayout(*map(int, text.split(",")))
         planned = plan_auto(build_case(data), layout.num_ranks)
-        sizes = ", ".join(f"{unit} {describe_sizes(each)} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
+        sizes = ", ".join(f"{unit} {each.describe_sizes()} on ranks {each.ranks}" for unit, each in planned.plan.units.items())
         print(
             f"{data}, {layout.num_ranks} ranks, --plan auto: {sizes}; {' '.join((planned.flags, *planned.encoder_flags))}",
             file=sys.stderr,

@@ -107,6 +107,17 @@ class UnitPlan:
         """True if some stage holds several layer ranges."""
         return any(len(stage.layer_ranges) > 1 for replica in self.replicas for stage in replica.stages)
 
+    def describe_sizes(self) -> str:
+        """Return the sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp and ep only if they are not 1."""
+        if self.is_unlike:
+            counts = "/".join(str(len(replica.stages)) for replica in self.replicas)
+            return f"tp {'/'.join(map(str, self.tensor_sizes))} x pp {counts} x dp {self.data_parallel_size}"
+        stages = len(self.replicas[0].stages)
+        virtual = f" (v {self.num_virtual_stages / stages:g})" if self.num_virtual_stages > stages else ""
+        context = f"cp {self.context_parallel_size} x " if self.context_parallel_size > 1 else ""
+        experts = f" (ep {self.expert_parallel_size})" if self.expert_parallel_size > 1 else ""
+        return f"tp {self.tensor_sizes[0]} x {context}pp {stages}{virtual} x dp {self.data_parallel_size}{experts}"
+
     def describe_ranges(self) -> str:
         """Return the layer ranges of its stages as lists; those of each replica if replicas differ."""
         forms = [[[list(pair) for pair in stage.layer_ranges] for stage in replica.stages] for replica in self.replicas]
@@ -203,6 +214,10 @@ class Plan(FileValue):
     def lane_of_rank(self) -> Mapping[int, int]:
         """Index into `lanes` of every rank."""
         return {rank: index for index, ranks in enumerate(self.lanes) for rank in ranks}
+
+    def describe_sizes(self) -> str:
+        """Return the sizes of all units."""
+        return ", ".join(f"{name} {unit.describe_sizes()}" for name, unit in self.units.items())
 
     @cached_property
     def is_whole_on_every_rank(self) -> bool:

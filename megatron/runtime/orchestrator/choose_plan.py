@@ -12,7 +12,7 @@ from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes, plan_to_fit
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, plan_to_fit
 from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -130,14 +130,14 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
         return plan_to_fit(PLANNERS[PLANNER], request.changed(uses_all_gpus=True))
     except BraidError:
         raise PlanError(
-            f"--plan auto: the best plan for {request.num_gpus} processes uses {best.run.num_gpus} of them ({_sizes(best.run)}), "
-            f"and none was found that uses all; start {best.run.num_gpus} processes"
+            f"--plan auto: the best plan for {request.num_gpus} processes uses {best.run.num_gpus} of them "
+            f"({best.run.plan.describe_sizes()}), and none was found that uses all; start {best.run.num_gpus} processes"
         ) from None
 
 
 def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
     run, prediction = planned
-    yield f"plan: {_sizes(run)}; {' '.join((run.flags, *run.encoder_flags))}"
+    yield f"plan: {run.plan.describe_sizes()}; {' '.join((run.flags, *run.encoder_flags))}"
     yield (
         f"predicted: {prediction.iteration_seconds:.4g} s a step, of which {prediction.ideal_seconds:.4g} s are the same "
         f"computations without idle time ({describe_kinds(prediction)}); {prediction.peak_memory_bytes / 1e9:.3g} GB of "
@@ -153,13 +153,9 @@ def _compare_with_one_grid(planned: PredictedRun, request: PlanningRequest) -> s
         return f"the shortest step of {looked_at}; there is no plan of one grid ({problem})"
     ratio = other.prediction.iteration_seconds / planned.prediction.iteration_seconds
     return (
-        f"the shortest step of {looked_at}; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, "
-        f"would take {ratio:.3g} times as long"
+        f"the shortest step of {looked_at}; one grid for all units, {other.run.plan.describe_sizes()} on {other.run.num_gpus} "
+        f"ranks, would take {ratio:.3g} times as long"
     )
-
-
-def _sizes(run: PlannedRun) -> str:
-    return ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
 
 
 def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: Path, layer_costs: Path | None) -> RunConfig:

@@ -1,7 +1,6 @@
 """Describes a run before its first step and after its last one."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
@@ -51,14 +50,8 @@ def describe_run(run: Run) -> str:
         trained = run.session.graph.unit(name)
         frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
         frozen += f", rows of {len(range(*trained.new_tokens))} new tokens" if trained.new_tokens else ""
-        context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
-        experts = f" (ep {unit.expert_parallel_size})" if unit.expert_parallel_size > 1 else ""
-        lines.append(
-            f"{name}: dp {unit.data_parallel_size}{experts} x pp {_each(len(replica.stages) for replica in unit.replicas)} "
-            f"x {context}tp {_each(unit.tensor_sizes)} "
-            f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
-            f"{_shown_stages(trained, unit)}"
-        )
+        where = f"rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}"
+        lines.append(f"{name}: {unit.describe_sizes()} on {where}{frozen}{_shown_stages(trained, unit)}")
     joined = f" in {run.data.num_train} sequences" if run.config.training.packing_seq_length else ""
     samples = f"{len(run.data.train.source)} training samples{joined}, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
@@ -92,11 +85,6 @@ def describe_end(run: Run, progress: Progress) -> str:
     if progress.peak_bytes:
         results += f"; activations took up to {progress.peak_bytes / 2**20:.1f} MiB a rank"
     return "; ".join([results, *places])
-
-
-def _each(sizes: Iterable[int]) -> str:
-    """Show the sizes of a unit's replicas: one, or several for replicas that are not alike."""
-    return "/".join(map(str, sorted(set(sizes))))
 
 
 def _shown_stages(unit: Unit, plan: UnitPlan) -> str:

@@ -11,7 +11,6 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.prediction import Prediction, judge_run
 from multimodal.values.errors import NothingFitsError, PlanError
-from multimodal.values.plan import UnitPlan
 from multimodal.values.validate import validate_plan
 
 MOST_ROUNDS = 5
@@ -86,12 +85,11 @@ def _plan_attempt(
 def describe(planned: PredictedRun) -> str:
     """Return one line: time, MFU, memory, distance to the ideal and to the floor, by kind, and the units' sizes."""
     run, prediction = planned
-    units = ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
     seconds, least = prediction.iteration_seconds, (prediction.ideal_seconds, prediction.floor_seconds)
     ideal, floor = (seconds / each - 1 if each else 0.0 for each in least)
     return (
         f"{prediction.iteration_seconds:.4g} s, MFU {prediction.mfu:.1%}, {prediction.peak_memory_bytes / 1e9:.3g} GB, "
-        f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {units}; "
+        f"{ideal:.1%} above ideal, {floor:.1%} above floor ({describe_kinds(prediction)}): {run.plan.describe_sizes()}; "
         f"{run.schedule}{'' if run.can_run else ' with more work, never run'}, --balance {run.balance}, "
         f"microbatch {run.micro_batch_size}"
         + "".join(f", of {unit} {size} items" for unit, size in run.encoder_micro_batch_sizes)
@@ -106,18 +104,6 @@ def describe_kinds(prediction: Prediction) -> str:
     """Return the share of the step's time of each kind of time above the floor, if it is not negligible."""
     shares = (f"{kind} {share:.1%}" for kind, share in prediction.above_floor.items() if share >= 0.0005)
     return ", ".join(shares) or "nothing"
-
-
-def describe_sizes(unit: UnitPlan) -> str:
-    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp and ep only if they are not 1."""
-    if unit.is_unlike:
-        counts = "/".join(str(len(replica.stages)) for replica in unit.replicas)
-        return f"tp {'/'.join(map(str, unit.tensor_sizes))} x pp {counts} x dp {unit.data_parallel_size}"
-    stages = len(unit.replicas[0].stages)
-    virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
-    context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
-    experts = f" (ep {unit.expert_parallel_size})" if unit.expert_parallel_size > 1 else ""
-    return f"tp {unit.tensor_sizes[0]} x {context}pp {stages}{virtual} x dp {unit.data_parallel_size}{experts}"
 
 
 NUM_STEPS = 8
