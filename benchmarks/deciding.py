@@ -45,7 +45,7 @@ from rich.table import Table
 
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest
-from megatron.runtime.step.balance_report import report_balance
+from megatron.runtime.step.balance_report import imbalances
 from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.post_balance import post_balance
@@ -176,7 +176,8 @@ def _report(
     assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> None:
     work = BatchWork(graph, lengths, options)
-    report_balance(balance_in_order(work, plan=plan), assignment, work)
+    for each in (balance_in_order(work, plan=plan), assignment):
+        imbalances(each, work)
     step_flops(graph, lengths, vocab_size=51200)
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from megatron.runtime.feed.agreement import assignment_digest, decision_digest
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.launch.failure import ignore_in_worker
-from megatron.runtime.step.balance_report import report_balance
+from megatron.runtime.step.balance_report import BalanceReport, imbalances
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
 from multimodal.balance import BALANCERS, UNBALANCED, BalancerRow
@@ -162,11 +162,14 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         start = time.perf_counter()
         if self.arrangement is not None:
             assignment, node_bytes = self.arrangement.arrange(assignment, work, plan=plan, sample_ids=list(drawn))
-        told = {"balance_ms": 1e3 * (seconds + time.perf_counter() - start)}
-        report = report_balance(before, assignment, work, **told, predicted_seconds=predicted_seconds, node_bytes=node_bytes)
+        balance_ms, exchanged_bytes = 1e3 * (seconds + time.perf_counter() - start), None
         if self.exchange and share:
             source = received = self.exchange.exchange(share, self.options.schedules.shape(assignment), assignment)
-            report = replace(report, exchanged_node_bytes=received.bytes_between_nodes)
+            exchanged_bytes = received.bytes_between_nodes
+        was, now = (imbalances(each, work) for each in (before, assignment))
+        report = BalanceReport(
+            was, now, predicted_seconds, balance_ms, node_bytes=node_bytes, exchanged_node_bytes=exchanged_bytes
+        )
         planned = plan_step(source, lengths=lengths, assignment=assignment, options=self.options)
         vocab_size = self.balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0

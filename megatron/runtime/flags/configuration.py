@@ -16,7 +16,7 @@ from multimodal.data.remote import RemoteOptions
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, DIGITS_PROGRAM, NUM_FRAMES, BadSample, Overlong
 from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
-from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes import PASSES, PassRow, passes_named
 from multimodal.values.errors import ConfigError
 
 AT_LEAST_ONE = {"minimum": 1}
@@ -262,6 +262,16 @@ class TrainingConfig:
     """Build the model although the plan needs more memory than a rank has free, by an estimate from below."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """Minutes that a rank waits for its peers before the run ends with an error."""
+
+    @property
+    def passes(self) -> tuple[PassRow, ...]:
+        """The passes that rewrite the schedule, in order; raises ConfigError for wrong names."""
+        return passes_named(self.schedule_passes)
+
+    @property
+    def splits_backwards(self) -> bool:
+        """True if the schedule, or a pass, cuts backwards into input and weight gradients."""
+        return BUILDERS[self.schedule].splits_backwards or any(row.splits_backwards for row in self.passes)
 
     @property
     def most_microbatch_tokens(self) -> int | None:

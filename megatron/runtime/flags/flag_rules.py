@@ -17,7 +17,7 @@ from multimodal.data.global_batches import parse_split
 from multimodal.data.sample_source import DIGITS_PROGRAM, PILLOW_MAX_PIXELS
 from multimodal.kernels import kernels
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import PASSES, PassRow
+from multimodal.schedule.passes import PASSES
 
 
 def can_delay_weight_gradients() -> bool:
@@ -37,11 +37,6 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def named_passes(config: RunConfig) -> list[PassRow]:
-    """List the passes that are named; `check_schedule` reports wrong names."""
-    return [PASSES[name] for name in config.training.schedule_passes.split(",") if name in PASSES]
-
-
 def _lacks(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
@@ -55,16 +50,15 @@ def _needs_local(limit: EngineLimit, config: RunConfig) -> bool:
 
 
 def _layer_use(config: RunConfig) -> LayerUse:
-    splits = BUILDERS[config.training.schedule].splits_backwards or any(row.splits_backwards for row in named_passes(config))
     return LayerUse(
         is_installed=not _lacks("transformer_engine"),
         has_cuda=_has_cuda(),
-        delays_gradients=not splits or can_delay_weight_gradients(),
+        delays_gradients=not config.training.splits_backwards or can_delay_weight_gradients(),
         dtype=config.training.dtype if "dtype" in config.given else "bfloat16",
         fp8_recipe=None if config.model.fp8_format is None else config.model.fp8_recipe,
         recompute=config.training.recompute_granularity,
         runs_segments=BUILDERS[config.training.schedule].runs_segments,
-        splits_backwards=splits,
+        splits_backwards=config.training.splits_backwards,
         tp_comm_overlap=config.parallelism.tp_comm_overlap,
         has_user_buffers=config.parallelism.tp_comm_overlap_rows is not None,
         sequence_parallel=config.parallelism.sequence_parallel,
@@ -221,7 +215,7 @@ RULES: Mapping[str, Condition] = {
     "of them out": lambda c: c.parallelism.shards_weights and c.training.emulate is not None,
     f"--schedule-passes {{c.training.schedule_passes}}: {_ONCE_A_STEP} move weights and gradients of a stage once a step, but "
     "--data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out": lambda c: (
-        c.parallelism.shards_weights and not all(row.works_with_sharded_weights for row in named_passes(c))
+        c.parallelism.shards_weights and not all(row.works_with_sharded_weights for row in c.training.passes)
     ),
     "--finetune starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts from; give "
     "another --save": lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),

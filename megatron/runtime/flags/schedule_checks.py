@@ -11,7 +11,7 @@ from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.unit_flags import LLM
 from multimodal.plan.plans_of_sizes import V_SHAPE_RANGES
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages, fed_encoders
-from multimodal.schedule.passes import PASSES, Need, passes_named
+from multimodal.schedule.passes import PASSES, Need
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
@@ -55,7 +55,6 @@ def problems_of_schedule(config: RunConfig, graph: ModelGraph, plan: Plan) -> It
                     "several tensor parallel ranks share; use --transformer-impl local, or another schedule"
                 )
     yield from _useless_schedule(name, schedule, graph, plan)
-    passes_named(config.training.schedule_passes)  # raises what is wrong with the names alone
     for each in (each for each in config.training.schedule_passes.split(",") if each):
         if reason := _why_useless(each, graph, plan):
             yield f"--schedule-passes {each} would be ignored: {reason}, or leave it out"

@@ -107,15 +107,6 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
     }
 
 
-def report_balance(
-    before: Assignment,
-    after: Assignment,
-    work: BatchWork,
-    *,
-    balance_ms: float = 0.0,
-    predicted_seconds: tuple[float, float] | None = None,
-    node_bytes: NodeBytes | None = None,
-) -> BalanceReport:
-    """Compare an assignment with `before`, which keeps the data's order. O(atoms)."""
-    was, now = ({name: unit_imbalance(each, work, unit=name) for name in before.placed} for each in (before, after))
-    return BalanceReport(was, now, predicted_seconds, balance_ms, node_bytes=node_bytes)
+def imbalances(assignment: Assignment, work: BatchWork) -> dict[str, Imbalance]:
+    """Return the imbalance of each unit. O(atoms)."""
+    return {name: unit_imbalance(assignment, work, unit=name) for name in assignment.placed}

@@ -44,7 +44,6 @@ from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import describe_placement
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, DataError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
@@ -248,7 +247,7 @@ def check_kernels(*, is_allowed: bool) -> None:
 def _session_options(
     config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: EmulatedCosts | None
 ) -> SessionOptions:
-    settings, passes = config.optimizer, passes_named(config.training.schedule_passes)
+    settings, passes = config.optimizer, config.training.passes
     return SessionOptions(
         graph=graph,
         build=_build_options(config),
@@ -287,10 +286,8 @@ def _rates(settings: OptimizerSettings, unit: Unit) -> Iterator[Rates]:
 
 
 def _build_options(config: RunConfig) -> BuildOptions:
-    passes = passes_named(config.training.schedule_passes)
     has_cuda, settings = torch.cuda.is_available(), config.model
-    is_bfloat16 = config.training.dtype == "bfloat16"
-    is_engine, splits = settings.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
+    is_bfloat16, is_engine = config.training.dtype == "bfloat16", settings.transformer_impl == "transformer_engine"
     return BuildOptions(
         getattr(torch, config.training.dtype),
         sequence_parallel=config.parallelism.sequence_parallel,
@@ -301,7 +298,7 @@ def _build_options(config: RunConfig) -> BuildOptions:
         accumulates_in_products=settings.gradient_accumulation_fusion
         and not config.parallelism.shards_weights
         and (is_bfloat16 if has_cuda else not (is_bfloat16 or is_engine)),
-        delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
+        delays_weight_gradients=is_engine and config.training.splits_backwards,
         fp8_format=settings.fp8_format,
         fp8_recipe=settings.fp8_recipe,
         num_multiprocessors=torch.cuda.get_device_properties(platform.device()).multi_processor_count if has_cuda else 0,
