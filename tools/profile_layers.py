@@ -124,12 +124,11 @@ def _check(given: argparse.Namespace, graph: ModelGraph) -> None:
     if len(given.sizes) < 3:
         raise ConfigError(f"--sizes {','.join(map(str, given.sizes))}: a quadratic needs at least three sizes")
     for unit in _units(graph, given):
-        shape = unit.transformer
         for size in given.tp:
-            if shape.num_attention_heads % size or shape.query_groups % size or shape.ffn_hidden_size % size:
+            if undivided := ", ".join(f"{what} {width}" for what, width in unit.divided_widths.items() if width % size):
                 raise ConfigError(
-                    f"--tp {size} does not divide unit '{unit.name}' ({shape.num_attention_heads} heads, {shape.query_groups} "
-                    f"query groups, FFN {shape.ffn_hidden_size}); leave it out, or choose other units with --unit"
+                    f"--tp {size} does not divide unit '{unit.name}' ({undivided}); leave it out, or choose other units with "
+                    "--unit"
                 )
 
 

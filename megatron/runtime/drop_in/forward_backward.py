@@ -167,6 +167,10 @@ def _run_step(
         config.timers("forward-backward").stop()
 
 
+_GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+"""Process groups that a step, or its finalizing, asks for."""
+
+
 def _process_groups(communicator: P2PCommunicator | None, groups: ProcessGroupCollection | None) -> ProcessGroupCollection:
     """Return the given process groups, or those of megatron-core's global state, as its own functions collect them."""
     if groups is None:
@@ -174,15 +178,8 @@ def _process_groups(communicator: P2PCommunicator | None, groups: ProcessGroupCo
             raise ConfigError(
                 "p2p_communicator was given without pg_collection; give both, or neither for the groups of parallel_state"
             )
-        return ProcessGroupCollection(
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            cp=parallel_state.get_context_parallel_group(),
-            pp=parallel_state.get_pipeline_model_parallel_group(),
-            embd=parallel_state.get_embedding_group(check_initialized=False),
-            pos_embd=parallel_state.get_position_embedding_group(check_initialized=False),
-            dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False),
-        )
-    missing = [name for name in ("tp", "cp", "pp", "embd", "pos_embd", "dp_cp") if not hasattr(groups, name)]
+        return ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
+    missing = [name for name in _GROUPS if not hasattr(groups, name)]
     if missing:
         raise ConfigError(f"pg_collection lacks {', '.join(missing)}; set them (embd and pos_embd may be None)")
     if communicator is not None and communicator.pp_group is not groups.pp:

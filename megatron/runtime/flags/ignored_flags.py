@@ -48,7 +48,6 @@ _CONDITIONS: Mapping[str, tuple[str, Condition]] = {
     ),
     "the run does not plan itself": ("plan", lambda c: not c.parallelism.plans_itself),
     "there is a plan": ("plan", lambda c: c.parallelism.plan is not None),
-    "no weights are sharded": ("data_parallel_sharding_strategy", lambda c: not c.parallelism.shards_weights),
     "the samples are read": ("data_path", lambda c: c.data.sample_program is None),
     "a program makes the samples": ("data_path", lambda c: c.data.sample_program is not None),
     "no data lie elsewhere": (

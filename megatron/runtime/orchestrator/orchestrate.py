@@ -62,7 +62,7 @@ def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: Build
     with world.in_turn("plan"):
         planned = under_choice(config, choice)
     if first:
-        first.tell(planned)
+        first.tell(planned, choice)
     return Planned(planned, choice, first.request if first else None)
 
 
@@ -87,7 +87,6 @@ class _FirstRank:
         )
         self._layers = ""
         self._is_kept = False
-        self._lines: tuple[str, ...] = ()
 
     def look_at_machine(self, build: BuildOptions) -> bool:
         """Profile layers, unless --layer-costs has them, and return whether links are known."""
@@ -110,10 +109,9 @@ class _FirstRank:
             name = str(self._config.training.cluster or CLUSTER_NAME)
             choice = choose_plan(request, may_share_weights=may_share, made_for=made_for, cluster_name=name)
             keep_choice(request, choice)
-        self._lines = choice.lines
         return choice.to_dict()
 
-    def tell(self, config: RunConfig) -> None:
+    def tell(self, config: RunConfig, choice: Choice) -> None:
         cluster = self.cluster
         links = f"--cluster {self._config.training.cluster}" if self._config.training.cluster else _LINKS[self._are_links_known]
         machine = (
@@ -126,7 +124,7 @@ class _FirstRank:
         means = ", ".join(f"{name} {mean:.4g} (most {most:.4g})" for name, mean, most in of_units)
         data = f"plan auto: of {len(self.request.lengths)} samples, tokens in each: {means}"
         kept = " (as planned before)" if self._is_kept else ""
-        plan, *others = self._lines
+        plan, *others = choice.lines
         for line in (data, machine, f"{plan}; {config.parallelism.plan}{kept}", *others):
             logger.info("%s", line)
 
