@@ -157,7 +157,8 @@ class TableCosts(ActionCosts):
     """The seconds of a cost table as `StepCosts`; sizes, FLOPs and reductions, which a table does not have, are 0.
 
     A backward takes its input gradient's seconds plus its weight gradient's. A message takes `send_seconds` and occupies nothing;
-    gradients for a stage without a listed backward arrive at once, since no stage would send them.
+    gradients for a stage without a listed backward arrive at once, since no stage would send them. Behind its last microbatch the
+    table begins anew.
     """
 
     table: CostTable
@@ -169,7 +170,7 @@ class TableCosts(ActionCosts):
                 f"costs of {action_to_text(action)}: a cost table lists seconds of whole stages, not of segments; "
                 "describe a cluster instead, or use a --schedule that runs whole stages"
             )
-        stage, microbatch = self._stage(action.place), action.microbatch
+        stage, microbatch = self._stage(action.place), action.microbatch % self.table.num_microbatches
         if action.kind is ActionKind.FORWARD:
             return ComputeCost(stage.forward[microbatch])
         if action.kind is ActionKind.INPUT_GRADIENT:

@@ -27,9 +27,10 @@ from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.measuring import Measuring
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, predictor_by
-from megatron.runtime.training.prediction import EmulatedCosts, describe_better_pair, describe_small_batch, predict_timeline
+from megatron.runtime.training.prediction import describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save_due, save_weights
 from megatron.runtime.training.run import Run, change_plan
+from multimodal.cost.cost_table import TableCosts
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
 from multimodal.schedule.simulate import simulate_schedule
@@ -192,7 +193,7 @@ def _save_last(run: Run, progress: Progress) -> None:
         run.background_save.finish()
 
 
-def _compare_with_simulation(emulation: EmulatedCosts, reporter: Reporter, step: Step, measured: Sequence[float]) -> None:
+def _compare_with_simulation(emulation: TableCosts, reporter: Reporter, step: Step, measured: Sequence[float]) -> None:
     """Compare a step's simulation with the median of the measured steps; the first step sets connections up."""
     took = statistics.median(measured[1:] or measured)
     simulated = simulate_schedule(step.schedule, emulation).iteration_seconds

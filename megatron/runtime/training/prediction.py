@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.step_memory import StepMemory
 from multimodal.data.sample_source import SampleSource
 from multimodal.plan.planners.estimate.unit_layout import layer_times
@@ -34,7 +33,6 @@ from multimodal.plan.stable_batch import LARGEST_BATCH, POOL_SIZE, stable_batch_
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -75,7 +73,7 @@ def build_predictor(
     """Return a predictor of steps as `schedules` runs them, by --cluster and --layer-costs; raises ConfigError."""
     options = run_options(config, num_state_copies=num_state_copies)
     margin = 0.0 if config.training.emulate is not None else _UNMEASURED_MARGIN
-    return StepPredictor(schedules, _cluster_of(config), vocab_size, options, _profile_of(config), margin)
+    return StepPredictor(schedules, cluster_of(config), vocab_size, options, profile_of(config), margin)
 
 
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:
@@ -108,7 +106,7 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
         if sizes.pipeline_parallel_size > 1:
             request = PlanningRequest(
                 inputs.graph,
-                _cluster_of(config),
+                cluster_of(config),
                 num_gpus=1,
                 global_batch_size=training.global_batch_size,
                 lengths=lengths,
@@ -116,7 +114,7 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
                 micro_batch_size=min(training.micro_batch_size, training.global_batch_size),
                 vocab_size=inputs.vocab_size,
                 recompute=training.recompute_granularity,
-                profile=_profile_of(config),
+                profile=profile_of(config),
                 tp_comm_overlap=config.parallelism.tp_comm_overlap,
             )
             size = StageSize(sizes.tensor_parallel_size, sizes.context_parallel_size)
@@ -124,11 +122,13 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
     return found
 
 
-def _cluster_of(config: RunConfig) -> Cluster:
+def cluster_of(config: RunConfig) -> Cluster:
+    """Return the machine of --cluster, else one like this; raises ConfigError."""
     return Cluster.from_file(config.training.cluster) if config.training.cluster else assumed_cluster()
 
 
-def _profile_of(config: RunConfig) -> LayerProfile | None:
+def profile_of(config: RunConfig) -> LayerProfile | None:
+    """Return the layers of --layer-costs, if given; raises ConfigError."""
     return LayerProfile.from_file(config.training.layer_costs) if config.training.layer_costs else None
 
 
@@ -151,7 +151,7 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
 
 
 def predict_timeline(
-    config: RunConfig, step: Step, measured: Timeline, predictor: StepPredictor, emulation: "EmulatedCosts | None"
+    config: RunConfig, step: Step, measured: Timeline, predictor: StepPredictor, emulation: TableCosts | None
 ) -> Mapping[str, Timeline]:
     """Return the simulated timeline of a step by its title; empty if simulating it takes long.
 
@@ -196,16 +196,7 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
     )
 
 
-@dataclass(frozen=True)
-class EmulatedCosts(TableCosts):
-    """The waits of an emulated run, from a table that repeats after its last microbatch."""
-
-    def compute(self, action: Action) -> ComputeCost:
-        """Return the cost of a computation."""
-        return super().compute(action._replace(microbatch=action.microbatch % self.table.num_microbatches))
-
-
-def read_emulation(path: Path, *, plan: Plan) -> EmulatedCosts:
+def read_emulation(path: Path, *, plan: Plan) -> TableCosts:
     """Read the table of --emulate; raises ConfigError if it does not list every virtual stage of every unit of the plan."""
     table = CostTable.from_file(path)
     expected = {name: unit.num_virtual_stages for name, unit in plan.units.items()}
@@ -216,7 +207,7 @@ def read_emulation(path: Path, *, plan: Plan) -> EmulatedCosts:
             f"--emulate {path}: the table has stages {there} but the run has {wanted}; list every "
             "(virtual) stage of every unit, or change the units' pipeline sizes"
         )
-    return EmulatedCosts(table)
+    return TableCosts(table)
 
 
 class LeastMemory(NamedTuple):

@@ -35,10 +35,11 @@ from megatron.runtime.orchestrator.plan_review import PlanReview, PlanTrial, wat
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
-from megatron.runtime.training.prediction import EmulatedCosts, MeasuredCosts, check_memory, predict_layer_seconds, read_emulation
+from megatron.runtime.training.prediction import MeasuredCosts, check_memory, predict_layer_seconds, read_emulation
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
+from multimodal.cost.cost_table import TableCosts
 from multimodal.cost.layers.registry import read_model
 from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions
@@ -63,7 +64,7 @@ class Run:
     done_steps: int = 0
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
     """Exchange raw samples if lengths come from decoding: one for training, one for evaluation, which runs beside it."""
-    emulation: EmulatedCosts | None = None
+    emulation: TableCosts | None = None
     """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
     background_save: BackgroundSave | None = None
@@ -103,7 +104,7 @@ class Prepared:
     options: SessionOptions
     plan: Plan
     peak_tflops: float
-    emulation: EmulatedCosts | None = None
+    emulation: TableCosts | None = None
 
     @property
     def start_values(self) -> StartValues:
@@ -245,7 +246,7 @@ def check_kernels(*, is_allowed: bool) -> None:
 
 
 def _session_options(
-    config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: EmulatedCosts | None
+    config: RunConfig, graph: ModelGraph, *, vocab_size: int, timeout: timedelta, emulation: TableCosts | None
 ) -> SessionOptions:
     settings, passes = config.optimizer, config.training.passes
     return SessionOptions(

@@ -10,11 +10,10 @@ from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
 from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
-from megatron.runtime.orchestrator.machine import assumed_cluster, version_of
+from megatron.runtime.orchestrator.machine import version_of
+from megatron.runtime.training.prediction import cluster_of, profile_of
 from multimodal.balance import UNBALANCED
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
-from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.sample_source import file_digest
 from multimodal.kernels import kernels
@@ -42,12 +41,10 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
     costs: dict[str, str] = {}
     if config.training.emulate is not None:
         costs |= _flat("emulate", to_plain(CostTable.from_file(config.training.emulate)))
-    if config.training.cluster is not None:
-        costs |= _flat("cluster", Cluster.from_file(config.training.cluster).to_dict())
-    elif config.goes_by_durations:
-        costs |= _flat("cluster", assumed_cluster().to_dict())
-    if config.training.layer_costs is not None:
-        costs |= _flat("layers", LayerProfile.from_file(config.training.layer_costs).to_dict())
+    if config.training.cluster is not None or config.goes_by_durations:
+        costs |= _flat("cluster", cluster_of(config).to_dict())
+    if (profile := profile_of(config)) is not None:
+        costs |= _flat("layers", profile.to_dict())
     return {
         **collect_flag_values(config),
         "model": dict(_flat("", graph.to_dict())),
