@@ -26,7 +26,7 @@ from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.measuring import Measuring
-from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, predictor_by
+from megatron.runtime.training.plan_steps import load_evaluation_steps, load_training_steps, predictor_by
 from megatron.runtime.training.prediction import describe_better_pair, describe_small_batch, predict_timeline
 from megatron.runtime.training.resumption import keep_best, release, save_due, save_weights
 from megatron.runtime.training.run import Run, change_plan
@@ -115,9 +115,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             if run.bad_samples is not None:
                 step = run.bad_samples.leave_out(step, device=device)
             if number == progress.first_step + 1 and run.world.rank == 0:  # the others wait for it in the step
-                options, lengths = balance_options(run, predictor_by(run, run.measured)), tuple(step.lengths.values())
-                reporter.say_if(describe_better_pair(run.config, lengths, options=options))
-                session = run.session
+                session, lengths = run.session, tuple(step.lengths.values())
+                reporter.say_if(describe_better_pair(run.config, lengths, predictor=predictor_by(run, run.measured)))
                 reporter.say_if(describe_small_batch(run.config, run.data.train.source, graph=session.graph, plan=session.plan))
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)

@@ -15,8 +15,8 @@ from megatron.runtime.feed.step_planner import num_begun
 from megatron.runtime.report.reporting import StepReport
 from megatron.runtime.step.step import NO_PARCELS, Step
 from megatron.runtime.training.judge_balance import TriedStep, Verdict, judge_balance
-from megatron.runtime.training.plan_steps import MOST_MEASURED, balance_options, measured_after, predictor_by
-from megatron.runtime.training.prediction import MeasuredCosts
+from megatron.runtime.training.plan_steps import MOST_MEASURED, measured_after, predictor_by
+from megatron.runtime.training.prediction import MeasuredCosts, balance_options
 from megatron.runtime.training.run import Run
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.placement import as_computed
@@ -142,7 +142,8 @@ class Measuring:
 
     def _judge(self, steps: Sequence[_Measured], predicted: Sequence[float], predictor: StepPredictor) -> Verdict | None:
         """Judge --balance auto by steps whose seconds are predicted as they ran; their samples' are, too, in the data's order."""
-        graph, plan, options = self.run.session.graph, self.run.session.plan, balance_options(self.run, predictor)
+        graph, plan = self.run.session.graph, self.run.session.plan
+        options = balance_options(self.run.config.training, vocab_size=predictor.vocab_size, predictor=predictor)
 
         def seconds_in_order(lengths: Sequence[SampleLengths]) -> float:
             assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options)

@@ -19,12 +19,11 @@ from megatron.runtime.feed.step_planner import (
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
-from megatron.runtime.training.prediction import MeasuredCosts, build_predictor
+from megatron.runtime.training.prediction import MeasuredCosts, balance_options, build_predictor
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
-from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.data.global_batches import GlobalBatches
@@ -50,24 +49,6 @@ def load_evaluation_steps(run: Run, data: DataSet) -> Generator[Step, None, None
     batches = GlobalBatches(data.parts, run.config.training.global_batch_size, seed=0, shuffle=False)
     planner = partial(_planner, run, data.source, batches=batches, forward_only=True)
     return _load(run, planner, range(run.config.evaluation.eval_iters), lambda step: run.measured)
-
-
-def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
-    """Return the balancer's options, which are also used for evaluations, so that these need no other schedules."""
-    training = run.config.training
-    return BalanceOptions(
-        micro_batch_size=training.micro_batch_size,
-        tokens_per_microbatch=training.most_microbatch_tokens,
-        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
-        granularity=Granularity(training.balance_granularity),
-        microbatch_count=MicrobatchCount(training.balance_num_microbatches),
-        merges_encoders=training.merge_encoders,
-        refines_encoders=training.refine_encoders,
-        unit_costs=training.declared_costs,
-        ranks_per_node=ranks_on_node(),
-        vocab_size=run.session.options.vocab_size,
-        predictor=predictor,
-    )
 
 
 def _load(
@@ -106,7 +87,7 @@ def _planner(
         source,
         batches=batches,
         balancer=balancer,
-        balance_options=balance_options(run, predictor),
+        balance_options=balance_options(training, vocab_size=predictor.vocab_size, predictor=predictor),
         options=StepOptions(
             schedules=schedules,
             rank=run.world.rank,

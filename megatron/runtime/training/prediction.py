@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import RunConfig, TrainingConfig
 from megatron.runtime.flags.unit_flags import LLM
-from megatron.runtime.orchestrator.machine import assumed_cluster, free_memory_bytes
+from megatron.runtime.orchestrator.machine import assumed_cluster, free_memory_bytes, ranks_on_node
 from megatron.runtime.orchestrator.orchestrate import Inputs, first_lengths
 from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS, UNBALANCED
-from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.step_predictor import StepPredictor, find_better_pair
 from multimodal.cost.assigned_loads import AssignedLoads
@@ -76,6 +76,23 @@ def build_predictor(
     return StepPredictor(schedules, cluster_of(config), vocab_size, options, profile_of(config), margin)
 
 
+def balance_options(training: TrainingConfig, *, vocab_size: int, predictor: StepPredictor | None = None) -> BalanceOptions:
+    """Return the balancer's options, which are also used for evaluations, so that these need no other schedules."""
+    return BalanceOptions(
+        micro_batch_size=training.micro_batch_size,
+        tokens_per_microbatch=training.most_microbatch_tokens,
+        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
+        granularity=Granularity(training.balance_granularity),
+        microbatch_count=MicrobatchCount(training.balance_num_microbatches),
+        merges_encoders=training.merge_encoders,
+        refines_encoders=training.refine_encoders,
+        unit_costs=training.declared_costs,
+        ranks_per_node=ranks_on_node(),
+        vocab_size=vocab_size,
+        predictor=predictor,
+    )
+
+
 def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:
     """Return the flags that affect costs; num_state_copies: of an elastic run's optimizer state."""
     training = config.training
@@ -132,11 +149,12 @@ def profile_of(config: RunConfig) -> LayerProfile | None:
     return LayerProfile.from_file(config.training.layer_costs) if config.training.layer_costs else None
 
 
-def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
+def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, predictor: StepPredictor) -> str | None:
     """Return a warning if another --balance or --schedule is predicted to be clearly faster for these samples."""
-    training, predictor = config.training, options.predictor
-    if training.emulate is not None or not isinstance(predictor, StepPredictor):
+    training = config.training
+    if training.emulate is not None:
         return None
+    options = balance_options(training, vocab_size=predictor.vocab_size, predictor=predictor)
     found = find_better_pair(lengths, balance=training.balance, schedule=training.schedule, predictor=predictor, options=options)
     if found is None:
         return None
@@ -262,12 +280,7 @@ def estimate(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_co
     lengths = tuple(SampleLengths(index, (), 1, 1) for index in range(batch))
     if config.data.lengths_from != "decode":
         lengths = tuple(first_lengths(config, inputs.data, most=None))
-    options = BalanceOptions(
-        micro_batch_size=min(training.micro_batch_size, batch),
-        tokens_per_microbatch=training.most_microbatch_tokens,
-        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
-        vocab_size=inputs.vocab_size,
-    )
+    options = balance_options(training, vocab_size=inputs.vocab_size)
     layers = StageLayers(graph, plan, inputs.vocab_size)
     assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options)
     costs = run_options(config, num_state_copies=num_copies)

@@ -100,10 +100,9 @@ def warning_of(tmp_path: Path, line: str) -> str | None:
     config, graph = read_run(tmp_path, f"--global-batch-size 8 --colocate-units {line}", WIDE, units=2, world_size=2)
     plan = plan_colocated(graph, sizes=config.parallelism.units, world_size=2)
     schedules = ScheduleCache(graph, plan, BUILDERS[config.training.schedule])
-    options = BalanceOptions(vocab_size=128, predictor=build_predictor(config, schedules, vocab_size=128))
     items = [(ItemLengths("vision", 1024, 256),) if index % 2 == 0 else () for index in range(8)]
     lengths = [SampleLengths(index, each, 20, 20) for index, each in enumerate(items)]
-    return describe_better_pair(config, lengths, options=options)
+    return describe_better_pair(config, lengths, predictor=build_predictor(config, schedules, vocab_size=128))
 
 
 def test_a_pair_that_is_clearly_worse_is_named_with_both_figures(tmp_path: Path) -> None:
