@@ -10,6 +10,7 @@ Reads scripts of Megatron-LM (pretrain_gpt.py, pretrain_vlm.py, examples/multimo
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Conversion:
         if self.flags.text("position-embedding-type") != "rope" and "use-rotary-position-embeddings" not in self.flags:
             self.report[TO_DO].append("positions: Megatron's default, learned ones, is not there; the model file has rotary ones")
         multiple = self.flags.number("make-vocab-size-divisible-by", default=128)
-        vocabulary = int(multiple * self._size_of(_LLM_SIZES, "tensor_parallel_size"))
+        vocabulary = int(multiple * self._sizes_of(_LLM_SIZES).tensor_parallel_size)
         self.config["make-vocab-size-divisible-by"] = vocabulary
         what = f"{vocabulary}: Megatron multiplies by the tensor parallel size"
         self.note(RENAMED, "make-vocab-size-divisible-by", what=what)
@@ -109,11 +110,11 @@ class Conversion:
         self.note(RENAMED, *_LENGTHS, what=f"seq-length: {config.get('seq-length')}, images included")
 
     def _replicas(self) -> int:
-        size = self._size_of(_LLM_SIZES, "tensor_parallel_size") * self._size_of(_LLM_SIZES, "pipeline_parallel_size")
-        return max(1, (self.world_size or 1) // (size * self._size_of(_LLM_SIZES, "context_parallel_size")))
+        return max(1, (self.world_size or 1) // self._sizes_of(_LLM_SIZES).ranks_per_replica)
 
-    def _size_of(self, sizes: Mapping[str, tuple[str, ...]], size: str) -> int:
-        return int(self.flags.number(*sizes.get(size, ("-",)), default=1)) or 1
+    def _sizes_of(self, flags_of: Mapping[str, tuple[str, ...]]) -> UnitSizes:
+        """Return a unit's sizes by their flags; what is not given, or 0, is 1."""
+        return UnitSizes(**{size: int(self.flags.number(*flags_of.get(size, ("-",)), default=1)) or 1 for size in _LLM_SIZES})
 
     def _data(self) -> None:
         flags, config = self.flags, self.config
@@ -158,32 +159,30 @@ class Conversion:
     def _sizes(self) -> None:
         """Set the parallelism: as in Megatron all units share all ranks, unless the encoder has sizes of its own."""
         flags, graph = self.flags, self.graph
-        llm = {size: self._size_of(_LLM_SIZES, size) for size in _LLM_SIZES}
-        own = {size: self._size_of(_ENCODER_SIZES, size) for size in _LLM_SIZES}
+        llm, own = self._sizes_of(_LLM_SIZES), self._sizes_of(_ENCODER_SIZES)
         if flags.number("encoder-pipeline-model-parallel-size") or flags.has("encoder-tp", "encoder-dp"):
-            dp = self._replicas() if "llm-dp" not in flags else llm["data_parallel_size"]
+            dp = self._replicas() if "llm-dp" not in flags else llm.data_parallel_size
             if not flags.has("encoder-dp"):
-                shared = own["tensor_parallel_size"] * own["pipeline_parallel_size"]
-                own["data_parallel_size"] = dp = max(1, (self.world_size or 1) // (shared + _ranks(llm)))
-            llm["data_parallel_size"] = dp
-            sizes = {unit.name: UnitSizes(**own) for unit in graph.encoders}
-            sizes[graph.backbone.name] = UnitSizes(**llm)
-            self.world_size = sum(_ranks(size) * size["data_parallel_size"] for size in [own] * len(graph.encoders) + [llm])
+                dp = max(1, (self.world_size or 1) // (own.ranks_per_replica + llm.ranks_per_replica))
+                own = replace(own, data_parallel_size=dp)
+            llm = replace(llm, data_parallel_size=dp)
+            sizes = {**{unit.name: own for unit in graph.encoders}, graph.backbone.name: llm}
+            self.world_size = sum(size.num_ranks or 0 for size in sizes.values())
             self.plan = plan_disaggregated(graph, sizes=sizes, world_size=self.world_size).to_dict()
             self.config["plan"] = "plan.yaml"
             section, what = RENAMED, "plan: plan.yaml"
         else:
             section, what = KEPT, ""
-            for size, value in llm.items():
-                if value > 1 and size != "data_parallel_size":
-                    self.config[_LLM_SIZES[size][-1]] = value
-            if graph.encoders and (self.world_size or _ranks(llm)) > 1:
+            for size, names in _LLM_SIZES.items():
+                if (value := getattr(llm, size)) > 1 and size != "data_parallel_size":
+                    self.config[names[-1]] = value
+            self.world_size = self.world_size or llm.ranks_per_replica
+            if graph.encoders and self.world_size > 1:
                 self.config["colocate-units"] = True
                 for unit in graph.encoders:
-                    self._encoder_size(unit, llm["tensor_parallel_size"])
-            self.world_size = self.world_size or _ranks(llm)
+                    self._encoder_size(unit, llm.tensor_parallel_size)
         self.note(section, *chain(*_LLM_SIZES.values(), *_ENCODER_SIZES.values()), what=what)
-        if "sequence-parallel" in flags and max(llm["tensor_parallel_size"], own["tensor_parallel_size"]) == 1:
+        if "sequence-parallel" in flags and max(llm.tensor_parallel_size, own.tensor_parallel_size) == 1:
             self.note(NOT_NEEDED, "sequence-parallel", what="Megatron, too, leaves it out with tensor parallel size 1")
 
     def _encoder_size(self, unit: Unit, size: int) -> None:
@@ -262,10 +261,6 @@ class Conversion:
         except BraidError as problem:
             return str(problem).replace(f"{folder}/", "")
         return ""
-
-
-def _ranks(sizes: Mapping[str, int]) -> int:
-    return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"] * sizes["context_parallel_size"]
 
 
 def _value(words: Sequence[str], *, is_list: bool) -> Any:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, Ledger, Report, Verdict
+from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, PATIENCE, Ledger, Report, Verdict
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 _START_SECONDS = 60.0
 """Seconds after which the keeper reports which nodes of the start are missing."""
+_PATIENCE_SECONDS = 30.0
+"""Seconds to wait for a sign of life before a rank has told its --elastic-timeout."""
 _END_SECONDS = 30.0
 """Seconds for supervisors to leave once the run is over; those of lost nodes never do."""
 
@@ -53,7 +55,6 @@ class Keeper:
         self._is_cut = False
         self._num_signals = 0
         self._num_supervisors_left = 0
-        self._timeout_seconds = 30.0
         self._seconds: dict[str, float] = {}
         self._since = clock()
         """Time at which ranks began to leave; infinite while they finish a step before nodes join, which may take any time."""
@@ -101,9 +102,7 @@ class Keeper:
         known = self._nodes.get(node)
         if known is None or known.incarnation != incarnation or not known.is_alive:
             return
-        arrived = Report(**{**report, "pipelines": tuple(report["pipelines"])})
-        known.arrived[local_rank] = arrived
-        self._timeout_seconds = arrived.timeout_seconds
+        known.arrived[local_rank] = arrived = Report(**{**report, "pipelines": tuple(report["pipelines"])})
         if node in self._members and generation > self._generation:
             self._since = min(self._since, self._clock())  # with one rank all others leave the step
             if arrived.is_spare:
@@ -142,6 +141,7 @@ class Keeper:
     def _look_for_silence(self) -> None:
         """Declare nodes dead whose ranks give no sign of life, or do not arrive, within the user's timeout."""
         now = self._clock()
+        patience_seconds = float(self._ledger.flag(PATIENCE) or _PATIENCE_SECONDS)
         for node, known in self._nodes.items():
             if not known.is_alive:
                 continue
@@ -149,9 +149,9 @@ class Keeper:
                 beat = self._ledger.flag(f"beat/{node}/{known.incarnation}/{local_rank}")
                 if beat is not None and known.beats.get(local_rank, (0, 0.0))[0] < int(beat):  # one put back is no new one
                     known.beats[local_rank] = int(beat), now
-            is_time_over = now - self._since > self._timeout_seconds
+            is_time_over = now - self._since > patience_seconds
             is_late = self._is_ending and node in self._members and not known.is_here and is_time_over
-            if is_late or any(now - since > self._timeout_seconds for _, since in known.beats.values()):
+            if is_late or any(now - since > patience_seconds for _, since in known.beats.values()):
                 self._ledger.set_flag(f"kill/{node}/{known.incarnation}")
                 self._lose(node)
 

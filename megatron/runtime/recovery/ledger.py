@@ -116,7 +116,7 @@ CUT, JOIN, OVER = "cut", "join", "over"
 FLAGS = "recovery/flag"
 """Key of the flags in the store."""
 PATIENCE = "patience"
-"""Flag with --elastic-timeout, the seconds for which ranks and supervisors wait for the store to answer."""
+"""Flag with --elastic-timeout: the seconds for which ranks and supervisors wait for the store, and the keeper for ranks."""
 _CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 _LATE_SECONDS = 1.0
@@ -151,7 +151,6 @@ class Report:
     """True if there were too few nodes for a plan."""
     is_spare: bool = False
     """True if the plan had no place for it."""
-    timeout_seconds: float = 30.0
 
 
 @dataclass(frozen=True)

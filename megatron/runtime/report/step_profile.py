@@ -3,7 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -17,40 +17,35 @@ class StepProfile:
     def __init__(self, logging: LoggingConfig, *, rank: int, name_actions: Callable[[bool], None]) -> None:
         """name_actions: called with True while profilers are to be given the names of actions, and with False afterwards."""
         self._logging, self._rank, self._name_actions = logging, rank, name_actions
-        self._is_running = False
-        self._profiler: torch.profiler.profile | None = None
+        self._running = ExitStack()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Profile the code inside if the step is one of those."""
         logging = self._logging
-        is_wanted = logging.profile and self._rank in logging.profile_ranks
-        if is_wanted and number == logging.profile_step_start:
-            self._is_running = True
-            self._name_actions(True)
-            if logging.use_pytorch_profiler:
-                self._profiler = torch.profiler.profile()
-                self._profiler.start()
-            else:
-                torch.cuda.cudart().cudaProfilerStart()  # type: ignore[attr-defined]
+        if logging.profile and self._rank in logging.profile_ranks and number == logging.profile_step_start:
+            self._running.enter_context(self._profiling())
         yield
         if number == logging.profile_step_end - 1:
             self.close()
 
     def close(self) -> None:
         """Stop the profiler if it runs, even if training ends before --profile-step-end."""
-        if not self._is_running:
-            return
-        self._is_running = False
+        self._running.close()
+
+    @contextmanager
+    def _profiling(self) -> Iterator[None]:
+        self._name_actions(True)
+        if self._logging.use_pytorch_profiler:
+            with torch.profiler.profile() as profiler:
+                yield
+            assert self._logging.report_dir is not None, "a rule of the flags asks for it"
+            self._logging.report_dir.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._logging.report_dir / f"profile_rank_{self._rank}.json"))
+        else:
+            with torch.cuda.profiler.profile():
+                yield
         self._name_actions(False)
-        if self._profiler is None:
-            torch.cuda.cudart().cudaProfilerStop()  # type: ignore[attr-defined]
-            return
-        self._profiler.stop()
-        assert self._logging.report_dir is not None, "a rule of the flags asks for it"
-        self._logging.report_dir.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._logging.report_dir / f"profile_rank_{self._rank}.json"))
-        self._profiler = None
 
 
 class Stragglers:

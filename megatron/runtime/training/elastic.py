@@ -118,9 +118,7 @@ class ElasticRun:
             outcome = self._run.trainer.outcome if self._run else None
             done_steps = self._done_steps if self._is_whole or self._held is not None else None
             told, pipelines = None if outcome is None else asdict(outcome), tuple(asdict(each) for each in self._pipelines)
-            timeout = self._prepared.config.parallelism.elastic_timeout
-            report = Report(done_steps, told, self._formed, pipelines, self._waits, self._is_spare, timeout)
-            verdict = self._member.arrive(report)
+            verdict = self._member.arrive(Report(done_steps, told, self._formed, pipelines, self._waits, self._is_spare))
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
             # Others have begun to update the weights, and this rank has not.
             if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:

@@ -72,8 +72,8 @@ def test_other_ranks_profile_nothing(tmp_path: Path) -> None:
 
 def test_nsight_is_told_when_to_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    runtime = SimpleNamespace(cudaProfilerStart=lambda: calls.append("start"), cudaProfilerStop=lambda: calls.append("stop"))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    for what in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, what, partial(calls.append, what))
     clock = StepClock(lane=0)
     logging = LoggingConfig(profile=True, profile_step_start=2, profile_step_end=3)
     assert run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, 4) == [False, True, False, False]
