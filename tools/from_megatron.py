@@ -231,7 +231,7 @@ class Conversion:
         for _ in range(_MOST_CHECKS):
             if not (message := self._objection(folder)):
                 break
-            named = re.search(r"(?:^|: )--([\w-]+)|--([\w-]+)(?: \S+)? would be ignored", message)
+            named = re.search(r"(?:^|: )(?:argument )?--([\w-]+)|--([\w-]+)(?: \S+)? would be ignored", message)
             name = "" if named is None else named[1] or named[2]
             if name not in self.config:
                 self.report[TO_DO].append(message)

@@ -284,12 +284,12 @@ def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(SCRIPTS["mimo, vision"].replace("MORE", "") + "\n: $LOAD_NAME")
     assert read_command([str(script)]).unset == ("argument 1", "LOAD_NAME")
-    words = f"{filled('GPT')} --save --save-interval 2 --profile --tensorboard-dir".split()
+    words = f"{filled('GPT')} --save --save-interval 2 --profile --adam-beta1 1 --tensorboard-dir".split()
     assert from_megatron(["--output", str(tmp_path), "--", *words]) == 0
     config, report = yaml.safe_load((tmp_path / "config.yaml").read_text()), (tmp_path / "report.txt").read_text()
     assert config["save-interval"] == 2 and config["profile"] and not {"save", "tensorboard-dir"} & config.keys()
     assert all(f"{each} in the script; set it" in report for each in ("--save has no value", "--tensorboard-dir has no value"))
-    assert "--profile starts CUDA's profiler" in report
+    assert all(each in report for each in ("--profile starts CUDA's profiler", "--adam-beta1: must be at least 0 and below 1"))
 
 
 def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:
