@@ -55,11 +55,9 @@ def main(argv: Sequence[str]) -> None:
 def _draw(tokens: Mapping[str, Sequence[int]], path: Path) -> None:
     """Draw histograms with a logarithmic axis of tokens, one above the other; raises ConfigError."""
     require_package("matplotlib", extra="plots", needed_by="--png", error=ConfigError)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 2.2 * len(tokens)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (name, numbers) in zip(figure.subplots(len(tokens), squeeze=False)[:, 0], tokens.items(), strict=True):
         axes.hist(numbers, bins=[0, *(2 ** (step / 4) for step in range(4 * max(numbers).bit_length() + 1))])
         axes.set_xscale("symlog", base=2, linthresh=1)

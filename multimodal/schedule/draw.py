@@ -46,7 +46,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     computation is a lower box in it; waiting for a message is hatched, idle time is white. Needs matplotlib (the extra `plots`),
     which is imported here and draws without a display.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -55,7 +54,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     width = min(20.0, max(9.0, 0.16 * max(lanes.values(), default=0)))
     heights = [1.0 + _LANE_HEIGHT_INCHES * len(timeline.lanes) for timeline in timelines.values()]
     figure = Figure(figsize=(width, 0.6 + sum(heights)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(heights), squeeze=False, sharex=True, height_ratios=heights)
     seconds = max(1e-9, *(timeline.duration_seconds for timeline in timelines.values()))
     for axes, (title, timeline) in zip(panels[:, 0], timelines.items(), strict=True):

@@ -54,3 +54,8 @@ class RemoteError(BraidError):
 
 class CheckpointError(BraidError):
     """A checkpoint is missing, damaged, or belongs to another model."""
+
+
+def first_line(problem: BaseException) -> str:
+    """Return the first line of an error's text, or its type; torch's errors go on with stacks of C++."""
+    return (str(problem).strip() or type(problem).__name__).splitlines()[0]

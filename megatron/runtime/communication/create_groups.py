@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from multimodal.values.errors import first_line
+
 logger = logging.getLogger(__name__)
 NUM_ATTEMPTS = 3
 FIRST_PATIENCE = timedelta(seconds=30)
@@ -116,8 +118,7 @@ def _try_together(
         try:
             made = make(attempt, patience)
         except RuntimeError as problem:
-            said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-            store.compare_set(verdict, "", f"rank {rank}: {said}")  # unless another rank failed before
+            store.compare_set(verdict, "", f"rank {rank}: {first_line(problem)}")  # unless another rank failed before
         else:
             if store.add(made_by, 1) == size:
                 store.set(verdict, _CONNECTED.decode())

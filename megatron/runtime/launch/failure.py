@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError, find_rank_place
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import BraidError, ConfigError, first_line
 from multimodal.values.plan import MOST_RANKS
 
 if TYPE_CHECKING:  # a wrong flag ends the run before torch needs to be imported
@@ -153,7 +153,7 @@ def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
         rank = meeting.place.rank
         if _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)):
             where = f"{store_keeper(meeting.place)} {FAULTS}"
-            problem = RanksLostError(f"rank {rank} lost its connection to {where} ({_shown_reason(problem)})")
+            problem = RanksLostError(f"rank {rank} lost its connection to {where} ({first_line(problem)[:200]})")
         report(problem, rank)
         return exit_code
     _leave(meeting)
@@ -172,7 +172,7 @@ def explain_lost_ranks(problem: BaseException, meeting: "Meeting") -> BaseExcept
     if not is_lost and not is_late:
         return problem
     answers = meeting.call_roll(seconds=_ROLL_CALL_SECONDS)
-    rank, reason = meeting.place.rank, _shown_reason(problem)
+    rank, reason = meeting.place.rank, first_line(problem)[:200]
     missing = [other for other in range(meeting.place.size) if other != rank and other not in answers]
     if missing:
         happened = "lost its connection to" if is_lost else "waited longer than --distributed-timeout-minutes for"
@@ -240,10 +240,6 @@ def is_of_lost_ranks(problem: BaseException) -> bool:
 
 def _says(problem: BaseException, signs: tuple[str, ...]) -> bool:
     return isinstance(problem, RuntimeError) and any(sign in str(problem) for sign in signs)
-
-
-def _shown_reason(problem: BaseException) -> str:
-    return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
 
 
 def shown_ranks(ranks: list[int]) -> str:

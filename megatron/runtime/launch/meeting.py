@@ -14,6 +14,7 @@ from typing import TypeVar, cast
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron.runtime.launch.rank_place import RankPlace, StoreGoneError
+from multimodal.values.errors import first_line
 
 POLL_SECONDS = 0.2
 _NAME_SECONDS = 30.0
@@ -148,7 +149,7 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
     if isinstance(store, Exception):
         what = "keep" if place.keeps_store else "reach"
         raise StoreGoneError(
-            f"rank {place.rank} cannot {what} {where} ({_first_line(store)}); check MASTER_ADDR and MASTER_PORT, and that no "
+            f"rank {place.rank} cannot {what} {where} ({first_line(store)}); check MASTER_ADDR and MASTER_PORT, and that no "
             "other run uses that port"
         )
     # A restarted attempt must not read the keys of the one before.
@@ -163,10 +164,6 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
         lambda: cast(Store, PrefixStore(prefix, _connect(place, port=store.port, keeps=False, seconds=seconds)))
     )
     return Meeting(place, of_attempt, opened_line)
-
-
-def _first_line(problem: BaseException) -> str:
-    return (str(problem).strip() or type(problem).__name__).splitlines()[0]
 
 
 def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
@@ -226,7 +223,7 @@ def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
     if not answer.done():
         raise StoreGoneError("the store in which the ranks meet does not answer")
     if (problem := answer.exception()) and type(problem).__name__ in ("DistNetworkError", "DistStoreError"):
-        raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({_first_line(problem)})")
+        raise StoreGoneError(f"the connection to the store in which the ranks meet is lost ({first_line(problem)})")
     return answer.result()
 
 

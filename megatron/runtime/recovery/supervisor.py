@@ -26,7 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import PATIENCE, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, first_line
 
 _LOOK_SECONDS = 0.2
 _PATIENCE_SECONDS = 30.0
@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         code = Supervisor(flags, command).run() if command else 0
     except RuntimeError as problem:
         return _fail(
-            f"the store at {flags.address}:{flags.port} cannot be reached ({str(problem).splitlines()[0]}); "
+            f"the store at {flags.address}:{flags.port} cannot be reached ({first_line(problem)}); "
             "does the supervisor that keeps it (--keeps-store) run there?"
         )
     if keeps is not None:  # until the run is over and supervisors have left

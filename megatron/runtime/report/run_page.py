@@ -113,11 +113,9 @@ class RunPage:
 
 
 def _figure(title: str, ylabel: str) -> tuple[Any, "Axes"]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set(xlabel="step", ylabel=ylabel, title=title)
     axes.spines[["top", "right"]].set_visible(False)
