@@ -1,22 +1,19 @@
 """A small elastic run under its supervisor, whose ranks a test kills, and the losses that it logs."""
 
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, Started, read_log
 from tests.distributed.small_run import working_flags, write_working_files
 from tools.launch import free_port
 
@@ -59,42 +56,9 @@ def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[TemplateStage
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Return the losses that a run in this folder has logged; fails where a step is there twice."""
-    entries = _entries(folder)
+    entries = read_log(folder / "log.jsonl")
     assert len({entry["step"] for entry in entries}) == len(entries), "a step is logged twice"
     return {entry["step"]: entry["loss"] for entry in entries}
-
-
-def _entries(folder: Path) -> list[dict[str, Any]]:
-    log = folder / "log.jsonl"
-    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _start_program(command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> "subprocess.Popen[bytes]":
-    with output.open("w") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron.runtime.recovery.supervisor", "--keeps-store", *command],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-
-
-class _Forked(Forked):
-    """A supervisor, and with it the keeper of its store, which goes when it is killed."""
-
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> None:
-        """command: the supervisor's flags, the program and its flags."""
-        flags = [word for flag in ("--nodes", "--port", "--token") for word in (flag, command[command.index(flag) + 1])]
-        self._keeper = Forked("keeper of the store", (*flags, "--keeps-store"))
-        super().__init__("supervisor", command, environment, output=output)
-
-    def kill(self) -> None:
-        """End both, and the ranks with them."""
-        super().kill()
-        self._keeper.kill()
-        self._keeper.wait()
 
 
 class ElasticRun:
@@ -107,7 +71,6 @@ class ElasticRun:
         num_steps: int,
         batch: int = 8,
         flags: Sequence[object] = (),
-        program: Path = REPOSITORY / "pretrain_mllm.py",
         environment: Mapping[str, str] | None = None,
         is_new_program: bool = True,
     ) -> None:
@@ -123,13 +86,20 @@ class ElasticRun:
         values |= dict(zip(flags[::2], flags[1::2], strict=True))
         self.port = free_port()
         (folder / "token").write_text(TOKEN)
-        where = f"--port {self.port} --token {folder / 'token'} --nodes {nodes.count} --nproc-per-node {nodes.gpus}"
-        command = [*where.split(), str(program), "--elastic", *(str(word) for pair in values.items() for word in pair)]
+        where = f"--port {self.port} --token {folder / 'token'} --nodes {nodes.count} --nproc-per-node {nodes.gpus}".split()
+        words = [str(word) for pair in values.items() for word in pair]
+        command = [*where, str(REPOSITORY / "pretrain_mllm.py"), "--elastic", *words]
         variables = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **(environment or {})}
-        start = _start_program if is_new_program else _Forked
-        self._process = start(command, variables, output=folder / "output")
+        self._processes: list[Started | Forked] = []
+        """The supervisor, which keeps the store unless the process behind it does."""
+        if is_new_program:
+            argv = ["megatron.runtime.recovery.supervisor", "--keeps-store", *command]
+            self._processes.append(Started("-m", argv, variables, output=folder / "output"))
+        else:  # a process that forks ranks has one thread
+            keeper = Forked("keeper of the store", [*where, "--keeps-store"])
+            self._processes += [Forked("supervisor", command, variables, output=folder / "output"), keeper]
         self._ledger: Ledger | None = None
-        self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in _entries(folder)}
+        self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in read_log(folder / "log.jsonl")}
         self._recoveries: list[dict[str, float]] = []
         self._last_sign = time.monotonic()
         self.longest_silence = 0.0
@@ -153,8 +123,7 @@ class ElasticRun:
 
     def freeze_store(self, number: int = signal.SIGSTOP) -> None:
         """Stop the program that keeps the store, and is the only supervisor; or with SIGCONT let it go on."""
-        assert isinstance(self._process, subprocess.Popen)
-        self._process.send_signal(number)
+        os.kill(self._processes[0].pid, number)
 
     def let_return(self, node: int) -> None:
         incarnation = (self.ledger.flag(f"processes/{node}") or ":").partition(":")[0]
@@ -166,7 +135,7 @@ class ElasticRun:
     def step_times(self) -> list[tuple[float, float]]:
         """Return when each step was first seen in the log, by this process, and its seconds."""
         known = len(self._seen)
-        for entry in _entries(self.folder):
+        for entry in read_log(self.folder / "log.jsonl"):
             self._seen.setdefault(entry["step"], (time.time(), entry["step_seconds"]))
         if len(self._seen) > known:
             now = time.monotonic()
@@ -192,7 +161,8 @@ class ElasticRun:
         since = time.monotonic()
         while not has_happened():
             self.step_times()
-            assert self._process.poll() is None, f"ended with {self._process.poll()} before {what}:\n{self.output}"
+            code = self._processes[0].poll()
+            assert code is None, f"ended with {code} before {what}:\n{self.output}"
             silence = time.monotonic() - max(since, self._last_sign)
             assert silence < seconds, f"no {what}, and no step in {seconds:.0f} s:\n{self.output}"
             time.sleep(0.02)
@@ -203,14 +173,14 @@ class ElasticRun:
         while (silence := time.monotonic() - max(since, self._last_sign)) < seconds:
             self.step_times()
             with suppress(subprocess.TimeoutExpired):
-                return self._process.wait(0.05)
+                return self._processes[0].wait(0.05)
         raise subprocess.TimeoutExpired("an elastic run", silence)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
 
     @property
     def output(self) -> str:
-        path = self.folder / "output"
-        return path.read_text() if path.exists() else ""
+        return self._processes[0].said

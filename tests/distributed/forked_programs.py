@@ -7,7 +7,6 @@ import gc
 import importlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +28,9 @@ from megatron.runtime.generation import sample_prompts
 from megatron.runtime.recovery import supervisor
 from megatron.runtime.training import loop, prediction
 from megatron.runtime.training import run as training_run
-from megatron.runtime.training.trainer import Trainer
 from tests.distributed.added_rows import ADDS_ROWS, add_rows
+from tests.distributed.happenings import HAPPENINGS, plant
+from tests.distributed.recorded_nodes import CALLS, recording_nodes
 from tests.unit.plan.planners.planning_cases import few_planners
 from tools import launch as launcher
 
@@ -58,8 +58,6 @@ def run_text(argv: list[str]) -> None:
     exec(text, {"__name__": "__main__"})
 
 
-DIES_BEFORE = "BRAID_TEST_DIES_BEFORE"
-"""Environment variable: the step before which a run's ranks kill themselves."""
 ASKS_FOR_BETTER = "BRAID_TEST_ASKS_FOR_BETTER"
 """Environment variable: a run looks for a better balancer and schedule, which takes as long as its steps."""
 
@@ -112,13 +110,11 @@ def run(program: str, argv: Sequence[str], environment: Mapping[str, str], folde
         add_rows()
     if ASKS_FOR_BETTER not in environment:
         loop.describe_better_pair = lambda *args, **how: None
-    if DIES_BEFORE in environment:
-        train, last = Trainer.train_step, int(environment[DIES_BEFORE])
-        Trainer.train_step = lambda *args, number, **how: (  # type: ignore[method-assign]
-            os.kill(os.getpid(), signal.SIGKILL) if number == last else train(*args, number=number, **how)
-        )
+    if HAPPENINGS in environment:
+        plant(environment[HAPPENINGS])
     if environment.get("RANK") == "0" and any(word.startswith("--sample-prompts") for word in argv):
         answer_in_a_fork()
-    with few_planners() if program == "pretrain_mllm.py" else nullcontext():  # in runs with --plan auto
+    planners = few_planners() if program == "pretrain_mllm.py" else nullcontext()  # in runs with --plan auto
+    with planners, recording_nodes() if CALLS in environment else nullcontext():
         code = PROGRAMS[program]([*argv])
     sys.exit(code)

@@ -12,11 +12,12 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tools.launch import free_port
 
@@ -61,29 +62,39 @@ def launch(
     torch and megatron-core, which saves seconds each.
     """
     start = time.monotonic()
-    port = free_port()
     words = as_arguments(flags) if isinstance(flags, Mapping) else flags
-    environments = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of every address; not all networks answer
-            **(environment or {}),
-            **(environment_of_rank or {}).get(rank, {}),
-        }
-        for rank in range(num_ranks)
-    ]
-    ranks = [
-        _Rank(tuple(str(flag) for flag in (*words, *(flags_of_rank or {}).get(rank, ()))), own, folder)
-        for rank, own in enumerate(environments)
-    ]
-    run = _run_programs if is_new_program else _run_forks
-    exit_codes, outputs = run(ranks, start + timeout_seconds, meanwhile or (lambda processes: None))
-    return Launched(tuple(exit_codes), tuple(outputs), time.monotonic() - start)
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for the name of every address; not all networks answer
+        **(environment or {}),
+    }
+    program = "pretrain_mllm.py"
+    begin = partial(Started, str(REPOSITORY / program)) if is_new_program else partial(Forked, program)
+    with tempfile.TemporaryDirectory() as outputs:
+        processes = [
+            begin(
+                [str(flag) for flag in (*words, *(flags_of_rank or {}).get(rank, ()))],
+                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(environment_of_rank or {}).get(rank, {})},
+                folder=folder,
+                output=Path(outputs) / str(rank),
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            if meanwhile is not None:
+                meanwhile([process.pid for process in processes])
+            codes = [process.wait(max(1.0, start + timeout_seconds - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired as late:
+            said = "".join(each.said for each in processes)
+            raise subprocess.TimeoutExpired(f"{late.cmd}:\n{said}", timeout_seconds) from None
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return Launched(tuple(codes), tuple(process.said for process in processes), time.monotonic() - start)
 
 
 def as_arguments(flags: Mapping[str, object]) -> list[object]:
@@ -104,57 +115,37 @@ def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[l
         log.unlink()
     launched = launch(flags, num_ranks=num_ranks, **how)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
-    entries = [json.loads(line) for line in log.read_text().splitlines()]
-    return [entry for entry in entries if "evaluation" not in entry], launched
+    return [entry for entry in read_log(log) if "evaluation" not in entry], launched
 
 
-class _Rank(NamedTuple):
-    flags: tuple[str, ...]
-    environment: Mapping[str, str]
-    folder: Path
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """Return what a run has logged so far (--log-json), but for a line that it is writing."""
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _run_programs(
-    ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
-) -> tuple[list[int], list[str]]:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "pretrain_mllm.py"), *rank.flags],
-            cwd=rank.folder,
-            env={**os.environ, **rank.environment},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in ranks
-    ]
+def state_of(process: int) -> str:
+    """Return T of one that is frozen, Z of one that has ended."""
     try:
-        meanwhile([process.pid for process in processes])
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.returncode for process in processes], outputs
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
 
 
-def _run_forks(
-    ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
-) -> tuple[list[int], list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            Forked("pretrain_mllm.py", rank.flags, rank.environment, folder=rank.folder, output=Path(folder) / str(index))
-            for index, rank in enumerate(ranks)
-        ]
-        try:
-            meanwhile([process.pid for process in processes])
-            codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired as late:
-            raise subprocess.TimeoutExpired(f"{late.cmd}:\n{''.join(each.said for each in processes)}", deadline) from None
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        return codes, [process.said for process in processes]
+class Started(subprocess.Popen[bytes]):
+    """A program in a Python that starts anew; as `Forked` otherwise."""
+
+    def __init__(
+        self, program: str, argv: Sequence[str], environment: Mapping[str, str], *, folder: Path = REPOSITORY, output: Path
+    ) -> None:
+        """program: its file, or `-m`, with the module first in argv."""
+        self.output, given = output, {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+        with output.open("wb") as file:
+            super().__init__([sys.executable, program, *argv], cwd=folder, env=given, stdout=file, stderr=subprocess.STDOUT)
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
 
 
 class Forked:

@@ -31,48 +31,45 @@ class RankPool:
     """Forks `size` processes; `run` executes a function on the first `world_size` of them as one gloo world."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes: list[Any] = []
-        self._processes: list[Any] = []
-        self._start()
+        self._ranks = [_start(rank) for rank in range(size)]
 
     def run(self, function: Callable[..., Any], *args: Any, world_size: int) -> list[Any]:
         """Call `function(*args)` on every rank; returns their results. Raises RankError when any rank raised, died or hangs."""
-        assert world_size <= self._size, f"{world_size} ranks were asked of a pool of {self._size}"
+        assert world_size <= len(self._ranks), f"{world_size} ranks were asked of a pool of {len(self._ranks)}"
         store = Path(self._folder.name) / uuid.uuid4().hex
-        for pipe in self._pipes[:world_size]:
+        for _, pipe in self._ranks[:world_size]:
             pipe.send((function, args, world_size, str(store)))
         deadline = time.monotonic() + 3 * TIMEOUT.total_seconds()
-        answers = [_receive(pipe, deadline) for pipe in self._pipes[:world_size]]
-        if any(kind == "lost" for kind, _ in answers):
-            self._stop()
-            self._start()
+        answers = [_receive(pipe, deadline) for _, pipe in self._ranks[:world_size]]
+        for rank, (kind, _) in enumerate(answers):
+            if kind == "lost":
+                _end(self._ranks[rank][0])
+                self._ranks[rank] = _start(rank)
         failures = [f"rank {rank}: {text}" for rank, (kind, text) in enumerate(answers) if kind != "result"]
         if failures:
             raise RankError("\n".join(failures))
         return [result for _, result in answers]
 
     def close(self) -> None:
-        self._stop()
+        for process, _ in self._ranks:
+            _end(process)
         self._folder.cleanup()
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        for rank in range(self._size):
-            parent, child = context.Pipe()
-            process = context.Process(target=_serve, args=(child, rank), daemon=True)
-            process.start()
-            child.close()
-            self._pipes.append(parent)
-            self._processes.append(process)
 
-    def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._pipes.clear()
-        self._processes.clear()
+def _start(rank: int) -> tuple[Any, Any]:
+    """Returns the process and the pipe to it."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, rank), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _end(process: Any) -> None:
+    process.kill()
+    process.join()
 
 
 def _receive(pipe: Any, deadline: float) -> tuple[str, Any]:

@@ -6,33 +6,31 @@ to be written and of every name that changes before it happens (audit events). B
 the other, reached by another thread, while all values change.
 """
 
-import gc
-import multiprocessing
 import os
 import shutil
 import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from megatron.runtime import platform
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
+from megatron.runtime.launch.meeting import wait_until
 from multimodal.cost.layers.registry import read_model
+from tests.distributed.launch import HANG_SECONDS, state_of
+from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan
 
-END_SECONDS = 120.0
-"""Only a hang lasts as long."""
 _EMPTIED = "os.rmdir"
 """With a relative name in the midst of `shutil.rmtree`: the files are removed, their folder is not."""
 _NAMES_CHANGE = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "shutil.rmtree")
@@ -40,131 +38,112 @@ Write = Callable[..., None]
 """What both ranks of a world call with a function `arm` and other arguments; it calls `arm` where points begin to count."""
 
 
-def run_until_killed(write: Write, arguments: tuple[object, ...], *, killed: int, point: int) -> str | None:
-    """Let two forked ranks write, of which one dies at a point; returns the point's name.
+@dataclass(frozen=True)
+class Die:
+    """Dies at a point, whose name it leaves in a file."""
 
-    None if it came to its end before so many points.
-    """
-    with _two_ranks(write, arguments, rank=killed, point=point) as (ranks, told, _):
-        name: str | None = told.get()
-        if name is None:
-            assert told.get() is None, "a rank dies, but not at a point"
-            return None
-        for rank in ranks:
-            rank.join(END_SECONDS)
-        codes = [rank.exitcode for rank in ranks]
-        assert codes[killed] == -signal.SIGKILL, f"{name}: {codes}"
-        assert codes[1 - killed] not in (0, None), f"{name}: the rank that is left goes on, or hangs: {codes}"
-        return name
+    point: int
+    told: Path
+
+    def __call__(self, number: int, name: str, others: Sequence[int]) -> None:
+        if number == self.point:
+            self.told.write_text(name)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
-def keep_at_points(write: Write, arguments: tuple[object, ...], *, rank: int, keep: Callable[[int], object]) -> list[str]:
-    """Let two forked ranks write to the end, and call `keep` with the number of each point of one of them, from 0.
+@dataclass(frozen=True)
+class Keep:
+    """Copies the files that a death would leave, into a folder by the point's number, while the others stand still."""
 
-    Meanwhile both stand still, so that the files are those which a death there would leave. Returns the names of all points.
-    """
-    names: list[str] = []
-    with _two_ranks(write, arguments, rank=rank, point=None) as (ranks, told, go_on):
-        num_ended = 0
-        while num_ended < len(ranks):
-            if (name := told.get()) is None:
-                num_ended += 1
-                continue
-            other = ranks[1 - rank].pid
-            os.kill(other, signal.SIGSTOP)
-            assert os.WIFSTOPPED(os.waitpid(other, os.WUNTRACED)[1]), f"the other rank died before {name}"
-            keep(len(names))
-            names.append(name)
+    folder: Path
+    kept: Path
+
+    def __call__(self, number: int, name: str, others: Sequence[int]) -> None:
+        for other in others:
+            freeze(other)
+        if self.folder.exists():
+            shutil.copytree(self.folder, self.kept / str(number))
+        for other in others:
             os.kill(other, signal.SIGCONT)
-            go_on.put(None)
+
+
+def freeze(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)
+    assert wait_until(lambda: state_of(process) == "T", seconds=HANG_SECONDS, pause_seconds=0.001)
+
+
+def pass_points(write: Write, arguments: tuple[object, ...], rank: int, meet: Die | Keep) -> list[str]:
+    """Write, as one of the ranks; `rank` meets every point, from 0. Returns the names of all that it passed."""
+    processes: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(processes, os.getpid())
+    others, names = [process for process in processes if process != os.getpid()], list[str]()
+
+    def met(name: str) -> None:
+        meet(len(names), name, others)
+        names.append(name)
+
+    with ExitStack() as stack:
+        write(lambda folder: stack.enter_context(points(folder, met)) if dist.get_rank() == rank else None, *arguments)
+        dist.barrier()
     return names
 
 
+hears: Callable[[str, tuple[Any, ...]], None] | None = None
+"""Is told of this process's events: a hook cannot be taken away."""
+
+
+@cache
+def add_hook() -> None:
+    sys.addaudithook(lambda event, values: hears(event, values) if hears is not None else None)
+
+
 @contextmanager
-def _two_ranks(
-    write: Write, arguments: tuple[object, ...], *, rank: int, point: int | None
-) -> Iterator[tuple[list[Any], Any, Any]]:
-    """Yield the processes, of which `rank` passes points, the queue of their names, in which None is the end of a rank, and the
-    one that lets it go on."""
-    context, folder = multiprocessing.get_context("fork"), TemporaryDirectory()
-    told, go_on = context.SimpleQueue(), context.SimpleQueue()
-
-    def run(number: int) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error of a lost peer is expected
-        gc.freeze()  # what is inherited from the parent takes longer to look through than a save
-        torch.set_num_threads(1)
-        platform.install()
-        store = dist.FileStore(f"{folder.name}/store", 2)
-        dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=60))
-        arm = (lambda folder: _arm(folder, told, go_on, point)) if number == rank else (lambda folder: None)
-        write(arm, *arguments)
-        told.put(None)
-        signal.pause()  # who ends first would break the connections of the other
-
-    ranks = [context.Process(target=run, args=(number,), daemon=True) for number in range(2)]
-    for each in ranks:
-        each.start()
-    try:
-        yield ranks, told, go_on
-    finally:
-        for each in ranks:
-            each.kill()
-            each.join()
-        folder.cleanup()
-
-
-def _arm(folder: Path, told: Any, go_on: Any, point: int | None) -> None:
-    """Die at a point, or stand still at every one (None) until it may go on."""
-    passed, lock = 0, threading.Lock()
-    sync, write_at = os.fsync, os.pwrite
-
-    def pass_point(name: str, halve: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-        nonlocal passed
-        with lock:  # also of threads that write in the background
-            passed += 1
-            if point is None or passed == point:
-                with halve():
-                    told.put(name)
-                    if point is None:
-                        go_on.get()
-                    else:
-                        os.kill(os.getpid(), signal.SIGKILL)
+def points(folder: Path, met: Callable[[str], None]) -> Iterator[None]:
+    """Call `met` with the name of each point, while the files are those that a death there would leave."""
+    lock, sync, write_at = threading.Lock(), os.fsync, os.pwrite
 
     def hear(event: str, values: tuple[Any, ...]) -> None:
-        if event == "open" and values[2] & (os.O_WRONLY | os.O_RDWR) and _is_below(values[0], folder):
-            pass_point("open")
-        elif event in _NAMES_CHANGE and (_is_below(values[0], folder) or (event == _EMPTIED and not os.path.isabs(values[0]))):
-            pass_point(event)
-
-    @contextmanager
-    def halved(descriptor: int) -> Iterator[None]:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            yield
-            return
-        content = Path(f"/proc/self/fd/{descriptor}").read_bytes()
-        os.ftruncate(descriptor, found.st_size // 2)
-        yield
-        write_at(descriptor, content[found.st_size // 2 :], found.st_size // 2)
+        is_written = event == "open" and values[2] & (os.O_WRONLY | os.O_RDWR) and _is_below(values[0], folder)
+        is_emptied = event == _EMPTIED and not os.path.isabs(values[0])
+        if is_written or (event in _NAMES_CHANGE and (is_emptied or _is_below(values[0], folder))):
+            with lock:  # also of threads that write in the background
+                met(event)
 
     def fsync(descriptor: int) -> None:
-        pass_point("fsync", lambda: halved(descriptor))
+        size = os.fstat(descriptor).st_size if stat.S_ISREG(os.fstat(descriptor).st_mode) else 0
+        content = Path(f"/proc/self/fd/{descriptor}").read_bytes() if size else b""
+        with lock:
+            if size:
+                os.ftruncate(descriptor, size // 2)
+            met("fsync")
+            if size:
+                write_at(descriptor, content[size // 2 :], size // 2)
         sync(descriptor)
 
     def pwrite(descriptor: int, content: Any, position: int) -> int:
-        def halve() -> AbstractContextManager[None]:
+        with lock:
             write_at(descriptor, content[: len(content) // 2], position)
-            return nullcontext()
-
-        pass_point("pwrite", halve)
+            met("pwrite")
         return write_at(descriptor, content, position)
 
-    os.fsync, os.pwrite = fsync, pwrite  # type: ignore[assignment]
-    sys.addaudithook(hear)
+    add_hook()
+    with patch.object(os, "fsync", fsync), patch.object(os, "pwrite", pwrite), patch(f"{__name__}.hears", hear):
+        yield
 
 
 def _is_below(path: Any, folder: Path) -> bool:
     return not isinstance(path, int) and os.fsdecode(path).startswith(str(folder))
+
+
+def kill_at(ranks: RankPool, point: int, write: Write, arguments: tuple[object, ...], *, killed: int) -> str:
+    """Let two ranks write, of which one dies at a point; returns the point's name."""
+    with TemporaryDirectory() as folder:
+        told = Path(folder) / "told"
+        with pytest.raises(RankError) as caught:
+            ranks.run(pass_points, write, arguments, killed, Die(point, told), world_size=2)
+        assert f"rank {killed}: the process died" in str(caught.value)
+        assert f"rank {1 - killed}: Traceback" in str(caught.value), "the rank that is left goes on, or hangs"
+        return told.read_text()
 
 
 GRAPH = build_graph(tied=True)
@@ -191,18 +170,15 @@ def test_the_newest_complete_checkpoint_always_loads(ranks, tmp_path, request, k
             assert step in (2 * number, 2 * number + 1), f"step {step} is the newest after {name}"
             assert values == {float(step)}, f"step {step} mixes several saves after {name}"
 
-    assert run_until_killed(save, arguments(1), killed=killed, point=3)
-    names = keep_at_points(
-        save, arguments(2), rank=killed, keep=lambda point: shutil.copytree(folder, tmp_path / "kept" / str(point))
-    )
-    check([tmp_path / "kept" / str(point) for point in range(len(names))], names, 2)
+    assert kill_at(ranks, 2, save, arguments(1), killed=killed)
+    kept = tmp_path / "kept"
+    names = ranks.run(pass_points, save, arguments(2), killed, Keep(folder, kept), world_size=2)[killed]
+    check([kept / str(point) for point in range(len(names))], names, 2)
     assert {"open", "fsync"} <= set(names)
     assert killed == 1 or {"os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"} <= set(names)
     points = range(len(names)) if request.config.getoption("all") else [names.index("fsync"), len(names) - 1]
     for number, point in enumerate(points, start=3):
-        died_at = run_until_killed(save, arguments(number), killed=killed, point=1 + point)
-        assert died_at is not None
-        check([folder], [died_at], number)
+        check([folder], [kill_at(ranks, point, save, arguments(number), killed=killed)], number)
 
 
 def save(arm: Callable[[Path], None], case: TrainingCase, folder: Path, step: int) -> None:
@@ -234,7 +210,7 @@ def load(case: TrainingCase, folders: list[Path]) -> list[tuple[int, set[float]]
 
 @pytest.mark.deep(when=lambda killed: killed == 1)
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_export_leaves_no_folder_by_half(tmp_path, killed, request):
+def test_a_killed_export_leaves_no_folder_by_half(ranks, tmp_path, killed, request):
     """From what is there at every point, and once more where a rank really died.
 
     That is at one point of every kind, and with --all at every point.
@@ -245,11 +221,7 @@ def test_a_killed_export_leaves_no_folder_by_half(tmp_path, killed, request):
     target.mkdir()
     expected = {path.name: path.read_bytes() for path in source.iterdir()}
 
-    def keep(point: int) -> None:
-        if (target / "whole").exists():
-            shutil.copytree(target / "whole", kept / str(point))
-
-    names = keep_at_points(write, (source, target / "whole"), rank=killed, keep=keep)
+    names = ranks.run(pass_points, write, (source, target / "whole"), killed, Keep(target / "whole", kept), world_size=2)[killed]
     shutil.copytree(target / "whole", kept / "at the end")
     for folder in kept.iterdir():
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, f"point {folder.name} of {names}"
@@ -257,8 +229,7 @@ def test_a_killed_export_leaves_no_folder_by_half(tmp_path, killed, request):
     assert killed == 1 or {"os.mkdir", "open", "os.rename"} <= set(names)
     for point in range(len(names)) if request.config.getoption("all") else {names.index(name) for name in names}:
         folder = target / str(point)
-        died_at = run_until_killed(write, (source, folder), killed=killed, point=1 + point)
-        assert died_at is not None
+        died_at = kill_at(ranks, point, write, (source, folder), killed=killed)
         if folder.exists():
             assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, f"{died_at} (point {point})"
 

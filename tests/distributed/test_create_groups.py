@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,14 +18,15 @@ from megatron.runtime.communication import create_groups
 from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.feed.agreement import assignment_digest, check_agreement
 from megatron.runtime.launch.failure import StopReason
+from megatron.runtime.launch.meeting import wait_until
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from tests.distributed.gradient_case import GradientCase, plan_case
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, as_arguments
+from tests.distributed.happenings import HAPPENINGS
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, as_arguments, read_log
 from tests.distributed.rank_pool import TIMEOUT
 from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_every_builder import MODELS, build_case
-from tests.distributed.test_stopped_ranks import wait_for_steps
 from tools.launch import free_port
 
 WORLD_SIZE = 4
@@ -194,19 +194,23 @@ def test_a_failed_run_ends_in_one_line_and_with_its_own_exit_code(tmp_path, more
     assert launcher.said == "pretrain_mllm.py: error: argument --lr: expected a number, found 'high' [ConfigError, rank 0]\n"
 
 
-@pytest.mark.parametrize(("victim", "number", "exit_code"), [("launcher", signal.SIGTERM, 0), ("rank", signal.SIGKILL, 137)])
-def test_signals_reach_ranks_and_a_killed_rank_ends_the_run(tmp_path, victim, number, exit_code):
+@pytest.mark.parametrize(
+    ("victim", "exit_code", "said"),
+    [("launcher", 0, "stopped by SIGTERM after step"), ("rank", 137, "rank 0 lost its connection to rank 1")],
+)
+def test_signals_reach_ranks_and_a_killed_rank_ends_the_run(tmp_path, victim, exit_code, said):
     write_working_files(tmp_path)
-    flags = {**working_flags(tmp_path), "--train-iters": 10**6, "--log-json": tmp_path / "log.jsonl"}
+    log = tmp_path / "log.jsonl"
+    flags = {**working_flags(tmp_path), "--train-iters": 10**6, "--log-json": log}
     place = ("--nproc-per-node", 2, "--master-port", free_port(), REPOSITORY / "pretrain_mllm.py")
-    launcher = Forked("tools/launch.py", [*map(str, (*place, *as_arguments(flags)))], output=tmp_path / "output")
+    happenings = {HAPPENINGS: "1:forward:2:KILL"} if victim == "rank" else {}
+    words = [*map(str, (*place, *as_arguments(flags)))]
+    launcher = Forked("tools/launch.py", words, happenings, output=tmp_path / "output")
     try:
-        wait_for_steps(tmp_path, 1)
-        ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        assert len(ranks) == 2
-        os.kill(launcher.pid if victim == "launcher" else int(ranks[1]), number)
+        if victim == "launcher":
+            assert wait_until(lambda: read_log(log), seconds=HANG_SECONDS)
+            os.kill(launcher.pid, signal.SIGTERM)
         assert launcher.wait(HANG_SECONDS) == exit_code, launcher.said
     finally:
         launcher.kill()
-    said = "stopped by SIGTERM after step" if victim == "launcher" else "rank 0 lost its connection to rank 1"
     assert said in launcher.said, launcher.said

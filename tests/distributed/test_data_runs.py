@@ -5,18 +5,19 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
+from megatron.runtime.launch.meeting import wait_until
 from multimodal.data.index.index_cache import FOLDER_NAME
-from tests.distributed.forked_programs import DIES_BEFORE
-from tests.distributed.launch import Forked, launch
+from tests.distributed.happenings import HAPPENINGS
+from tests.distributed.launch import HANG_SECONDS, Forked, launch, read_log
 from tests.distributed.small_run import LEFT_OUT, MODEL, losses, manifest_entries, train, working_flags, write_working_files
 from tests.unit.data.forms.test_sample_files import FORMS, write_form
 from tests.unit.data.remote_servers import BUCKET, s3_client, serve_folder, serve_s3, upload
@@ -54,9 +55,9 @@ def losses_by_step(entries: list[dict[str, Any]]) -> dict[int, float]:
 def test_a_run_that_is_killed_goes_on_as_if_it_was_not(form, is_packed, corpus, expected, tmp_path):
     flags = {**working_flags(corpus), **STEPS, **(PACKED if is_packed else {}), "--log-json": tmp_path / "log.jsonl"}
     flags |= {"--data-path": write_form(corpus / "data", form, NAMES), "--save": tmp_path / "saved", "--save-interval": 1}
-    done = launch(flags, num_ranks=2, environment={DIES_BEFORE: "3"})
+    done = launch(flags, num_ranks=2, environment={HAPPENINGS: "all:step:3:KILL"})
     assert done.exit_codes == (-signal.SIGKILL,) * 2, done.output
-    before = losses_by_step([json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()])
+    before = losses_by_step(read_log(tmp_path / "log.jsonl"))
     resumed = {"--load": tmp_path / "saved", "--num-workers": 2, "--vision-dp": LEFT_OUT, "--llm-dp": 1}
     behind = losses_by_step(train(corpus, {**flags, **resumed}, num_ranks=1)[0])
     assert min(behind) >= 2 and {*before, *behind} == {1, 2, 3, 4, 5}
@@ -75,9 +76,8 @@ def producer(folder: Path, environment: Mapping[str, str] | None = None) -> Iter
     flags = ("--listen", "127.0.0.1:0", "--num-workers", "1", "--token", str(folder / "token"))
     process = Forked("tools/producer.py", flags, environment, output=Path(tempfile.mkstemp(dir=folder)[1]))
     try:
-        while "producer listens at" not in process.said:
-            assert process.poll() is None, process.said
-            time.sleep(0.02)
+        wait_until(lambda: process.poll() is not None or "listens at" in process.said, seconds=HANG_SECONDS)
+        assert process.poll() is None, process.said
         yield Producer(process, process.said.split()[3].rstrip(","))
     finally:
         process.kill()
@@ -95,12 +95,12 @@ def test_losses_are_the_same_with_producers_and_when_they_are_killed(tmp_path):
     with ExitStack() as stack:
         first, second = (stack.enter_context(producer(tmp_path)) for _ in range(2))
 
+        def has_logged(step: int) -> bool:
+            return len(read_log(log)) >= step
+
         def kill(processes: Sequence[int]) -> None:
-            for count, each in ((2, first), (5, second)):
-                deadline = time.monotonic() + 100
-                while not log.exists() or log.read_text().count("\n") < count:
-                    assert time.monotonic() < deadline, "training did not go on"
-                    time.sleep(0.02)
+            for step, each in ((2, first), (5, second)):
+                assert wait_until(partial(has_logged, step), seconds=HANG_SECONDS, pause_seconds=0.02)
                 each.process.kill()
 
         flags |= {"--producers": f"{first.address},{second.address}", "--producer-token": tmp_path / "token"}
@@ -189,8 +189,8 @@ def figures_of(
     paths = [folder / "data" / f"{name}.jsonl" for name in names]
     batch = {"--data-path": paths, "--valid-data-path": f"all={paths[1]}", "--eval-iters": 1, "--micro-batch-size": 1}
     _, done = train(folder, {**batch, **flags}, num_ranks=num_ranks)
-    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     figures = ("loss", "generator_loss", "grad_norm", "token_accuracy")
+    entries = read_log(folder / "log.jsonl")
     found = [[*(each[name] for name in figures if name in each), *each.get("data_set_losses", {}).values()] for each in entries]
     return found, done.output
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.distributed.launch import read_log
 from tests.distributed.small_run import LEFT_OUT, SIZED_OTHERWISE, losses, manifest_entries, train, write_working_files
 
 TOGETHER = {"--global-batch-size": 4, "--micro-batch-size": 4}
@@ -16,7 +17,7 @@ def evaluate(folder: Path, entries: list[dict[str, Any]], **flags: object) -> fl
     (folder / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     batch = {"--global-batch-size": len(entries), "--micro-batch-size": len(entries)}
     train(folder, {"--split": "0,1", "--skip-train": None, "--eval-iters": 1, **batch, **flags}, num_ranks=1)
-    (entry,) = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    (entry,) = read_log(folder / "log.jsonl")
     loss: float = entry["loss"]
     return loss
 

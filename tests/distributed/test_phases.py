@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import launch, read_log
 from tests.distributed.small_run import manifest_entries, train, working_flags, write_working_files
 
 START = {"--lr": 1e-2, "--lr-decay-style": "linear", "--train-iters": 4, "--seed": 3, "--dtype": "float64"}
@@ -19,7 +19,7 @@ def run(folder: Path, *switches: str, **changed: object) -> tuple[list[dict[str,
     named = {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     log.unlink(missing_ok=True)
     done = launch({**working_flags(folder), **START, **places, **named, **dict.fromkeys(switches)}, num_ranks=2)
-    return [] if any(done.exit_codes) else [json.loads(line) for line in log.read_text().splitlines()], done.output
+    return [] if any(done.exit_codes) else read_log(log), done.output
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_phase_in_two_runs_is_that_of_one(folder: Path) -> None:
 
 
 def evaluations(log: Path) -> list[dict[str, Any]]:
-    return [entry for line in log.read_text().splitlines() if "evaluation" in (entry := json.loads(line))]
+    return [entry for entry in read_log(log) if "evaluation" in entry]
 
 
 def test_sets_are_evaluated_by_name_and_the_best_weights_are_kept(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed import small_run
-from tests.distributed.launch import Launched, launch
+from tests.distributed.launch import Launched, launch, read_log
 from tests.distributed.small_run import SIZED_OTHERWISE, working_flags, write_working_files
 
 NUM_STEPS, STEPS_OF_TWO_RUNS = 5, 7
@@ -132,7 +132,7 @@ def run(folder: Path, log: Path, *flags: object) -> tuple[list[dict[str, Any]], 
     base = {**working_flags(folder), "--lr": 1e-2, "--log-json": log, "--train-iters": PRETRAINED_STEPS}
     done = launch({**base, **dict(zip(flags[::2], flags[1::2], strict=True))}, num_ranks=2)
     assert done.exit_codes == (0, 0), done.output
-    return [json.loads(line) for line in log.read_text().splitlines()], done.output
+    return read_log(log), done.output
 
 
 def leave_mark_of_a_killed_run(folder: Path) -> None:

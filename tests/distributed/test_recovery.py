@@ -1,6 +1,5 @@
 """Runs whose ranks are killed go on in the processes that are left, and log what a run logs in which nothing happened."""
 
-import pickle
 import signal
 import socket
 from collections import Counter
@@ -17,11 +16,12 @@ from benchmarks.recorded_calls import EventKind
 from megatron.runtime.recovery.ledger import Ledger, connect
 from tests.distributed.conftest import Once
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY
+from tests.distributed.happenings import HAPPENINGS
+from tests.distributed.launch import HANG_SECONDS
+from tests.distributed.recorded_nodes import CALLS, read_calls
 from tests.distributed.small_run import train
 
 NUM_STEPS, BATCH = 14, 6
-DYING = REPOSITORY / "tests" / "distributed" / "dying_rank.py"
 
 
 @pytest.fixture
@@ -37,14 +37,12 @@ def train_undisturbed(folder: Path) -> Path:
 
 @contextmanager
 def running(
-    folder: Path, inputs: Path, nodes: Nodes, *, deaths: str = "", waits: str = "", holds: str = "", **how: Any
+    folder: Path, inputs: Path, nodes: Nodes, *, happenings: str = "", environment: dict[str, str] | None = None, **how: Any
 ) -> Iterator[ElasticRun]:
-    """Start a run in which ranks die, wait in vain, or wait for nodes, where `dying_rank.py` is told; end it in any case."""
-    environment = {"BRAID_TEST_DEATHS": deaths, "BRAID_TEST_WAITS": waits, "BRAID_TEST_HOLDS": holds}
-    environment["BRAID_TEST_MARK"] = str(folder / "known")
+    """Start a run to whose ranks something happens, and end it in any case."""
     given = {"num_steps": NUM_STEPS, "batch": BATCH, "is_new_program": False, **how}
     given["flags"] = ("--elastic-timeout", HANG_SECONDS, *how.get("flags", ()))  # a slow machine loses no node that lives
-    run = ElasticRun(folder, nodes, inputs=inputs, program=DYING, environment=environment, **given)
+    run = ElasticRun(folder, nodes, inputs=inputs, environment={HAPPENINGS: happenings, **(environment or {})}, **given)
     try:
         yield run
     finally:
@@ -65,9 +63,11 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
 
     In the last one a survivor waits for a message that its connections' end does not end: it goes on in the same process.
     """
-    deaths, waits = "3:forward:3,0:norm:6,2:copy:6,4:reduction:10", "5:reduction:10"
-    flags = ("--balance", "disttrain", "--measure-interval", 4)
-    with running(tmp_path, inputs, Nodes(6), deaths=deaths, waits=waits, holds="5 12", flags=flags) as run:
+    happenings = (
+        "3:forward:3:KILL all:step:5:JOIN 0:norm:6:KILL,2:copy:6:KILL,4:reduction:10:KILL,5:reduction:10:WAIT,all:step:12:JOIN"
+    )
+    flags, environment = ("--balance", "disttrain", "--measure-interval", 4), {CALLS: str(tmp_path)}
+    with running(tmp_path, inputs, Nodes(6), happenings=happenings, environment=environment, flags=flags) as run:
         run.wait_for_step(4)
         waiting = run.processes(5)
         run.let_return(3)
@@ -84,8 +84,7 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
 
 def assert_recorded_calls_end(folder: Path, num_nodes: int) -> None:
     """With NCCL, whose communicators are aborted where gloo's connections are cut."""
-    files = [folder / f"known-calls-{node}" for node in range(num_nodes)]
-    recorded = [pickle.loads(file.read_bytes()) if file.exists() else [] for file in files]
+    recorded = read_calls(folder, num_nodes)
     kinds = Counter(event.kind for events in recorded for event in events)
     assert kinds[EventKind.ABORT] >= 4 and kinds[EventKind.CALL] > 500
     for num_queues in (1, 33):
@@ -100,7 +99,7 @@ def test_replicas_that_differ_become_alike_and_differ_again(tmp_path: Path, inpu
     The second time, all ranks have updated, and the first one has not reported.
     """
     nodes = Nodes(5, sizes=(2, 3), replicas=(2, 3))
-    with running(tmp_path, inputs, nodes, deaths="4:forward:4,0:report:13", holds="6") as run:
+    with running(tmp_path, inputs, nodes, happenings="4:forward:4:KILL all:step:6:JOIN 0:report:13:KILL") as run:
         run.wait_for_step(5)
         run.let_return(4)
         run.wait_until(lambda: "with 5 nodes" in run.output, "return of the node")
@@ -113,7 +112,7 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path
     """One replica over two nodes of two ranks: half of the state is lost with any rank, as a node dies as one."""
     flags = ("--save", tmp_path / "saved", "--save-interval", 4)
     nodes = Nodes(2, gpus=2, fault_tolerance=0, sizes=(2,))
-    with running(tmp_path, inputs, nodes, flags=flags, deaths="0:forward:7") as run:
+    with running(tmp_path, inputs, nodes, flags=flags, happenings="0:forward:7:KILL 1:forward:7:KILL") as run:
         run.wait_until(lambda: "waiting: 1 nodes are left" in run.output, "wait for nodes")
         run.let_return(0)
         assert "going back to a checkpoint" in check(run, inputs)

@@ -1,17 +1,18 @@
 """Ranks that are stopped, killed or frozen while they train: what is left ends by itself, and says truthfully why."""
 
-import json
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from tests.distributed.launch import HANG_SECONDS, as_arguments, launch
+from megatron.runtime.launch.meeting import wait_until
+from tests.distributed.happenings import HAPPENINGS
+from tests.distributed.launch import HANG_SECONDS, as_arguments, launch, read_log, state_of
 from tests.distributed.small_run import working_flags, write_working_files
 
 NUM_RANKS = 3
@@ -20,90 +21,56 @@ FROZEN_SECONDS = 15
 ENDLESS = 10**6
 
 
-def logged_steps(folder: Path) -> list[int]:
-    """The steps in the log, but for a line that is being written."""
-    log = folder / "log.jsonl"
-    lines = log.read_text().rpartition("\n")[0].splitlines() if log.exists() else []
-    return [json.loads(line)["step"] for line in lines]
+def end_frozen(processes: Sequence[int], *, frozen: int, told: int | None = None) -> None:
+    """Kill a frozen rank when all others have ended, of which one is told to (SIGTERM) again and again."""
 
+    def others_have_ended() -> bool:
+        if told is not None and state_of(processes[told]) != "Z":
+            os.kill(processes[told], signal.SIGTERM)  # one that follows another too soon does not count
+        return all(state_of(process) == "Z" for rank, process in enumerate(processes) if rank != frozen)
 
-def wait_until(has_happened: Callable[[], bool], what: str, *, pause_seconds: float = 0.05) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not has_happened():
-        assert time.monotonic() < deadline, f"no {what}"
-        time.sleep(pause_seconds)
-
-
-def wait_for_steps(folder: Path, count: int) -> None:
-    wait_until(lambda: len(logged_steps(folder)) >= count, f"step {count}")
-
-
-def have_ended(processes: Sequence[int]) -> bool:
-    return not any(is_running(process) for process in processes)
-
-
-def is_running(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def send(number: signal.Signals, *ranks: int) -> Callable[[Sequence[int]], None]:
-    def act(processes: Sequence[int]) -> None:
-        for rank in ranks:
-            os.kill(processes[rank], number)
-
-    return act
-
-
-def terminate_twice(processes: Sequence[int]) -> None:
-    """End all but a frozen rank, which keeps the others from finishing the step."""
-
-    def has_ended() -> bool:
-        """Send SIGTERM again and again: one that follows another too soon does not count."""
-        if is_running(processes[1]):
-            os.kill(processes[1], signal.SIGTERM)
-        return have_ended(processes[:2])
-
-    os.kill(processes[2], signal.SIGSTOP)
-    wait_until(has_ended, "end of those that are not frozen", pause_seconds=0.5)
-    os.kill(processes[2], signal.SIGKILL)
-
-
-def freeze_first(processes: Sequence[int]) -> None:
-    """Freeze the rank that has the store, too: the others lose it with it."""
-    os.kill(processes[0], signal.SIGSTOP)
-    wait_until(lambda: have_ended(processes[1:]), "end of those that are not frozen")
-    os.kill(processes[0], signal.SIGKILL)
+    assert wait_until(lambda: state_of(processes[frozen]) == "T", seconds=HANG_SECONDS), "none is frozen"
+    assert wait_until(others_have_ended, seconds=HANG_SECONDS, pause_seconds=0.5), "what is not frozen does not end"
+    os.kill(processes[frozen], signal.SIGKILL)
 
 
 class Stop(NamedTuple):
-    happens: Callable[[Sequence[int]], None] | None
-    """To the processes, once they have trained five steps; None: nothing."""
+    happenings: str
     exit_codes: tuple[int, ...]
     words: tuple[str, ...]
     """Parts of the one message; {last} is the last step, {newest} its checkpoint."""
     flags: tuple[object, ...] = ()
     has_store: bool = True
     """False if ranks lose the store of rank 0, without which they cannot tell who speaks: several say the same."""
+    meanwhile: Callable[[Sequence[int]], None] | None = None
+    """What is done to the processes."""
 
 
 SAVED, LOST = " after step {last}; checkpoint {newest}", ("error:", "lost its connection to rank ")
 BACKGROUND, FROZEN = ("--async-save", "--save-interval", 2), ("--distributed-timeout-minutes", FROZEN_SECONDS / 60)
 STOPS = {
-    "all ranks, saving in the background": Stop(
-        send(signal.SIGTERM, 0, 1, 2), (0, 0, 0), (f"stopped by SIGTERM{SAVED}",), BACKGROUND
+    "all ranks, saving in the background": Stop("all:step:6:TERM", (0, 0, 0), (f"stopped by SIGTERM{SAVED}",), BACKGROUND),
+    "one rank": Stop("2:step:6:USR1", (0, 0, 0), (f"stopped by SIGUSR1{SAVED}",)),
+    "a time limit": Stop("", (0, 0, 0), (f"stopped by --exit-duration-in-mins{SAVED}",), ("--exit-duration-in-mins", 0.02)),
+    "a second SIGTERM": Stop(
+        "2:step:6:STOP",
+        (143, 143, -signal.SIGKILL),
+        ("ended by SIGTERM while training",),
+        meanwhile=partial(end_frozen, frozen=2, told=1),
     ),
-    "one rank": Stop(send(signal.SIGUSR1, 2), (0, 0, 0), (f"stopped by SIGUSR1{SAVED}",)),
-    "a time limit": Stop(None, (0, 0, 0), (f"stopped by --exit-duration-in-mins{SAVED}",), ("--exit-duration-in-mins", 0.02)),
-    "a second SIGTERM": Stop(terminate_twice, (143, 143, -signal.SIGKILL), ("ended by SIGTERM while training",)),
-    "an interrupt": Stop(send(signal.SIGINT, 0, 1, 2), (130, 130, 130), ("ended by SIGINT while training",)),
+    "an interrupt": Stop("all:step:6:INT", (130, 130, 130), ("ended by SIGINT while training",)),
     "the first rank is killed": Stop(
-        send(signal.SIGKILL, 0), (-signal.SIGKILL, 1, 1), (*LOST, "connection to rank 0"), has_store=False
+        "0:forward:6:KILL", (-signal.SIGKILL, 1, 1), (*LOST, "connection to rank 0"), has_store=False
     ),
-    "the last rank is killed": Stop(send(signal.SIGKILL, 2), (1, 1, -signal.SIGKILL), (*LOST, "connection to rank 2")),
-    "the first rank is frozen": Stop(freeze_first, (-signal.SIGKILL, 1, 1), ("rank 0", "frozen"), FROZEN, has_store=False),
+    "the last rank is killed": Stop("2:forward:6:KILL", (1, 1, -signal.SIGKILL), (*LOST, "connection to rank 2")),
+    "the first rank is frozen": Stop(
+        "0:step:6:STOP",
+        (-signal.SIGKILL, 1, 1),
+        ("rank 0", "frozen"),
+        FROZEN,
+        has_store=False,
+        meanwhile=partial(end_frozen, frozen=0),
+    ),
 }
 ALWAYS = ("one rank", "a second SIGTERM", "an interrupt", "the first rank is killed", "the first rank is frozen")
 
@@ -114,16 +81,10 @@ def test_what_is_left_ends_with_one_message_that_says_why(tmp_path: Path, stop: 
     row, saved = STOPS[stop], tmp_path / "saved"
     write_working_files(tmp_path)
     changed = {"--train-iters": ENDLESS, "--log-json": tmp_path / "log.jsonl", "--llm-pp": 2, "--num-workers": 1, "--save": saved}
-
-    def when_training(processes: Sequence[int]) -> None:
-        if row.happens is not None:
-            wait_for_steps(tmp_path, 5)
-            row.happens(processes)
-
     flags = [*as_arguments({**working_flags(tmp_path), **changed}), *row.flags]
-    ended = launch(flags, num_ranks=NUM_RANKS, meanwhile=when_training)
+    ended = launch(flags, num_ranks=NUM_RANKS, environment={HAPPENINGS: row.happenings}, meanwhile=row.meanwhile)
     assert ended.exit_codes == row.exit_codes, ended.output
-    last, newest = logged_steps(tmp_path)[-1], find_newest_checkpoint(saved) if saved.exists() else None
+    last, newest = read_log(tmp_path / "log.jsonl")[-1]["step"], find_newest_checkpoint(saved) if saved.exists() else None
     words = [each.format(last=last, newest=newest) for each in row.words]
     lines = ended.output.splitlines()
     messages = [line for line in lines if all(each in line for each in words)]

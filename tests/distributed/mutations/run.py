@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.processors import PROCESSOR_NAME, write_image_processor
-from tests.distributed.launch import HANG_SECONDS, Launched, as_arguments, launch, train
+from tests.distributed.launch import HANG_SECONDS, Launched, as_arguments, launch, read_log, train
 from tests.distributed.mutations.data import write_chats
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
@@ -131,7 +131,7 @@ def _compare(inputs: Inputs) -> list[str]:
 
 
 def _losses(log: Path) -> list[float]:
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = read_log(log)
     return [line[name] for line in lines for name in ("loss", "grad_norm") if "grad_norm" in line]
 
 
