@@ -126,13 +126,9 @@ def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -
 
     parts: of LLaVAModel that this rank has; empty: the encoder is on the first stage.
     """
-    if not under_plan:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=case.tensor_parallel_size,
-            pipeline_model_parallel_size=case.pipeline_parallel_size,
-            virtual_pipeline_model_parallel_size=case.num_chunks if case.num_chunks > 1 else None,
-        )
-    try:
+    chunks_of_rank = case.num_chunks if case.num_chunks > 1 else None
+    sizes = case.tensor_parallel_size, case.pipeline_parallel_size, chunks_of_rank
+    with nullcontext() if under_plan else megatron_groups(*sizes):
         chunks = build_chunks(case, parts)
         patches.copy_weights(chunks)
         num_synchronizations = connect(chunks, case)
@@ -144,9 +140,17 @@ def train(case: LoopCase, parts: dict[str, bool], *, under_plan: bool = False) -
             if not case.forward_only:
                 _update(chunks)
         return LoopResult(losses, _gradients(chunks), num_synchronizations[0], forwards, 0)
+
+
+@contextmanager
+def megatron_groups(*sizes: int | None, **more: int) -> Iterator[None]:
+    """Have Megatron's `initialize_model_parallel` make its groups, in the place of what was left before."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(*sizes, **more)
+    try:
+        yield
     finally:
-        if not under_plan:
-            parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()
 
 
 def _run_step(chunks: list[DistributedDataParallel], case: LoopCase, step: int, forward_step: Callable[..., Any]) -> list[float]:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.runtime.checkpoint.megatron_weights import find_folder
+from tests.distributed.drop_in_training import megatron_groups
 from tests.distributed.megatron_training import megatron_without_cuda
 
 VOCABULARY = 384
@@ -94,13 +95,9 @@ def build(kind: str, dtype: torch.dtype = torch.float32) -> Module:
 
 @contextmanager
 def megatron(tensor_size: int = 1, pipeline_size: int = 1, expert_size: int = 1) -> Iterator[None]:
-    parallel_state.destroy_model_parallel()  # what Braid has left
-    parallel_state.initialize_model_parallel(tensor_size, pipeline_size, expert_model_parallel_size=expert_size)
-    try:
-        with megatron_without_cuda(), writing_without_psutil(), patch.object(Tensor, "cuda", lambda tensor: tensor):
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
+    groups = megatron_groups(tensor_size, pipeline_size, expert_model_parallel_size=expert_size)
+    with groups, megatron_without_cuda(), writing_without_psutil(), patch.object(Tensor, "cuda", lambda tensor: tensor):
+        yield
 
 
 @contextmanager

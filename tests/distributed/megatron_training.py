@@ -22,25 +22,15 @@ from torch.nn import Module
 
 from megatron.runtime.platform import CpuTorch
 from tests.distributed import braid_training
-from tests.distributed.drop_in_training import PLAIN
+from tests.distributed.drop_in_training import PLAIN, megatron_groups
 from tests.distributed.random_source import RandomSource
 
 
 def megatron_losses(case: braid_training.ComparedCase, weights: Mapping[str, np.ndarray]) -> list[float]:
     """Train 20 steps on this rank, a pipeline stage of as many as there are ranks; returns the losses that it has summed up."""
-    with one_pipeline(), megatron_without_cuda():
+    with megatron_groups(1, dist.get_world_size()), megatron_without_cuda():
         training = MegatronTraining(case, weights)
         return [training.train_step(training.prepare(case.batch_of_step(number))) for number in range(braid_training.NUM_STEPS)]
-
-
-@contextmanager
-def one_pipeline() -> Iterator[None]:
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 @contextmanager

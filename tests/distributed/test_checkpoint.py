@@ -199,18 +199,14 @@ def train_while_saving(case: TrainingCase, folder: Path, num_before: int, num_af
         assert may_write.wait(60)
         return write(*args)
 
-    with mock.patch.object(storage, "write_tensors", write_late):
-        training = Training(case)
-        for number in range(num_before):
-            training.train_step(number)
-        training.save(folder, step=num_before)
-        at_checkpoint = training.parameters()
-        losses = [training.train_step(number) for number in range(num_before, num_before + num_after)]
+    def let_write() -> None:
         assert not (folder / is_complete).exists()
         may_write.set()
-        training.finish_saving()
+
+    with mock.patch.object(storage, "write_tensors", write_late):
+        report = train_and_save(case, folder, num_before, num_after, let_write)
     assert (folder / is_complete).exists()
-    return RankReport(losses, at_checkpoint, training.parameters())
+    return report
 
 
 def test_whole_tensors_can_be_put_together_without_braid(ranks, tmp_path):

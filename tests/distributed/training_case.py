@@ -1,5 +1,6 @@
 """A small model that trains on random samples, under any plan: what checkpoints are saved of and resumed into."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -244,13 +245,17 @@ class RankReport:
     loaded: LoadedCheckpoint | None = None
 
 
-def train_and_save(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
+def train_and_save(
+    case: TrainingCase, folder: Path, num_before: int, num_after: int, before_finish: Callable[[], None] = lambda: None
+) -> RankReport:
+    """before_finish: called behind the last step, before a save in the background is waited for."""
     training = Training(case)
     for number in range(num_before):
         training.train_step(number)
     training.save(folder, step=num_before)
     at_checkpoint = training.parameters()
     losses = [training.train_step(number) for number in range(num_before, num_before + num_after)]
+    before_finish()
     training.finish_saving()
     return RankReport(losses, at_checkpoint, training.parameters())
 

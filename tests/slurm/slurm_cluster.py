@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.runtime.launch.meeting import wait_until
 from tests.distributed.launch import REPOSITORY
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -89,12 +90,13 @@ class SlurmCluster:
         """Return the state of a job, such as RUNNING."""
         return next(word for word in self.call("scontrol", "show", "job", job).split() if word.startswith("JobState="))[9:]
 
+    def node_states(self) -> list[str]:
+        return self.call("sinfo", "--noheader", "--format=%t").split()
+
     def wait(self, job: str, *, until: str, seconds: float = 300.0) -> None:
         """Wait until a job is in a state; raises AssertionError when it takes too long."""
-        end = time.monotonic() + seconds
-        while (state := self.state(job)) != until:
-            assert time.monotonic() < end, f"job {job} is {state}, not {until}, after {seconds:.0f} s"
-            time.sleep(1)
+        has_come = wait_until(lambda: self.state(job) == until, seconds=seconds, pause_seconds=1.0)
+        assert has_come, f"job {job} is {self.state(job)}, not {until}, after {seconds:.0f} s"
 
 
 @contextmanager
@@ -110,7 +112,8 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     try:
         for command in daemons:
             cluster.start(command)
-        _wait_until_idle(cluster)
+        is_idle = wait_until(lambda: cluster.node_states() == ["idle"], seconds=30, pause_seconds=0.5)
+        assert is_idle, f"nodes are {cluster.node_states()}: see the logs beside slurm.conf"
         yield cluster
     finally:
         for daemon in reversed(cluster.daemons):
@@ -148,10 +151,3 @@ def _free_ports() -> int:
                 continue
             return first
     raise OSError("no three ports in a row are free")
-
-
-def _wait_until_idle(cluster: SlurmCluster) -> None:
-    end = time.monotonic() + 30
-    while (states := cluster.call("sinfo", "--noheader", "--format=%t").split()) != ["idle"]:
-        assert time.monotonic() < end, f"nodes are {states}: see the logs beside slurm.conf"
-        time.sleep(0.5)

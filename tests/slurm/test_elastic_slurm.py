@@ -1,12 +1,12 @@
 """The Slurm script of elastic runs under a real controller: nodes fail as a whole, and others take their places."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megatron.runtime.launch.meeting import wait_until
 from tests.distributed.elastic_run import Nodes, read_losses, write_templates
 from tests.distributed.launch import REPOSITORY
 from tests.distributed.small_run import working_flags, write_working_files
@@ -46,11 +46,8 @@ def output(run: Path) -> str:
     return "".join(path.read_text() for path in sorted(run.glob("braid-*.log")))
 
 
-def wait_until(run: Path, has_happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not has_happened():
-        assert time.monotonic() < end, output(run)
-        time.sleep(0.2)
+def wait_for(run: Path, has_happened: Callable[[], bool]) -> None:
+    assert wait_until(has_happened, seconds=300), output(run)
 
 
 def stop(cluster: SlurmCluster, run: Path, job: str) -> None:
@@ -66,12 +63,12 @@ def test_a_run_outlives_a_node_and_another_job_takes_its_place(cluster: SlurmClu
     run = tmp_path / "run"
     write_run(run)
     job = submit(cluster, run)
-    wait_until(run, lambda: len(read_losses(run)) >= 3)
+    wait_for(run, lambda: len(read_losses(run)) >= 3)
     cluster.crash("node2")
-    wait_until(run, lambda: "with 1 nodes" in output(run))
+    wait_for(run, lambda: "with 1 nodes" in output(run))
     cluster.restart("node2")
     submit(cluster, run, "--nodes=1", JOIN=job, NODE="1", NODES="2")
-    wait_until(run, lambda: "with 2 nodes" in output(run))
+    wait_for(run, lambda: "with 2 nodes" in output(run))
     stop(cluster, run, job)
 
 
@@ -79,9 +76,9 @@ def test_a_job_whose_first_node_fails_is_requeued_and_resumes(cluster: SlurmClus
     run = tmp_path / "run"
     write_run(run)
     job = submit(cluster, run)
-    wait_until(run, lambda: len(read_losses(run)) >= 13)
+    wait_for(run, lambda: len(read_losses(run)) >= 13)
     cluster.crash("node1")
-    wait_until(run, lambda: cluster.state(job) == "PENDING")
+    wait_for(run, lambda: cluster.state(job) == "PENDING")
     cluster.restart("node1")
-    wait_until(run, lambda: "resumed after step" in output(run))
+    wait_for(run, lambda: "resumed after step" in output(run))
     stop(cluster, run, job)

@@ -1,6 +1,5 @@
 """The shipped Slurm script under a real controller: jobs that are cut short go on as if nothing had happened."""
 
-import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.runtime.launch.meeting import wait_until
+from tests.distributed.launch import read_log
 from tests.slurm.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 NUM_STEPS = 60
@@ -30,16 +31,11 @@ def submit(cluster: SlurmCluster, run: Path, *options: str, minutes_to_save: int
 
 
 def losses(run: Path) -> dict[int, float]:
-    log = run / "log.jsonl"
-    entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    return {entry["step"]: entry["loss"] for entry in entries}
+    return {entry["step"]: entry["loss"] for entry in read_log(run / "log.jsonl")}
 
 
 def wait_for_steps(run: Path, count: int) -> None:
-    end = time.monotonic() + 180
-    while len(losses(run)) < count:
-        assert time.monotonic() < end, f"{len(losses(run))} steps in {run}"
-        time.sleep(0.2)
+    assert wait_until(lambda: len(losses(run)) >= count, seconds=180), f"{len(losses(run))} steps in {run}"
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,6 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         choose_options(257, dtype=torch.float16, block_size=128)
 
 
-pytest.importorskip("triton", reason="Triton is not installed (pip install 'braid[triton]')")
-
 ROOT = Path(__file__).parents[4]
 GPUS = ((128, 90, 227 * 1024), (80, 86, 99 * 1024))
 """Channels of a head, compute capability, shared memory of a program in bytes."""

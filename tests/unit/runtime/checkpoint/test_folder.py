@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from megatron.runtime.checkpoint.folder import (
     open_partial,
     prune_checkpoints,
 )
+from megatron.runtime.launch.meeting import wait_until
 from multimodal.values.errors import CheckpointError
 
 
@@ -114,12 +115,6 @@ def claim(folder: Path, environ: dict[str, str] | None = None) -> FolderClaim:
     return FolderClaim(folder, environ=environ or {})
 
 
-def wait_for(has_happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not has_happened():
-        assert time.monotonic() < deadline
-
-
 def take(folder: Path, environ: dict[str, str] | None = None) -> None:
     second = claim(folder, environ)
     assert second.try_to_take()
@@ -164,7 +159,7 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, alive, monkeypatch):
     second = claim(tmp_path)
     assert not second.try_to_take()
     os.kill(alive.process, 9)
-    wait_for(second.try_to_take)
+    assert wait_until(second.try_to_take, seconds=30, pause_seconds=0.001)
     second.check()
     second.release()
 
@@ -187,7 +182,7 @@ def test_silence_of_another_machine_is_waited_for(tmp_path, alive, monkeypatch):
     assert not claim(tmp_path).try_to_take()
     monkeypatch.setattr(module, "_SILENT_SECONDS", 0.05)
     second = claim(tmp_path)
-    wait_for(second.try_to_take)
+    assert wait_until(second.try_to_take, seconds=30, pause_seconds=0.001)
     second.release()
 
 
@@ -211,7 +206,7 @@ def test_signs_of_life_are_given(tmp_path, monkeypatch):
     assert first.try_to_take()
     path = tmp_path / MARK_NAME
     os.utime(path, (0, 0))
-    wait_for(lambda: path.stat().st_mtime > 0)
+    assert wait_until(lambda: path.stat().st_mtime > 0, seconds=30, pause_seconds=0.001)
     first.release()
 
 
