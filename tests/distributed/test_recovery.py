@@ -63,9 +63,8 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
 
     In the last one a survivor waits for a message that its connections' end does not end: it goes on in the same process.
     """
-    happenings = (
-        "3:forward:3:KILL all:step:5:JOIN 0:norm:6:KILL,2:copy:6:KILL,4:reduction:10:KILL,5:reduction:10:WAIT,all:step:12:JOIN"
-    )
+    happenings = "3:forward:3:KILL all:step:5:JOIN 0:norm:6:KILL 2:copy:6:KILL"
+    happenings += " 4:reduction:10:KILL 5:reduction:10:WAIT all:step:12:JOIN"
     flags, environment = ("--balance", "disttrain", "--measure-interval", 4), {CALLS: str(tmp_path)}
     with running(tmp_path, inputs, Nodes(6), happenings=happenings, environment=environment, flags=flags) as run:
         run.wait_for_step(4)

@@ -18,7 +18,7 @@ from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
 from tests.distributed.conftest import Once
 from tests.distributed.launch import launch
 from tests.distributed.mutations import table
-from tests.distributed.mutations.files import replaced, rewrite, write_model
+from tests.distributed.mutations.files import replaced, rewrite
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.mutations.run import run_mutation, save_given
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
@@ -40,7 +40,7 @@ def model(place: str, value: object, *, ranks: int = NUM_RANKS) -> table.Change:
     """Write another value into the model file; place: keys from a unit's name on."""
 
     def change(inputs: Inputs) -> None:
-        write_model(inputs, replaced(MODEL, ("units", *place.split(".")), value))
+        inputs.give("model", replaced(MODEL, ("units", *place.split(".")), value))
         inputs.num_ranks = ranks
 
     return change

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 from scipy.io import wavfile
 
-from tests.distributed.mutations.files import LEAVES, byte_mutations, place_mutations, places, replaced, write_model
+from tests.distributed.mutations.files import LEAVES, byte_mutations, place_mutations, places, replaced
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
 from tests.distributed.small_run import MODEL, manifest_entries
 
@@ -149,7 +149,7 @@ def _set_bytes(content: bytes, *, place: int, value: bytes) -> bytes:
 def _give_sound(inputs: Inputs, *, dtype: str = "int16", scale: float = 1.0) -> Path:
     vision = {key: value for key, value in MODEL["units"]["vision"].items() if key != "image"}
     vision |= {"audio": {"num_mel_bins": 8, "max_tokens": 50}, "has_rotary_positions": False}
-    write_model(inputs, {"units": MODEL["units"] | {"vision": vision}})
+    inputs.give("model", {"units": MODEL["units"] | {"vision": vision}})
     folder = inputs.folder / "data"
     entries = manifest_entries()
     for index, entry in enumerate(entries):

@@ -41,27 +41,20 @@ def replaced(document: Any, path: tuple[str | int, ...], *value: Any) -> Any:
     return changed
 
 
-def document_mutations(area: str, document: Any, write: Callable[[Inputs, Any], object]) -> Iterator[Mutation]:
+def document_mutations(area: str, document: Any) -> Iterator[Mutation]:
     """Replace every value of a nested document by others, leave it out, and add a key to every mapping."""
     for path, value in places(document):
         shown, name = ".".join(map(str, path)), str(next(part for part in reversed(path) if isinstance(part, str)))
         for leaf in LEAVES:
             if leaf != value or type(leaf) is not type(value):
                 changed = replaced(document, path, leaf)
-                yield Mutation(f"{area}: {shown} = {short(leaf)}", partial(_written, write=write, document=changed), (name,))
-        yield Mutation(f"{area}: without {shown}", partial(_written, write=write, document=replaced(document, path)))
+                yield Mutation(f"{area}: {shown} = {short(leaf)}", partial(Inputs.give, kind=area, document=changed), (name,))
+        left = replaced(document, path)
+        yield Mutation(f"{area}: without {shown}", partial(Inputs.give, kind=area, document=left))
         if isinstance(value, dict):
             added = replaced(document, (*path, "no_such_key"), 1)
             named = ("no_such_key",)
-            yield Mutation(f"{area}: {shown} with another key", partial(_written, write=write, document=added), named, True)
-
-
-def _written(inputs: Inputs, *, write: Callable[[Inputs, Any], object], document: Any) -> None:
-    write(inputs, document)
-
-
-def write_model(inputs: Inputs, model: Any) -> None:
-    (inputs.folder / "model.yaml").write_text(yaml.safe_dump(model, sort_keys=False))
+            yield Mutation(f"{area}: {shown} with another key", partial(Inputs.give, kind=area, document=added), named, True)
 
 
 def text_mutations(
@@ -146,7 +139,7 @@ def graph_mutations() -> Iterator[Mutation]:
         "text": "vision llm",
     }.items():
         document = MODEL | {"edges": edges}
-        yield Mutation(f"model: edges {name}", partial(_written, write=write_model, document=document), ("vision",), True)
+        yield Mutation(f"model: edges {name}", partial(Inputs.give, kind="model", document=document), ("vision",), True)
     repeated = yaml.safe_dump(MODEL, sort_keys=False)
     texts = {
         "key": repeated.replace("    num_layers: 2\n", "    num_layers: 2\n    num_layers: 3\n"),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tests.distributed.small_run import NUM_RANKS
+from tests.distributed.small_run import MODEL, NUM_RANKS
 
 PLAN = {
     "units": {
@@ -25,6 +25,9 @@ CLUSTER |= {"inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 10.
 CONFIG = {"train-iters": 2, "global-batch-size": 2, "lr": 1e-3, "seed": 5, "balance": "orchmllm", "freeze": ["vision"]}
 CONFIG |= {"no-progress-bar": True}
 """Flags of a run that takes them from a file."""
+DOCUMENTS = {"model": MODEL, "plan": PLAN, "cluster": CLUSTER, "config": CONFIG}
+"""What a run can take from a file, by its flag."""
+REPLACED_FLAGS = {"plan": ("--vision-dp", "--llm-dp"), "config": tuple(f"--{name}" for name in CONFIG)}
 
 
 class Given(StrEnum):
@@ -51,11 +54,13 @@ class Inputs:
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
     num_ranks: int = NUM_RANKS
 
-    def write_cluster(self, cluster: Any) -> Path:
-        """Have the run balance by the durations of a machine."""
-        path = self.folder / "cluster.yaml"
-        path.write_text(yaml.safe_dump(cluster, sort_keys=False))
-        self.flags |= {"--cluster": path, "--balance": "auto"}
+    def give(self, kind: str, document: Any) -> Path:
+        """Have the run take a document from a file in the place of some flags."""
+        path = self.folder / f"{kind}.yaml"
+        path.write_text(yaml.safe_dump(document, sort_keys=False))
+        for flag in REPLACED_FLAGS.get(kind, ()):
+            self.flags.pop(flag, None)
+        self.flags |= {f"--{kind}": path, **({"--balance": "auto"} if kind == "cluster" else {})}
         return path
 
     @property
@@ -65,24 +70,6 @@ class Inputs:
     @property
     def checkpoint(self) -> Path:
         return next((self.folder / "saved").glob("step_*"))
-
-    def write_config(self, config: Any) -> Path:
-        """Have the run take some flags from a file."""
-        path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        for name in CONFIG:
-            self.flags.pop(f"--{name}", None)
-        self.flags["--config"] = path
-        return path
-
-    def write_plan(self, plan: Any) -> Path:
-        """Have the run take a plan file in place of the sizes."""
-        path = self.folder / "plan.yaml"
-        path.write_text(yaml.safe_dump(plan, sort_keys=False))
-        for flag in ("--vision-dp", "--llm-dp"):
-            self.flags.pop(flag, None)
-        self.flags["--plan"] = path
-        return path
 
 
 class Mutation(NamedTuple):

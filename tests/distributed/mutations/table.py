@@ -23,10 +23,9 @@ from tests.distributed.mutations.files import (
     place_mutations,
     replaced,
     text_mutations,
-    write_model,
 )
 from tests.distributed.mutations.folders import folder_mutations
-from tests.distributed.mutations.mutation import CLUSTER, CONFIG, PLAN, Given, Inputs, Mutation, short
+from tests.distributed.mutations.mutation import DOCUMENTS, Given, Inputs, Mutation, short
 from tests.distributed.small_run import MODEL, NUM_RANKS
 
 Change = Callable[[Inputs], object]
@@ -35,7 +34,7 @@ VISION, LLM = [(0, [[0, 3]])], [(1, [[0, 4]])]
 
 def plan(**units: list[tuple[int, list[list[int]]]]) -> Change:
     """Take a plan file in place of sizes: unit -> stages of its one replica as (rank, layer ranges)."""
-    return lambda inputs: inputs.write_plan(plan_of(units))
+    return lambda inputs: inputs.give("plan", plan_of(units))
 
 
 def plan_of(units: dict[str, list[tuple[int, list[list[int]]]]]) -> dict[str, Any]:
@@ -235,10 +234,7 @@ def _meet_stranger(inputs: Inputs, *, answer: bytes) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Inputs], Path], str]] = {
-    "config": (lambda inputs: inputs.write_config(CONFIG), "config.yaml"),
-    "model": (lambda inputs: inputs.folder / "model.yaml", "model.yaml"),
-    "plan": (lambda inputs: inputs.write_plan(PLAN), "plan.yaml"),
-    "cluster": (lambda inputs: inputs.write_cluster(CLUSTER), "cluster.yaml"),
+    **{kind: (partial(Inputs.give, kind=kind, document=each), f"{kind}.yaml") for kind, each in DOCUMENTS.items()},
     "manifest": (lambda inputs: inputs.manifest, "manifest.jsonl"),
 }
 
@@ -248,10 +244,7 @@ def list_mutations() -> tuple[Mutation, ...]:
     makers += (folder_mutations, connection_mutations, rank_mutations)
     found = (
         *flag_mutations(),
-        *document_mutations("model", MODEL, write_model),
-        *document_mutations("plan", PLAN, lambda inputs, plan: inputs.write_plan(plan)),
-        *document_mutations("cluster", CLUSTER, lambda inputs, cluster: inputs.write_cluster(cluster)),
-        *document_mutations("config", CONFIG, lambda inputs, config: inputs.write_config(config)),
+        *chain.from_iterable(document_mutations(kind, document) for kind, document in DOCUMENTS.items()),
         *chain.from_iterable(text_mutations(area, find) for area, (find, _) in FILES.items()),
         *chain.from_iterable(place_mutations(area, find, file=file) for area, (find, file) in FILES.items()),
         *chain.from_iterable(make() for make in makers),
