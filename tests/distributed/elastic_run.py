@@ -114,11 +114,11 @@ class ElasticRun:
     def processes(self, node: int) -> list[int]:
         return [int(each) for each in (self.ledger.flag(f"processes/{node}") or ":").partition(":")[2].split(",")]
 
-    def kill(self, node: int, local_rank: int = 0, number: int = signal.SIGKILL) -> float:
-        """Send a signal to a rank; returns when."""
+    def kill(self, node: int, local_rank: int = 0) -> float:
+        """Kill a rank; returns when."""
         now = time.time()
         with suppress(ProcessLookupError):
-            os.kill(self.processes(node)[local_rank], number)
+            os.kill(self.processes(node)[local_rank], signal.SIGKILL)
         return now
 
     def freeze_store(self, number: int = signal.SIGSTOP) -> None:

@@ -158,9 +158,8 @@ def _delays_weight_gradients(case: GradientCase) -> bool:
     return splits and case.transformer_impl != "local"
 
 
-def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forward_only: bool = False) -> Step:
-    """The step of a case on this rank; of another assignment of the same samples, if given."""
-    assignment = assignment or case.assignment
+def plan_case(case: GradientCase, *, forward_only: bool = False) -> Step:
+    """The step of a case on this rank."""
     source: SampleSource = case.source
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
     schedules = ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, forward_only)
@@ -168,7 +167,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         exchange = SampleExchange(rank=dist.get_rank(), world_size=case.plan.num_ranks, timeout=TIMEOUT)
         share = exchange.decode(source, range(len(lengths)))
         assert [share.lengths(index) for index in range(len(share))] == lengths
-        source = exchange.exchange(share, schedules.shape(assignment), assignment)
+        source = exchange.exchange(share, schedules.shape(case.assignment), case.assignment)
     options = RunOptions(
         recompute=case.recompute,
         zero_stage=3 if case.shards_weights else 0,
@@ -181,7 +180,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
     how = {"shards_weights": case.shards_weights, "build": build_options(case), "seed": SEED}
     how["costs_of"] = predictor.costs if predictor is not None else None
     options = StepOptions(schedules, dist.get_rank(), sharing=sharing, **how)
-    step = plan_step(source, lengths=lengths, assignment=assignment, options=options)
+    step = plan_step(source, lengths=lengths, assignment=case.assignment, options=options)
     return step.packed()
 
 

@@ -27,7 +27,6 @@ def assert_matches(
     *,
     run: Callable[[GradientCase], RankGradients] = run_on_rank,
     expected: RankGradients | None = None,
-    tolerance: float = TOLERANCE,
 ) -> None:
     """Loss and every gradient, on every replica and every copy, within 1e-9 of one process; raises MismatchError.
 
@@ -35,7 +34,7 @@ def assert_matches(
     """
     if expected is None:
         expected = _run_reference(ranks, pickle.dumps(reference_of(case)))
-    compare(case, ranks.run(run, case, world_size=case.plan.num_ranks), expected=expected, tolerance=tolerance)
+    compare(case, ranks.run(run, case, world_size=case.plan.num_ranks), expected=expected)
 
 
 def compare(case: GradientCase, found: Sequence[RankGradients], *, expected: RankGradients, tolerance: float = TOLERANCE) -> None:

@@ -15,13 +15,13 @@ COLUMNS = 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 1e-2}
 
 
-def draw(width: int, *, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+def draw(width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits that bfloat16 can have, targets (one is ignored, and one in each half is the last token), and their weights."""
     generator = torch.Generator().manual_seed(width)
     logits = (torch.randn(6, 2 * width, generator=generator) * 30).bfloat16().double()
     targets = torch.tensor([0, width - 1, width, 2 * width - 4, -100, 1])
     weights = torch.rand(6, generator=generator).masked_fill_(targets < 0, 0.0)
-    return logits.to(device), targets.to(device), weights.double().to(device)
+    return logits, targets, weights.double()
 
 
 def losses_and_gradient(drawn: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype, by_kernels: bool, group: Any) -> list[Tensor]:

@@ -24,14 +24,13 @@ from tests.distributed.mutations.run import run_mutation, save_given
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
 
-def flags(*, without: str = "", ranks: int = NUM_RANKS, **given: object) -> table.Change:
+def flags(*, without: str = "", **given: object) -> table.Change:
     """Give flags, written as names (None: a switch), and leave some out."""
 
     def change(inputs: Inputs) -> None:
         for flag in without.split():
             del inputs.flags[flag]
         inputs.flags |= table.named(given)
-        inputs.num_ranks = ranks
 
     return change
 

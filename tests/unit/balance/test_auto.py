@@ -26,10 +26,10 @@ from multimodal.values.validate import validate_assignment
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 
 
-def draw_batch(build_sample, seed, *, size=24):
+def draw_batch(build_sample, seed):
     random = Random(seed)
-    items = [[("vision", random.choice([16, 64, 640]))] * random.randint(0, 3) for _ in range(size)]
-    return [build_sample(index, random.randint(5, 400), *items[index]) for index in range(size)]
+    items = [[("vision", random.choice([16, 64, 640]))] * random.randint(0, 3) for _ in range(24)]
+    return [build_sample(index, random.randint(5, 400), *each) for index, each in enumerate(items)]
 
 
 def predictor(graph, plan):

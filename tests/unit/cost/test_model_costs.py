@@ -230,12 +230,11 @@ def costs(
     return ModelCosts(assignment.shape(UPDATE_GRAPH, plan), assignment, SAMPLES, cluster, 512, options or RunOptions(), profile)
 
 
-def profile_of(graph_unit: str = "llm") -> LayerProfile:
-    return LayerProfile("CPU", "float32", {(graph_unit, "transformer", 1, 1): CURVES}, STEP)
+PROFILE = LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): CURVES}, STEP)
 
 
 def test_every_forward_and_backward_pays_for_the_runtime_but_no_weight_gradient() -> None:
-    plain, with_step = costs(ALONE, profile=replace(profile_of(), step=StepProfile())), costs(ALONE, profile=profile_of())
+    plain, with_step = costs(ALONE, profile=replace(PROFILE, step=StepProfile())), costs(ALONE, profile=PROFILE)
 
     def more(kind: ActionKind, unit: str, microbatch: int) -> float:
         action = Action(kind, unit, 0, 0, microbatch)
@@ -254,15 +253,15 @@ def test_the_slowest_rank_decides_how_long_an_update_takes() -> None:
     )
     stages = [weights("llm", stage.layers) for stage in own.units["llm"].replicas[0].virtual_stages]
     heaviest = max(*stages, weights("vision", range(len(UPDATE_GRAPH.unit("vision").layers))))
-    assert costs(own, profile=profile_of()).update_seconds == pytest.approx(1.0 + 0.5 + 1e-4 * heaviest)
+    assert costs(own, profile=PROFILE).update_seconds == pytest.approx(1.0 + 0.5 + 1e-4 * heaviest)
     everything = sum(weights(unit.name, range(len(unit.layers))) for unit in UPDATE_GRAPH.units)
-    assert costs(ALONE, profile=profile_of()).update_seconds == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * everything)
+    assert costs(ALONE, profile=PROFILE).update_seconds == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * everything)
 
 
 @pytest.mark.parametrize(("zero_stage", "share"), [(0, 1), (1, 2), (3, 2)])
 def test_replicas_that_share_an_optimizer_update_a_share(zero_stage: int, share: int) -> None:
     plan = plan_colocated(UPDATE_GRAPH, sizes={"llm": UnitSizes(tensor_parallel_size=2)}, world_size=4)
-    found = costs(plan, profile=profile_of(), options=RunOptions(zero_stage=zero_stage)).update_seconds
+    found = costs(plan, profile=PROFILE, options=RunOptions(zero_stage=zero_stage)).update_seconds
     vision, llm = (weights(unit.name, range(len(unit.layers))) for unit in UPDATE_GRAPH.units)
     replicas = {"vision": 4 if share > 1 else 1, "llm": share}
     assert found == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * (vision / replicas["vision"] + llm / 2 / replicas["llm"]))
@@ -272,7 +271,7 @@ def test_several_copies_of_the_state_are_shared_by_fewer() -> None:
     plan = plan_colocated(UPDATE_GRAPH, sizes={"llm": UnitSizes(tensor_parallel_size=2)}, world_size=4)
     vision, llm = (weights(unit.name, range(len(unit.layers))) for unit in UPDATE_GRAPH.units)
     for copies, of_vision, of_llm in ((1, 4, 2), (2, 2, 1), (3, 1, 1)):
-        found = costs(plan, profile=profile_of(), options=RunOptions(num_state_copies=copies))
+        found = costs(plan, profile=PROFILE, options=RunOptions(num_state_copies=copies))
         assert found.update_seconds == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * (vision / of_vision + llm / 2 / of_llm))
         state = 12 * (vision / of_vision + llm / 2 / of_llm) + 6 * (vision + llm / 2)  # bf16 weights and fp32 gradients are whole
         assert sum(found.memory.weight_bytes((unit, 0, 0)) for unit in ("vision", "llm")) == pytest.approx(state)
@@ -282,7 +281,7 @@ def test_what_is_frozen_is_not_updated() -> None:
     frozen = replace(
         UPDATE_GRAPH, units=tuple(replace(unit, freeze_module=True, freeze_projector=True) for unit in UPDATE_GRAPH.units)
     )
-    trained = costs(ALONE, profile=profile_of())
+    trained = costs(ALONE, profile=PROFILE)
     assert replace(trained, shape=replace(trained.shape, graph=frozen)).update_seconds == 1.0
 
 
@@ -293,7 +292,7 @@ def test_without_a_profile_an_update_moves_bytes() -> None:
     # bf16: the fp32 gradient four times, master weight and two moments there and back, the weight once
     moved = pytest.approx(everything * (16 + 24 + 2) / 1e12)
     assert costs(ALONE, cluster=fast).update_seconds == moved
-    assert costs(ALONE, cluster=fast, profile=replace(profile_of(), step=None)).update_seconds == moved
+    assert costs(ALONE, cluster=fast, profile=replace(PROFILE, step=None)).update_seconds == moved
     assert update_traffic_bytes(4) == 16 + 16 + 8 and update_traffic_bytes(8) == 2 * update_traffic_bytes(4)
 
 

@@ -147,9 +147,9 @@ def s3_client() -> object:
     return boto3.client("s3")
 
 
-def upload(folder: Path, *, to: str = "") -> None:
-    """Put the files of a folder into the bucket, below a prefix."""
+def upload(folder: Path) -> None:
+    """Put the files of a folder into the bucket."""
     client = s3_client()
     for path in folder.rglob("*"):
         if path.is_file():
-            client.upload_file(str(path), BUCKET, f"{to}{path.relative_to(folder)}")
+            client.upload_file(str(path), BUCKET, str(path.relative_to(folder)))

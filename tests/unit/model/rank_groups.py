@@ -31,9 +31,9 @@ class GroupOfSize:
         return self._rank
 
 
-def groups_of(size: int, *, rank: int = 0) -> ProcessGroupCollection:
-    """Rank `rank` of a tensor parallel group of `size`; all other groups are this rank alone."""
-    tensor, alone = GroupOfSize(size, rank=rank), GroupOfSize(1, rank=0)
+def groups_of(size: int) -> ProcessGroupCollection:
+    """The first rank of a tensor parallel group of `size`; all other groups are this rank alone."""
+    tensor, alone = GroupOfSize(size, rank=0), GroupOfSize(1, rank=0)
     return ProcessGroupCollection(tp=tensor, cp=alone, pp=alone, ep=alone, expt_tp=alone, tp_ep=alone, tp_cp=tensor)
 
 

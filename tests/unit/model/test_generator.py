@@ -88,8 +88,8 @@ def flow_stage(**flow: object) -> UnitStage:
     return stage
 
 
-def two_paths(num_tokens: tuple[int, int] = (4, 2), *, dropout: float = 0.0) -> NoisePath:
-    return draw_path(ITEMS, Flow(1, dropout), num_tokens=num_tokens, num_patches=(4, 2), num_values=12, seed=3)
+def two_paths(*, dropout: float = 0.0) -> NoisePath:
+    return draw_path(ITEMS, Flow(1, dropout), num_tokens=(4, 2), num_patches=(4, 2), num_values=12, seed=3)
 
 
 def test_a_flow_is_learnt_between_data_and_noise() -> None:

@@ -148,19 +148,17 @@ def placed_cases(draw: st.DrawFn) -> PlacedCase:
 
 
 @st.composite
-def unlike_unit_plans(
-    draw: st.DrawFn, num_layers: int, *, first_rank: int = 0, tensor_sizes: Sequence[int] = (1, 2), most_ranks: int = 8
-) -> UnitPlan:
+def unlike_unit_plans(draw: st.DrawFn, num_layers: int, *, first_rank: int) -> UnitPlan:
     """Two or three replicas on consecutive ranks, each with its own number of stages, cuts and tensor parallel size.
 
     Stages hold one layer range, or two: dealt in turn, or in the shape of a V.
     """
     replicas: list[Replica] = []
-    free = range(first_rank, first_rank + most_ranks)
+    free = range(first_rank, first_rank + 8)
     for index in range(draw(st.integers(2, 3))):
         fitting = [
             (size, count)
-            for size in tensor_sizes
+            for size in (1, 2)
             for count in (1, 2, 3)
             if count <= num_layers and size * count + (index == 0) <= len(free)
         ]

@@ -34,8 +34,8 @@ from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case
 LLM = build_graph()
 
 
-def lowered(case: StepShape, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
-    return build_schedule(BUILDERS[builder], replace(case, forward_only=forward_only), passes=passes)
+def lowered(case: StepShape, *, builder: str = "1f1b", passes=()) -> Schedule:
+    return build_schedule(BUILDERS[builder], case, passes=passes)
 
 
 @settings(max_examples=60)

@@ -27,11 +27,10 @@ from tests.unit.schedule.schedule_text import lanes_from_text, schedule_from_tex
 LOCAL = RunOptions(transformer_impl="local", sequence_parallel=False)
 
 
-def beside(*, encoder: tuple[int, int, int] = (1, 1, 2), encoders: tuple[str, ...] = ("vision",)) -> StepShape:
-    """Three samples; an LLM of one stage over two ranks, and encoders on the same two: by default over both."""
-    replicas = {name: deal(3, encoder[0]) for name in encoders}
-    sizes = {**dict.fromkeys(encoders, encoder), "llm": (1, 1, 2)}
-    return build_case(build_graph(*encoders), sizes, {**replicas, "llm": deal(3, 1)}, colocated=True)
+def beside(*, encoder: tuple[int, int, int] = (1, 1, 2)) -> StepShape:
+    """Three samples; an LLM of one stage over two ranks, and an encoder on the same two: by default over both."""
+    sizes, groupings = {"vision": encoder, "llm": (1, 1, 2)}, {"vision": deal(3, encoder[0]), "llm": deal(3, 1)}
+    return build_case(build_graph("vision"), sizes, groupings, colocated=True)
 
 
 TOGETHER = (

@@ -36,9 +36,9 @@ def check(schedule: Schedule) -> None:
     validate_schedule(insert_communication(schedule))
 
 
-def llm(*, dp: int = 2, pp: int = 1, num_microbatches: int = 2, **layout: int) -> StepShape:
+def llm(*, dp: int = 2, num_microbatches: int = 2, **layout: int) -> StepShape:
     groupings = {"llm": deal(num_microbatches * dp, dp)}
-    return build_case(build_graph(), {"llm": (dp, pp, 1)}, groupings, layouts={"llm": layout})
+    return build_case(build_graph(), {"llm": (dp, 1, 1)}, groupings, layouts={"llm": layout})
 
 
 @pytest.mark.parametrize("whole", [0.4, 2.0, 8.0])

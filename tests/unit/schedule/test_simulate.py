@@ -41,9 +41,9 @@ def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepShape:
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, {"llm": deal(num_microbatches * dp, dp)})
 
 
-def one_sample(*, colocated: bool = False, frozen: Sequence[str] = ()) -> StepShape:
+def one_sample(*, frozen: Sequence[str] = ()) -> StepShape:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
-    return build_case(build_graph("vision", frozen=frozen), sizes, {unit: deal(1, 1) for unit in sizes}, colocated=colocated)
+    return build_case(build_graph("vision", frozen=frozen), sizes, {unit: deal(1, 1) for unit in sizes})
 
 
 @pytest.mark.parametrize("builder", ["gpipe", "1f1b"])

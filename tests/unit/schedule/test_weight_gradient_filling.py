@@ -97,8 +97,8 @@ def memory_costs(room: float, *, grows: bool = False) -> GivenCosts:
     return replace(unlike, kept=lambda place: place.microbatch * grows + 1, static=100, memory_bytes=memory_bytes)
 
 
-def llm_step(num_microbatches: int = 8) -> StepShape:
-    return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(num_microbatches, 1)})
+def llm_step() -> StepShape:
+    return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(8, 1)})
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def rewritten(
     return {"now": "F", "then": "F"}, read
 
 
-def shared_ranks(*, num_microbatches: int = 2, **replicas: int) -> StepShape:
+def shared_ranks(**replicas: int) -> StepShape:
     """Encoders and an LLM on the same two ranks: of so many replicas, or all over both."""
     sizes = {unit: (dp, 1, 2 // dp) for unit, dp in replicas.items()}
-    groupings = {unit: deal(num_microbatches, dp) for unit, dp in replicas.items()}
+    groupings = {unit: deal(2, dp) for unit, dp in replicas.items()}
     return build_case(build_graph(*[*replicas][:-1]), sizes, groupings, colocated=True)
 
 

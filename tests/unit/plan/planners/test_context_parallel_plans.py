@@ -117,8 +117,8 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
     assert prediction.peak_memory_bytes <= asked.memory_bytes
 
 
-def candidate_of(*, context: int, data: int = 1, tensor: int = 2, pipeline: int = 2) -> Candidate:
-    return Candidate({"llm": even_layout(LLM, tensor, data, pipeline, context=context)})
+def candidate_of(*, context: int, data: int = 1) -> Candidate:
+    return Candidate({"llm": even_layout(LLM, 2, data, 2, context=context)})
 
 
 @pytest.mark.parametrize("context", [1, 2, 4, 8])

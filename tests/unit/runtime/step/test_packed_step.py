@@ -13,7 +13,6 @@ from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import DataError
-from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from tests.distributed.spread_case import build_case, unit_plan
 
@@ -21,16 +20,13 @@ CASE = build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=3), painter=uni
 FIRST = MicrobatchPlace("llm", 0, 0)
 
 
-def plan_on(rank: int, *, knows_starts: bool = True, plan: Plan = CASE.plan) -> Step:
+def plan_on(rank: int, *, knows_starts: bool = True) -> Step:
     lengths = [CASE.source.lengths(index) for index in range(len(CASE.source))]
     if not knows_starts:
         lengths = [replace(sample, item_starts=None) for sample in lengths]
-    return plan_step(
-        CASE.source,
-        lengths=lengths,
-        assignment=CASE.assignment,
-        options=StepOptions(ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)),
-    )
+    schedules = ScheduleCache(CASE.graph, CASE.plan, BUILDERS["1f1b"])
+    options = StepOptions(schedules, rank=rank, sharing=ContextSharing(block_size=4))
+    return plan_step(CASE.source, lengths=lengths, assignment=CASE.assignment, options=options)
 
 
 def test_lengths_must_say_where_items_begin() -> None:

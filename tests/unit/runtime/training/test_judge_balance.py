@@ -9,8 +9,8 @@ def left(seconds: float) -> TriedStep:
     return TriedStep(seconds, predicted_seconds=1.0, in_order_seconds=1.0, deciding_seconds=None, is_balanced=False)
 
 
-def decided(seconds: float, *, predicted: float = 0.8, is_balanced: bool = True) -> TriedStep:
-    own = predicted if is_balanced else 1.0
+def decided(seconds: float, *, is_balanced: bool = True) -> TriedStep:
+    own = 0.8 if is_balanced else 1.0
     return TriedStep(seconds, predicted_seconds=own, in_order_seconds=1.0, deciding_seconds=0.2, is_balanced=is_balanced)
 
 

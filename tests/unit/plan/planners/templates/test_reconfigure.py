@@ -17,9 +17,9 @@ NUM_NODES = 9
 
 
 @cache
-def reconfigurer(memory_gb=0.5, fault_tolerance=1, horizon=60.0):
+def reconfigurer(memory_gb=0.5, horizon=60.0):
     asked = with_memory(request(TEXT_ONLY, num_gpus=4 * NUM_NODES, micro_batch_size=1), memory_gb)
-    return reconfigure.Reconfigurer(plan_templates(asked, fault_tolerance=fault_tolerance), 25e9, horizon_seconds=horizon)
+    return reconfigure.Reconfigurer(plan_templates(asked, fault_tolerance=1), 25e9, horizon_seconds=horizon)
 
 
 def held_layers(one, pipelines):

@@ -67,10 +67,10 @@ def closed() -> Iterator[None]:
         _OPENED.pop().close()
 
 
-def _open(tmp_path: Path, *producers: Serving, token: bytes = TOKEN) -> ProducedItems:
+def _open(tmp_path: Path, *producers: Serving) -> ProducedItems:
     (tmp_path / "manifest.jsonl").touch()
     data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS)
-    _OPENED.append(ProducedItems([each.address for each in producers], token=token, data_set=data_set, local=_local()))
+    _OPENED.append(ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=_local()))
     return _OPENED[-1]
 
 
