@@ -140,10 +140,6 @@ def mean_of_means(run: Any, action: Any, loss: torch.Tensor) -> float:
     return float(step.num_target_tokens / (num_targets * num_microbatches))
 
 
-def mean_over_replicas(run: Any, action: Any, loss: torch.Tensor) -> float:
-    return 1 / len(run.step.assignment.units[action.unit])
-
-
 def over_target_tokens(run: Any, action: Any, loss: torch.Tensor) -> float:
     if action.unit == "llm":
         return 1.0
@@ -323,7 +319,9 @@ ERRORS: Mapping[str, Mapping[str, Error]] = {
         "an image goes to another sample": items_of_other_samples,
         "a gradient goes to another sample": replaced(RunningStep, "collect_output_gradient", gradient_of_other_samples),
         "the loss is a mean of means": scaled_loss(mean_of_means),
-        "the loss is averaged over replicas": scaled_loss(mean_over_replicas),
+        "the loss is averaged over replicas": scaled_loss(
+            lambda run, action, loss: 1 / len(run.step.assignment.units[action.unit])
+        ),
         "gradients are not summed over replicas": replaced(gradients, "start_gradient_reduction", lambda *_: lambda: None),
         "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
         "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),

@@ -108,10 +108,6 @@ def edit(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return damage
 
 
-def take_from_another_step(file: str) -> Callable[[Path], None]:
-    return lambda checkpoint: shutil.copy(checkpoint.parent / "step_00000001" / file, checkpoint)
-
-
 def change_random_state(**state: Any) -> Callable[[Path], None]:
     """No state: all of it is left out."""
 
@@ -135,7 +131,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a file removed": (lambda checkpoint: (checkpoint / "rank_00001.bin").unlink(), "rank_00001.bin is missing"),
     "a bit flipped": (edit("rank_00001.bin", flip_a_bit), ANOTHERS),
-    "a shard of another step": (take_from_another_step("rank_00001.bin"), ANOTHERS),
+    "a shard of another step": (
+        lambda checkpoint: shutil.copy(checkpoint.parent / "step_00000001" / "rank_00001.bin", checkpoint),
+        ANOTHERS,
+    ),
     "no random state": (change_random_state(), NO_STATE),
     "numbers that are no random state": (change_random_state(python=[3, [1], None]), NO_STATE),
     "a text that is no random state": (change_random_state(python="import os"), NO_STATE),

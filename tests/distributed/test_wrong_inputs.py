@@ -58,10 +58,6 @@ def put_images_last(manifest: bytes) -> bytes:
     return b"\n".join(json.dumps({**entry, "segments": entry["segments"][::-1]}).encode() for entry in entries)
 
 
-def reverse_lines(manifest: bytes) -> bytes:
-    return b"".join(reversed(manifest.splitlines(keepends=True)))
-
-
 def truncate_largest(inputs: Inputs) -> None:
     largest = max((path for path in inputs.checkpoint.iterdir()), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
@@ -147,7 +143,10 @@ OF_ALL: dict[str, tuple[table.Change, tuple[str, ...]]] = {
 }
 OF_A_CHECKPOINT: dict[str, tuple[table.Change, tuple[str, ...]]] = {
     "truncated": (truncate_largest, ("step_00000002",)),
-    "of other data": (data("manifest.jsonl", reverse_lines), ("step_00000002", "--data-path", "--finetune")),
+    "of other data": (
+        data("manifest.jsonl", lambda text: b"".join(reversed(text.splitlines(keepends=True)))),
+        ("step_00000002", "--data-path", "--finetune"),
+    ),
     "of another model": (model("llm.hidden_size", 64), ("hidden_size",)),
     "of other batches": (flags(global_batch_size=3), ("--global-batch-size 2",)),
 }

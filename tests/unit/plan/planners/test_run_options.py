@@ -216,13 +216,10 @@ def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
     asked = text_only(64, 2048)
     one = asked.layer_costs
     alone, shared = (heaviest_seconds(asked, "llm", StageSize(tensor)) for tensor in (1, 4))
-    body = one.seconds("llm", LLM.layers[1], request_load(asked, 2048))
+    longest = replace(asked, lengths=(SampleLengths(0, (), 2048, 1),))
+    body = one.seconds("llm", LLM.layers[1], longest.loads.of_average("llm", 1))
     assert alone > len(LLM.layers[1:-1]) * (body.forward + body.input_gradient + body.weight_gradient)
     assert shared < alone
-
-
-def request_load(asked: PlanningRequest, tokens: int):
-    return replace(asked, lengths=(SampleLengths(0, (), tokens, 1),)).loads.of_average("llm", 1)
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -176,13 +176,10 @@ for action in add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)
 """
 
 
-def explain(flag: str) -> str:
-    return explain_unknown(flag, spellings=SPELLINGS, graph=GRAPH)
-
-
 def test_a_letter_left_out_of_a_long_flag_is_found() -> None:
     for spelling in sorted(spelling for spelling in SPELLINGS if len(spelling) > 12)[::4]:
-        assert "did you mean --" in explain(spelling[:3] + spelling[4:]), spelling
+        said = explain_unknown(spelling[:3] + spelling[4:], spellings=SPELLINGS, graph=GRAPH)
+        assert "did you mean --" in said, spelling
 
 
 def is_listed(name: str, patterns: Collection[str]) -> bool:

@@ -1,6 +1,6 @@
 """The dependency rule in words, action by action: what the arrays of `StepWork` are held against."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
@@ -65,10 +65,6 @@ def _forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
         yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), shape)
 
 
-def _gather_needs(action: Action, shape: StepShape) -> Iterator[Action]:
-    yield from ()
-
-
 def _backward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     if before := _range_before(action, shape.cuts.backwards(action.place)):
         yield before
@@ -89,10 +85,6 @@ def _targets_of(action: Action, shape: StepShape) -> tuple[MicrobatchPlace, ...]
     return shape.consumers(action.microbatch_place)[action.subset : action.subset + 1]
 
 
-def _weight_needs(action: Action, shape: StepShape) -> Iterator[Action]:
-    yield action._replace(kind=ActionKind.INPUT_GRADIENT)
-
-
 def _reduce_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     pieces, is_early = shape.reductions(*action[1:4]), shape.begins_early(action)
     if action.covers != pieces[0]:
@@ -109,10 +101,6 @@ def _reduce_needs(action: Action, shape: StepShape) -> Iterator[Action]:
             yield Action(ActionKind.WEIGHT_GRADIENT if is_split else ActionKind.BACKWARD, *place, covers=covers)
 
 
-def _send_forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
-    yield _last_forward(action.place, shape)
-
-
 def _send_backward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     yield from (each for each in _input_gradients(action.place, shape) if action.subset in (-1, each.subset))
 
@@ -125,15 +113,15 @@ def _receive_needs(kind: ActionKind) -> Callable[[Action, StepShape], Iterator[A
     return needs
 
 
-_RULES: Mapping[ActionKind, Callable[[Action, StepShape], Iterator[Action]]] = {
+_RULES: Mapping[ActionKind, Callable[[Action, StepShape], Iterable[Action]]] = {
     ActionKind.FORWARD: _forward_needs,
     ActionKind.BACKWARD: _backward_needs,
     ActionKind.INPUT_GRADIENT: _backward_needs,
-    ActionKind.WEIGHT_GRADIENT: _weight_needs,
-    ActionKind.SEND_FORWARD: _send_forward_needs,
+    ActionKind.WEIGHT_GRADIENT: lambda action, shape: [action._replace(kind=ActionKind.INPUT_GRADIENT)],
+    ActionKind.SEND_FORWARD: lambda action, shape: [_last_forward(action.place, shape)],
     ActionKind.SEND_BACKWARD: _send_backward_needs,
     ActionKind.RECEIVE_FORWARD: _receive_needs(ActionKind.SEND_FORWARD),
     ActionKind.RECEIVE_BACKWARD: _receive_needs(ActionKind.SEND_BACKWARD),
-    ActionKind.GATHER_PARAMETERS: _gather_needs,
+    ActionKind.GATHER_PARAMETERS: lambda action, shape: [],
     ActionKind.REDUCE_GRADIENTS: _reduce_needs,
 }
