@@ -77,13 +77,13 @@ def pipelines_beside(plan: Plan, unit: str, *, llm: str) -> Integers | None:
 
 
 def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
-    """Number encoder replicas so that microbatches dealt in turn stay on the ranks of the LLM replica that takes them.
+    """Number other units' replicas so that microbatches dealt in turn stay on the ranks of the LLM replica with their samples.
 
-    Replica k of an encoder then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A
-    unit whose replicas do not lie inside is left as it is.
+    Replica k of a unit then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A unit
+    whose replicas do not lie inside is left as it is.
     """
     units = dict(plan.units)
-    for unit in graph.encoders:
+    for unit in (unit for unit in graph.units if unit is not graph.backbone):
         if (rows := pipelines_beside(plan, unit.name, llm=graph.backbone.name)) is not None:
             replicas = [units[unit.name].replicas[index] for index in rows.T.ravel().tolist()]
             units[unit.name] = replace(units[unit.name], replicas=tuple(replicas))

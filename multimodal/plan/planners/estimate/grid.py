@@ -1,12 +1,21 @@
-"""One chain of all layers over the virtual stages of one grid: sizes, cuts, seconds and memory."""
+"""One chain of all layers over the virtual stages of one grid: sizes, cuts, seconds and memory.
+
+A module of transformers or diffusers is one piece that ranks cannot share: each rank of its stage has a replica of its own.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from multimodal.balance.encoder_pipelines import keep_beside_llm
 from multimodal.cost.memoize import memoized
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
-from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.allowed_sizes import (
+    data_parallel_sizes,
+    largest_fitting,
+    shared_data_parallel_sizes,
+    shared_stage_sizes,
+)
 from multimodal.plan.planners.estimate import step_estimate
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
@@ -14,16 +23,18 @@ from multimodal.plan.planners.estimate.unit_layout import UnitLayout, layer_time
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.plans_of_sizes import place_stages
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, UnitPlan
 
 
 class Piece(NamedTuple):
-    """One of the smallest layer ranges of a unit; seconds are of one microbatch."""
+    """One of the smallest layer ranges of a unit; seconds are of one microbatch, of a module the mean of its stage's ranks."""
 
     unit: str
     layers: Range
     forward_seconds: float
     backward_seconds: float
+    size: StageSize
+    """The sizes by which ranks share it."""
 
     @property
     def seconds(self) -> float:
@@ -88,15 +99,19 @@ class Grid(Candidate):
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Give every stage of the grid its ranks."""
-        (tensor, context), data = self.shape.size, self.shape.data_parallel_size
-        return Plan({name: place_stages(self.held[name], tensor=tensor, context=context, data=data) for name in graph.unit_names})
+
+        def place(held: Mapping[int, tuple[Range, ...]], layout: UnitLayout) -> UnitPlan:
+            (tensor, context), data = layout.stage_size, layout.data_parallel_size
+            return place_stages(held, tensor=tensor, context=context, data=data)
+
+        return keep_beside_llm(Plan({name: place(self.held[name], self.layouts[name]) for name in graph.unit_names}), graph)
 
     def seconds(self, request: PlanningRequest) -> float:
         """Return the expected step: interleaving divides the warm-up; the rest as in `estimate_seconds` with `has_spread`."""
         count, slowest, through_all = self.num_microbatches(request), max(self.stage_seconds), sum(self.stage_seconds)
         ends = (through_all - slowest) / self.virtual_stages
         waits = step_estimate.slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
-        heaviest = max(step_estimate.heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
+        heaviest = max(step_estimate.heaviest_seconds(request, unit, each.stage_size) for unit, each in self.layouts.items())
         exposed = max(
             step_estimate.exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest)
             for unit, layout in self.layouts.items()
@@ -116,16 +131,19 @@ class Grid(Candidate):
 
 
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
-    """Yield every tp, cp, pp and dp that is allowed; raises PlanError if units cannot share tp and dp."""
-    graph, names = request.graph, request.graph.unit_names
+    """Yield every tp, cp, pp and dp that is allowed; raises PlanError if units, other than modules, cannot share tp and dp."""
+    graph = request.graph
+    names, modules = ([unit.name for unit in graph.units if (unit.module is None) == is_cut] for is_cut in (True, False))
     fixed = request.fixed(graph.backbone.name).pipeline_parallel_size
+    data_sizes_of_modules = [data_parallel_sizes(request, name) for name in modules]
     data_sizes = shared_data_parallel_sizes(request, names)
     num_pieces = sum(len(unit_pieces(unit)) for unit in graph.units)
     for size in shared_stage_sizes(request, names):
         ranks = size.tensor * size.context
         for num_stages in (fixed,) if fixed else range(1, min(num_pieces, request.num_gpus // ranks) + 1):
             for data in largest_fitting(data_sizes, gpus_per_replica=num_stages * ranks, num_gpus=request.num_gpus):
-                if request.allows_num_gpus(num_stages * ranks * data):
+                is_even = all(data * ranks in sizes for sizes in data_sizes_of_modules)
+                if is_even and request.allows_num_gpus(num_stages * ranks * data):
                     yield GridShape(size, num_stages, data, num_pieces)
 
 
@@ -141,9 +159,11 @@ def chain_pieces(request: PlanningRequest, size: StageSize) -> tuple[Piece, ...]
     """List the layers of all units as one chain."""
     pieces = []
     for unit in request.graph.units:
-        of_unit = layer_times(request, unit.name, size)
+        own, num_sharers = (size, 1) if unit.module is None else (StageSize(1), size.tensor * size.context)
+        of_unit = layer_times(request, unit.name, own)
         for first, end in unit_pieces(unit):
-            pieces.append(Piece(unit.name, (first, end), sum(of_unit.forward[first:end]), sum(of_unit.backward[first:end])))
+            forward, backward = (sum(seconds[first:end]) / num_sharers for seconds in of_unit)
+            pieces.append(Piece(unit.name, (first, end), forward, backward, own))
     return tuple(pieces)
 
 
@@ -163,7 +183,8 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
             else:
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
-    (tensor, context), data = shape.size, shape.data_parallel_size
-    layouts = {unit: UnitLayout(tensor, data, tuple(stages.values()), context) for unit, stages in frozen.items()}
+    layouts, ranks = {}, shape.size.tensor * shape.size.context * shape.data_parallel_size
+    for unit, (tensor, context) in {piece.unit: piece.size for piece in pieces}.items():
+        layouts[unit] = UnitLayout(tensor, ranks // (tensor * context), tuple(frozen[unit].values()), context)
     ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
     return Grid(layouts, shape=shape, held=frozen, stage_seconds=tuple(stage_seconds), ranges=ranges_of)

@@ -1,6 +1,7 @@
 """The best chains of all layers over one grid, by estimate: with one layer range per stage, or interleaved."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
@@ -12,7 +13,7 @@ from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.estimate import step_estimate
-from multimodal.plan.planners.estimate.grid import Grid, GridShape, build_grid, chain_pieces, cut_grid, list_shapes
+from multimodal.plan.planners.estimate.grid import Grid, GridShape, Piece, build_grid, chain_pieces, cut_grid, list_shapes
 from multimodal.plan.planners.estimate.memory_estimate import heaviest_share, heavy_count, range_bytes, working_bytes
 from multimodal.plan.planners.estimate.step_estimate import ChainRange
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -127,7 +128,8 @@ def grid_estimate(request: PlanningRequest, grid: Grid) -> float:
     count, lanes, chunks = grid.num_microbatches(request), grid.num_stages, grid.virtual_stages
     seconds = step_estimate.chain_seconds(ranges, num_lanes=lanes, num_microbatches=count)
     waits = step_estimate.slowdown(request, grid.layouts, num_stages=lanes, num_microbatches=count, num_chunks=chunks)
-    return max(seconds * waits, *(step_estimate.heaviest_seconds(request, unit, grid.shape.size) for unit in grid.layouts))
+    heaviest = (step_estimate.heaviest_seconds(request, unit, each.stage_size) for unit, each in grid.layouts.items())
+    return max(seconds * waits, *heaviest)
 
 
 @memoized
@@ -156,26 +158,31 @@ def _lane_bytes(request: PlanningRequest, grid: Grid, lane: int) -> float:
         unit: max(heavy_count(request, unit, most * size) / most, size * heaviest_share(request, unit, count=most, of=count))
         for unit in grid.layouts
     }
-    static, of_chunks, units = 0.0, np.zeros(len(held)), set()
+    static, working, of_chunks = 0.0, 0.0, np.zeros(len(held))
     for chunk, piece in ((chunk, piece) for chunk, pieces in enumerate(held) for piece in pieces):
-        copies = grid.layouts[piece.unit].weight_copies
-        own, kept = range_bytes(request, piece.unit, (piece.layers,), grid.shape.size, copies)
+        layout = grid.layouts[piece.unit]
+        own, kept = range_bytes(request, piece.unit, (piece.layers,), piece.size, layout.weight_copies)
         static += own
-        of_chunks[chunk] += kept / grid.shape.size.tensor * heavy[piece.unit]
-        units.add(piece.unit)
-    working = max(working_bytes(request, unit, grid.shape.size) for unit in units)
+        # A module's replicas in a stage take its microbatches in turn.
+        taken = math.prod(piece.size) / math.prod(grid.shape.size)
+        of_chunks[chunk] += taken * kept / piece.size.tensor * heavy[piece.unit]
+        working = max(working, working_bytes(request, piece.unit, piece.size))
     return static + working + float((states @ of_chunks).max())
 
 
 def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRange:
     """Return the seconds of one range; all of its layers but the first are reduced while its last backward runs."""
-    pieces = grid.ranges[position]
-    layout = grid.layouts[pieces[0].unit]
-    first_rank = position % grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
-    before = request.trained_weights
-    weights = [before[unit][end] - before[unit][first] for unit, (first, end), *_ in pieces]
-    cost = partial(step_estimate.replicas_seconds, request, layout=layout, first_rank=first_rank)
+    pieces, before = grid.ranges[position], request.trained_weights
+    first_rank = position % grid.num_stages * (grid.num_gpus // grid.num_stages)
+
+    def cost(bytes_per_weight: float, moved: Sequence[Piece]) -> float:
+        num_bytes = defaultdict[str, float](float)
+        for unit, (first, end), *_ in moved:
+            num_bytes[unit] += bytes_per_weight * (before[unit][end] - before[unit][first])
+        seconds_of = partial(step_estimate.replicas_seconds, request, first_rank=first_rank)
+        return sum(seconds_of(each, grid.layouts[unit]) for unit, each in num_bytes.items())
+
     forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_seconds", "backward_seconds"))
-    gathering = cost(request.cluster.bytes_per_element * sum(weights))
-    reducing = max(cost(GRADIENT_BYTES * weights[0]), cost(GRADIENT_BYTES * sum(weights)) - backward)
+    gathering = cost(request.cluster.bytes_per_element, pieces)
+    reducing = max(cost(GRADIENT_BYTES, pieces[:1]), cost(GRADIENT_BYTES, pieces) - backward)
     return ChainRange(forward, backward, gathering, reducing)
