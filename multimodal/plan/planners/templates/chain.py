@@ -63,7 +63,7 @@ class Chain:
         for row, size in enumerate(self.sizes):
             for column, piece in enumerate(chain_pieces(self.request, StageSize(size))):
                 if size in tensor_parallel_sizes(self.request, piece.unit):
-                    found[:, row, column] = piece[2:]
+                    found[:, row, column] = piece.forward_seconds, piece.backward_seconds
         return found
 
     @cached_property
