@@ -32,6 +32,7 @@ from multimodal.model.latents import ItemsMade, NoisePath, cut_image, join_patch
 from multimodal.model.layers.generator_ends import _keep
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.plans_of_sizes import place_stages
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import write_mapping
@@ -256,10 +257,13 @@ def test_plans_equal_one_process_and_untrained_weights_go_back_as_they_came(kind
     else:
         sizes = {
             "apart": ({"first": 1, "dp": 2, "num_layers": 2}, {"builder": "zb-h1"}),
+            "on the LLM's last stage": ({"first": 2, "dp": 2, "num_layers": 2}, {"builder": "zb-h1"}),
             "zero 3": ({"first": 0, "dp": 2, "num_layers": 2}, {"shards_weights": True}),
         }
     for name, (of_painter, options) in sizes.items():
         of_llm = unit_plan(0, tp=1 + ("zero" in name), num_layers=layers)
+        if "stage" in name:
+            of_llm = place_stages({0: ((0, 2),), 1: ((2, layers),)}, tensor=2, context=1, data=1)
         case = case_of(graph, Plan({"llm": of_llm, "painter": unit_plan(**of_painter)}), **options)
         run = partial(run_and_save, target=str(tmp_path / name))
         assert_matches(case, ranks, run=run, expected=expected)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +24,10 @@ from multimodal.plan.planners.search.run_variants import with_first_balance
 from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
 from multimodal.plan.planners.search.trials import climb, simulate_run
 from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ImageInput
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.units.unit import Opaque
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, TWO_ENCODERS, VISION, request, with_memory
 from tests.unit.plan.planners.test_context_parallel_plans import without_items
 
@@ -213,6 +216,19 @@ def test_the_estimate_is_that_of_a_simulation(virtual_stages):
     seconds = grid_estimate(asked, grid)
     found = predict_run(grid.to_run(asked, seconds=seconds), asked)
     assert seconds == pytest.approx(found.iteration_seconds - found.update_seconds, rel=0.1)
+
+
+def test_a_module_of_one_piece_has_a_replica_on_every_rank_of_a_stage_of_the_chain():
+    module = replace(VISION, image=ImageInput(image_size=28, patch_size=14), module=Opaque("nowhere"))
+    graph = replace(TWO, units=(module, LLM))
+    asked = replace(request(TWO, num_gpus=16, global_batch_size=32, fixed_sizes={"llm": FixedSizes(2)}), graph=graph)
+    for seconds, grid in chain.from_iterable(found_for(asked)):
+        run = grid.to_run(asked, seconds=seconds)
+        encoder, llm = (run.plan.units[name] for name in graph.unit_names)
+        assert (encoder.tensor_parallel_size, encoder.data_parallel_size) == (1, 2 * llm.data_parallel_size)
+        for index, replica in enumerate(encoder.replicas):
+            assert set(replica.ranks) < set(llm.replicas[index % llm.data_parallel_size].ranks)
+        assert seconds < predict_run(run, asked).iteration_seconds, "1F1B waits between a stage's replicas, estimates do not"
 
 
 def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
