@@ -4,7 +4,6 @@ One matrix here may be several of theirs (queries, keys and values), whose adapt
 Braid writes them, they are the A here; otherwise they are stacked by rows, so that the rank is their sum.
 """
 
-import json
 import math
 import re
 import sys
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.families import FAMILIES
 from multimodal.hugging_face.registry import architecture_of, read_config
+from multimodal.hugging_face.safetensors_header import StoredTensor, read_header
 from multimodal.hugging_face.weight_names import Spelling, UnitNames, Weight, spelled
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.file_form import read_mapping
@@ -31,8 +31,6 @@ TOKENS_ENDING = ".token_adapter.trainable_tokens_delta"
 _ALLOWED = FAMILIES["adapters"]
 _NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
 """A name, or its end, as a regular expression: what can be matched without backtracking."""
-_LENGTH_BYTES = 8
-_LARGEST_HEADER = 2**27
 
 
 class PeftModule(NamedTuple):
@@ -113,7 +111,10 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
         graph, base = ModelGraph((graph.backbone,)), weights
     architecture = read_config(base)[0] if base is not None and Path(base).is_dir() else architecture_of(graph)
     config = _read_config(folder)
-    tensors = _read_header(folder / ADAPTER_WEIGHTS)
+    try:
+        tensors, _ = read_header(folder / ADAPTER_WEIGHTS)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{folder / ADAPTER_WEIGHTS}: is no safetensors file ({problem}); copy it again") from problem
     known = dict(_own_modules(graph, architecture))
     modules = _find_adapters(folder, config, tensors, known=known)
     _check_targets(folder, config, [part.name for parts in modules.values() for part in parts], known=known)
@@ -134,7 +135,11 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
 
 
 def _find_adapters(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, "_Stored"], *, known: Mapping[str, tuple[OwnModule, int, str]]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, StoredTensor],
+    *,
+    known: Mapping[str, tuple[OwnModule, int, str]],
 ) -> dict[OwnModule, tuple[PeftModule, ...]]:
     """Return the adapters of every linear layer that has some, in order; known: as `_own_modules` yields them."""
     found: dict[OwnModule, dict[int, PeftModule]] = {}
@@ -233,7 +238,7 @@ def _value_for(module: str, patterns: Mapping[str, Any] | None, *, default: Any)
     return next((value for pattern, value in (patterns or {}).items() if _matches(pattern, module)), default)
 
 
-def _checked_rank(folder: Path, config: Mapping[str, Any], module: str, stored: "_Stored") -> int:
+def _checked_rank(folder: Path, config: Mapping[str, Any], module: str, stored: StoredTensor) -> int:
     expected = _value_for(module, config.get("rank_pattern"), default=config["r"])
     if stored.shape[:1] != (expected,):
         raise ConfigError(
@@ -283,31 +288,7 @@ def _own_modules(graph: ModelGraph, architecture: Architecture) -> Iterator[tupl
                             yield spelled(key, spelling), (own, place, key)
 
 
-class _Stored(NamedTuple):
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-def _read_header(path: Path) -> Mapping[str, _Stored]:
-    """Return the matrices of a safetensors file, and the positions of their bytes."""
-    try:
-        with open(path, "rb") as file:
-            size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            header = json.loads(file.read(min(size, _LARGEST_HEADER)))
-        first, tensors = _LENGTH_BYTES + size, {}
-        for key, entry in header.items():
-            if key != "__metadata__":
-                start, stop = entry["data_offsets"]
-                if not 0 <= start <= stop <= path.stat().st_size - first:
-                    raise ValueError(f"{key} has the offsets {start} to {stop}")
-                tensors[key] = _Stored(tuple(entry["shape"]), first + start, first + stop)
-        return tensors
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        raise ConfigError(f"{path}: is no safetensors file ({problem}); copy it again") from problem
-
-
-def _are_equal(folder: Path, tensors: Mapping[str, _Stored], parts: Sequence[PeftModule]) -> bool:
+def _are_equal(folder: Path, tensors: Mapping[str, StoredTensor], parts: Sequence[PeftModule]) -> bool:
     """Return True if all parts have the same A and scale."""
     stored = [tensors[f"{PREFIX}{part.name}{DOWN_ENDING}"] for part in parts]
     if len({(each.shape, part.scale) for each, part in zip(stored, parts, strict=True)}) > 1:

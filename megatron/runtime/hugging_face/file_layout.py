@@ -11,10 +11,10 @@ import torch
 from megatron.runtime.hugging_face.named_weights import NamedWeights
 from megatron.runtime.hugging_face.weight_files import DIFFUSERS_NAME, DTYPES, INDEX_ENDING, INDEX_NAME, SINGLE_NAME, SavedWeight
 from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS
+from multimodal.hugging_face.safetensors_header import LENGTH_BYTES
 
 MOST_BYTES = 5 * 10**9
 """Most bytes of a file, if no other folder gives the distribution of tensors."""
-_LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -116,7 +116,7 @@ def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[s
             entries[key] = {"dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [starts[key], end]}
         text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        headers[name] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+        headers[name] = len(text).to_bytes(LENGTH_BYTES, "little") + text
         sizes[name] = len(headers[name]) + end
         for key in keys:
             row_size = names.shapes[key].row_size if key in names.shapes else math.prod(wanted[key].shape[1:])

@@ -1,5 +1,6 @@
 """Initialises a model from the weights of a Hugging Face folder: every rank reads the rows and columns that it holds."""
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -51,8 +52,6 @@ def gather_adapters(session: Session) -> Mapping[str, Adapter]:
     return found
 
 
-_VALUES_AT_ONCE = 2**18
-"""Values that a CPU checks before it copies them, few enough to be in its cache still."""
 _NUM_SCALED_BY = 256
 """About as many rows of the vocabulary determine the scale of new ones."""
 
@@ -115,24 +114,21 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights,
             if not rows:
                 continue
             target = part.piece.values.narrow(0, part.first_row, len(rows))
-            given = files.read(part.key, rows, part.columns, row_size=part.row_size).reshape(target.shape)
             copy = filled.setdefault((part.piece.offsets, part.first_row), part.key)
-            num_rows = len(rows) if target.is_cuda else max(1, _VALUES_AT_ONCE // len(part.columns))
-            for values, place in zip(given.split(num_rows), target.split(num_rows), strict=True):
-                values = values.to(place)
+            room = target if copy == part.key else torch.empty_like(target)
+            for values in files.read(part.key, rows, part.columns, row_size=part.row_size, target=room):
                 check_finite(values, files, part.key)
-                if copy != part.key and not torch.equal(place, values):
-                    raise CheckpointError(
-                        f"{files.folder}: {copy} is there beside {part.key}, which it differs from, though config.json ties the "
-                        "two; make its tie_word_embeddings false, or take other weights"
-                    )
-                place.copy_(values)
+            if copy != part.key and not torch.equal(target, room):
+                raise CheckpointError(
+                    f"{files.folder}: {copy} is there beside {part.key}, which it differs from, though config.json ties the "
+                    "two; make its tie_word_embeddings false, or take other weights"
+                )
 
 
 def check_finite(values: torch.Tensor, files: WeightFiles, key: str) -> None:
     """Raise CheckpointError if a weight of the files is no number, or infinite, in the run's type."""
     # The sum is not finite if any value is not; that takes a CPU a fraction of the time of `isfinite`, or of finding the largest.
-    if not values.sum().isfinite() and not values.isfinite().all():
+    if not math.isfinite(values.sum()) and not values.isfinite().all():
         raise CheckpointError(
             f"{files.folder / files.weights[key].file}: {key} has values that are not finite (NaN or infinity) in "
             f"{str(values.dtype).removeprefix('torch.')}; copy the file again, take other weights, or a --dtype that holds them"
@@ -141,9 +137,5 @@ def check_finite(values: torch.Tensor, files: WeightFiles, key: str) -> None:
 
 def _spread(files: WeightFiles, key: str, *, num_rows: int, row_size: int) -> tuple[torch.Tensor, float]:
     """Return the mean of rows spread over a matrix, [row_size], and their root mean square distance; the same on every rank."""
-    found = [
-        files.read(key, range(row, row + 1), range(row_size), row_size=row_size).double().flatten()
-        for row in range(0, num_rows, max(1, num_rows // _NUM_SCALED_BY))
-    ]
-    rows = torch.stack(found)
+    rows = files.read_whole(key).view(-1, row_size)[: num_rows : max(1, num_rows // _NUM_SCALED_BY)].double()
     return rows.mean(0), float((rows - rows.mean(0)).square().mean().sqrt())

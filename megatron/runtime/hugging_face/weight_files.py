@@ -2,16 +2,19 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from multimodal.values.errors import CheckpointError, ModelError, require_package
+from megatron.runtime.checkpoint.storage import bytes_of
+from multimodal.hugging_face.safetensors_header import read_header
+from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.file_form import read_mapping
 
 SINGLE_NAME = "model.safetensors"
@@ -24,6 +27,8 @@ _INDEX_NAMES = (INDEX_NAME, DIFFUSERS_NAME + INDEX_ENDING)
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 )
+_VALUES_AT_ONCE = 2**18
+"""Values that are read at a time, few enough to be in a CPU's cache still when they are checked."""
 
 
 class SavedWeight(NamedTuple):
@@ -53,35 +58,37 @@ class WeightFiles:
 
         single: the name of the file if there is no index.
         """
-        require_package("safetensors", extra="hf", needed_by="--load-hf", error=CheckpointError)
-        from safetensors import SafetensorError, safe_open
-
         self.folder, self._files = folder, ExitStack()
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, BufferedReader] = {}
+        self._starts: dict[str, int] = {}
+        self._values: dict[str, Tensor] = {}
         weights: dict[str, SavedWeight] = {}
         metadata: dict[str, Mapping[str, str]] = {}
         for name, keys in _list_files(folder, single=single).items():
+            path = folder / name
             try:
-                self._open[name] = file = self._files.enter_context(safe_open(str(folder / name), framework="pt"))
+                tensors, metadata[name] = read_header(path)
+                self._open[name] = self._files.enter_context(open(path, "rb"))  # noqa: SIM115
+                mapped = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
             except FileNotFoundError as problem:
-                raise CheckpointError(
-                    f"{folder / name}: no such file, though the index names it; copy the whole folder"
-                ) from problem
-            except (SafetensorError, OSError) as problem:
-                raise CheckpointError(f"{folder / name}: cannot be read ({problem}); copy the file again") from problem
-            metadata[name] = file.metadata() or {}
-            for key in file.keys():  # noqa: SIM118  # the file is no mapping
-                part = file.get_slice(key)
-                if part.get_dtype() not in DTYPES:
+                raise CheckpointError(f"{path}: no such file, though the index names it; copy the whole folder") from problem
+            except (ValueError, OSError) as problem:
+                raise CheckpointError(f"{path}: cannot be read ({problem}); copy the file again") from problem
+            for key, (kind, shape, start, stop) in tensors.items():
+                if kind not in DTYPES:
                     raise CheckpointError(
-                        f"{self.folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take "
-                        "the model whose weights are not quantised"
+                        f"{path}: {key} is of type {kind}, expected one of {', '.join(DTYPES)}; take the model whose weights are "
+                        "not quantised"
                     )
-                weights[key] = SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-            if missing := sorted(keys - set(file.keys())):
-                raise CheckpointError(
-                    f"{folder / name}: {missing[0]} is missing, which the index says is there; copy the folder again"
-                )
+                weights[key], self._starts[key] = SavedWeight(name, DTYPES[kind], shape), start
+                if stop - start != math.prod(shape) * DTYPES[kind].itemsize:
+                    raise CheckpointError(
+                        f"{path}: cannot be read ({key} has {stop - start} bytes and, of {kind}, the shape {list(shape)}); copy "
+                        "the file again"
+                    )
+                self._values[key] = torch.asarray(mapped[start:stop], dtype=torch.uint8).view(DTYPES[kind]).view(shape)
+            if missing := sorted(keys - tensors.keys()):
+                raise CheckpointError(f"{path}: {missing[0]} is missing, which the index says is there; copy the folder again")
         self.weights, self.metadata = weights, metadata
 
     def __enter__(self) -> "WeightFiles":
@@ -90,23 +97,28 @@ class WeightFiles:
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         self._files.close()
 
-    def read(self, key: str, rows: range, columns: range, *, row_size: int) -> Tensor:
-        """Return [len(rows), len(columns)] of a tensor as a matrix; row_size: its columns as a matrix."""
-        part = self._open[self.weights[key].file].get_slice(key)
-        shape = self.weights[key].shape
-        if len(shape) == 1:
-            return part[rows.start : rows.stop][:, None]
-        if len(shape) == 2:
-            return part[rows.start : rows.stop, columns.start : columns.stop]
-        if shape[0] == 1:
-            values: Tensor = part[:].reshape(-1, row_size)[rows.start : rows.stop]
-        else:
-            values = part[rows.start : rows.stop].reshape(len(rows), row_size)
-        return values[:, columns.start : columns.stop]
-
     def read_whole(self, key: str) -> Tensor:
-        """Return a tensor."""
-        return self._open[self.weights[key].file].get_tensor(key)
+        """Return a tensor: a view of its file, which is read when it is used."""
+        return self._values[key]
+
+    def read(self, key: str, rows: range, columns: range, *, row_size: int, target: Tensor) -> Iterator[Tensor]:
+        """Fill `target` with rows and columns of a tensor as a matrix; yields what is filled, while a CPU has it in its cache.
+
+        Where it has the very bytes of the file they are read into it, which takes less time than a copy from a view, whose pages
+        the system has to map one after another. row_size: its columns as a matrix.
+        """
+        weight = self.weights[key]
+        is_same = target.dtype == weight.dtype and target.device.type == "cpu" and target.is_contiguous()
+        if not is_same or len(columns) != row_size:
+            part = self._values[key].view(-1, row_size)[rows.start : rows.stop, columns.start : columns.stop]
+            yield target.copy_(part.reshape(target.shape))
+            return
+        file = self._open[weight.file]
+        file.seek(self._starts[key] + rows.start * row_size * weight.dtype.itemsize)
+        for block in target.view(-1).split(_VALUES_AT_ONCE):
+            if file.readinto(bytes_of(block)) != block.nbytes:
+                raise CheckpointError(f"{self.folder / weight.file}: ends within {key}; copy the file again")
+            yield block
 
 
 def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
