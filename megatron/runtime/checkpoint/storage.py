@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.runtime.checkpoint.folder import damaged, sync_file
 from megatron.runtime.communication.gather_objects import gather_objects
-from megatron.runtime.state.held_tensors import Box, HeldTensor
+from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece
 from multimodal.values.errors import BraidError, CheckpointError
 from multimodal.values.typed_reader import Plain
 
@@ -118,24 +118,22 @@ def write_index(folder: Path, written: Sequence[TensorIndex]) -> tuple[int, int]
 def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
     """Fill this rank's pieces from the files of all ranks, checking every checksum; raises CheckpointError and OSError."""
     wanted = [
-        (saved, tensor.key, found)
+        (saved, tensor)
         for tensor in tensors
         for saved in index[tensor.key].pieces
-        if (found := [(piece, common) for piece in tensor.pieces if (common := piece.box.common(saved.box))])
+        if any(piece.box.common(saved.box) for piece in tensor.pieces)
     ]
     wanted.sort(key=lambda each: each[0][:2])
     for name, pieces in groupby(wanted, key=lambda each: each[0].file):
         with open(folder / name, "rb") as file:
-            for saved, key, found in pieces:
-                dtype = index[key].dtype
+            for saved, tensor in pieces:
+                dtype = index[tensor.key].dtype
                 content = torch.empty(saved.box.num_elements * dtype.itemsize, dtype=torch.uint8)
                 buffer = content.numpy().data
                 file.seek(saved.start)
                 if file.readinto(buffer) != len(buffer) or zlib.crc32(buffer) != saved.crc32:
-                    raise damaged(folder, f"{name} does not hold what was written (the checksum of {key} differs)")
-                values = content.view(dtype).view(saved.sizes)
-                for piece, common in found:
-                    piece.box.part_of(piece.values, common).copy_(saved.box.part_of(values, common))
+                    raise damaged(folder, f"{name} does not hold what was written (the checksum of {tensor.key} differs)")
+                tensor.fill(Piece(saved.offsets, content.view(dtype).view(saved.sizes)))
 
 
 def index_to_json(index: TensorIndex) -> bytes:

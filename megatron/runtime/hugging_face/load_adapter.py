@@ -12,7 +12,7 @@ from megatron.runtime.hugging_face.named_weights import as_spelled, check_weight
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import Box, HeldTensor, model_tensors
+from megatron.runtime.state.held_tensors import HeldTensor, Piece, model_tensors
 from multimodal.hugging_face.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -88,9 +88,10 @@ def _fill_half(tensor: HeldTensor, files: WeightFiles, adapter: PeftAdapter, ses
                             f"{adapter.folder}: {part.name}{UP_ENDING} has {len(values)} rows, but the model's matrix at least "
                             f"{stop}; give adapters of this model, or take the model that they are of"
                         )
-                    _copy(tensor, (rows.target, start), values[rows.start : stop])
+                    tensor.fill(Piece((rows.target, start), values[rows.start : stop]))
         else:
-            _copy(tensor, (start, 0), _read_half(files, f"{PREFIX}{part.name}{DOWN_ENDING}", columns=tensor.shape[1]))
+            values = _read_half(files, f"{PREFIX}{part.name}{DOWN_ENDING}", columns=tensor.shape[1])
+            tensor.fill(Piece((start, 0), values))
 
 
 def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
@@ -102,14 +103,6 @@ def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
         )
     check_finite(values, files, key)
     return values
-
-
-def _copy(tensor: HeldTensor, offsets: tuple[int, int], values: Tensor) -> None:
-    """Copy the part of a rectangle that this rank holds; offsets: of its first row and column in the whole tensor."""
-    box = Box(offsets, tuple(values.shape))
-    for piece in tensor.pieces:
-        if common := piece.box.common(box):
-            piece.box.part_of(piece.values, common).copy_(box.part_of(values, common))
 
 
 def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Session, *, what: str) -> None:

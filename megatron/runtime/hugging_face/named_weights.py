@@ -34,6 +34,11 @@ class NamedWeights:
     shapes: Mapping[str, Shape]
     """Shapes of the folder's tensors, by their name there."""
 
+    def renamed(self, named: Callable[[str], str]) -> "NamedWeights":
+        """Return the same weights under other names there."""
+        rows = {key: tuple(part._replace(key=named(part.key)) for part in parts) for key, parts in self.rows.items()}
+        return NamedWeights(rows, {named(key): shape for key, shape in self.shapes.items()})
+
 
 class Part(NamedTuple):
     """The part of one of the folder's tensors that a rank holds."""
@@ -102,12 +107,7 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
 
 def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> NamedWeights:
     """Return the same weights in another spelling, such as that of transformers' modules, after a prefix."""
-
-    def named(key: str) -> str:
-        return prefix + spelled(key, spelling)
-
-    rows = {key: tuple(part._replace(key=named(part.key)) for part in parts) for key, parts in names.rows.items()}
-    return NamedWeights(rows, {named(key): shape for key, shape in names.shapes.items()})
+    return names.renamed(lambda key: prefix + spelled(key, spelling))
 
 
 def best_spelling(names: NamedWeights, spellings: Iterable[Spelling], *, found: Collection[str]) -> Spelling:

@@ -133,8 +133,6 @@ def _find_module(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
         first = next(iter(names.shapes))
         prefixes = [key.removesuffix(first) for key in renamed if key == first or key.endswith(f".{first}")] or [""]
         prefix = max(prefixes, key=lambda each: sum(each + key in renamed for key in names.shapes))
-        theirs = {key: renamed.get(prefix + key, prefix + key) for key in names.shapes}
-        rows = {key: tuple(part._replace(key=theirs[part.key]) for part in parts) for key, parts in names.rows.items()}
-        found = NamedWeights(rows, {theirs[key]: shape for key, shape in names.shapes.items()})
+        found = names.renamed(lambda key: renamed.get(prefix + key, prefix + key))
         check_weights(files, found, unused=files.weights.keys())
         return found

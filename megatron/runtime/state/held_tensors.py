@@ -108,6 +108,12 @@ class HeldTensor:
     """True if another rank holds and writes the same: for tied embeddings the first stage, for replicated tensors tensor parallel
     rank 0, and for unlike replicas the first one."""
 
+    def fill(self, given: Piece) -> None:
+        """Copy what this rank holds of a rectangle of the whole tensor."""
+        for piece in self.pieces:
+            if common := piece.box.common(given.box):
+                piece.box.part_of(piece.values, common).copy_(given.box.part_of(given.values, common))
+
 
 class _Parameter(NamedTuple):
     unit: str
