@@ -15,13 +15,11 @@ import torch.distributed as dist
 
 from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.communication.gather_objects import gather_objects
-from megatron.runtime.feed.step_inputs import item_ranks
-from multimodal.balance.batch_work import list_items
+from megatron.runtime.feed.step_inputs import needed_pieces
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import BraidError, DataError
-from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
 from multimodal.values.units.items import Grid
@@ -101,8 +99,7 @@ class SampleExchange:
     def exchange(self, share: HeldSamples, shape: StepShape, assignment: Assignment) -> HeldSamples:
         """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
-        needs = needed_pieces(shape, assignment, lengths)
-        wanted = (needs.get(rank, ()) for rank in range(self._world_size))
+        wanted = needed_pieces(shape, assignment, lengths, ranks=range(self._world_size)).values()
         outgoing = [pickle.dumps({each: share.pieces[each] for each in pieces if each in share.pieces}) for pieces in wanted]
         incoming = self._all_to_all(outgoing)
         received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
@@ -120,18 +117,3 @@ class SampleExchange:
         sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, counts, sizes.tolist(), group=self._group)
         return [bytearray(chunk.numpy()) for chunk in received.split(counts)]
-
-
-def needed_pieces(shape: StepShape, assignment: Assignment, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Atom]]:
-    """Return rank -> texts (of whole samples, for the LLM) and items that it needs, by the rules of `load_inputs`."""
-    found: dict[int, dict[Atom, None]] = {}
-    for name, replicas in assignment.units.items():
-        role = shape.graph.unit(name).role
-        for index, microbatches in enumerate(replicas):
-            atoms = [atom for microbatch in microbatches for atom in microbatch]
-            if role is Role.GENERATOR:
-                atoms = [Atom(*item) for item in list_items(atoms, unit=name, lengths_by_sample=lengths)]
-            is_backbone, unit = role is Role.BACKBONE, shape.plan.units[name]
-            for rank in unit.replicas[index].ranks if is_backbone else item_ranks(shape.graph, shape.plan, name, index):
-                found.setdefault(rank, {}).update(dict.fromkeys(atoms))
-    return {rank: list(pieces) for rank, pieces in found.items()}

@@ -1,6 +1,7 @@
 """Loads this rank's part of a global batch: packed inputs for the microbatches of its own stages only."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import accumulate
 
@@ -20,10 +21,11 @@ from multimodal.model.layers.projectors import drops_tokens
 from multimodal.model.layers.registry import LAYER_KINDS
 from multimodal.model.stage_input import PackedInput, find_row_ends, pack_lengths, share_input
 from multimodal.model.transformer_config import BuildOptions
-from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import condition_tokens, first_joined_token, list_conditions
+from multimodal.values.sample_lengths import SampleLengths, condition_tokens, first_joined_token, list_conditions
+from multimodal.values.shape import StepShape
 
 
 def load_inputs(
@@ -49,7 +51,8 @@ def load_inputs(
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return _prepare(found, InputContext(step.graph, unit, options, *sizes))
 
-    expect_items(source, _needed_items(step, rank=rank))
+    needed = needed_pieces(step.shape, step.assignment, step.lengths, ranks=(rank,))[rank]
+    expect_items(source, [piece for piece in needed if piece.item_index >= 0])
     inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
     for place in step.places_of(rank):
@@ -100,15 +103,22 @@ def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[
     return tuple(dict.fromkeys((*(stages[0].ranks if described.flow is not None else ()), *stages[-1].ranks)))
 
 
-def _needed_items(step: StepDecision, *, rank: int) -> list[tuple[int, int]]:
-    """Return (sample, item) of everything that this rank needs decoded, in the order of its microbatches."""
-    found: list[tuple[int, int]] = []
-    for place in step.places_of(rank):
-        if rank in item_ranks(step.graph, step.plan, place.unit, place.replica):
-            atoms, is_encoder = step.assignment.atoms(place), step.graph.unit(place.unit).role is Role.ENCODER
-            items = atoms if is_encoder else list_items(atoms, unit=place.unit, lengths_by_sample=step.lengths)
-            found += items
-    return found
+def needed_pieces(
+    shape: StepShape, assignment: Assignment, lengths: Mapping[int, SampleLengths], *, ranks: Iterable[int]
+) -> dict[int, list[Atom]]:
+    """Return each rank's texts (of whole samples, for the LLM) and items to decode, in the order of its microbatches."""
+    found: dict[int, dict[Atom, None]] = {rank: {} for rank in ranks}
+    for name, unit in shape.plan.units.items():
+        role = shape.graph.unit(name).role
+        for index, replica in enumerate(unit.replicas):
+            needing = replica.ranks if role is Role.BACKBONE else item_ranks(shape.graph, shape.plan, name, index)
+            here = [rank for rank in needing if rank in found]
+            for microbatch in range(assignment.num_microbatches(name, index) if here else 0):
+                atoms = assignment.atoms(MicrobatchPlace(name, index, microbatch))
+                pieces = list_items(atoms, unit=name, lengths_by_sample=lengths) if role is Role.GENERATOR else atoms
+                for rank in here:
+                    found[rank].update(dict.fromkeys(pieces))
+    return {rank: list(pieces) for rank, pieces in found.items()}
 
 
 def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.runtime.feed.data_sets import DataSet, DataSets, RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import Phase, find_phase
-from megatron.runtime.feed.sample_exchange import needed_pieces
+from megatron.runtime.feed.step_inputs import needed_pieces
 from megatron.runtime.feed.step_planner import NodeDecisions
 from megatron.runtime.flags import configuration
 from multimodal.data.global_batches import DataPart, GlobalBatches
@@ -173,7 +173,7 @@ LENGTHS = {sample: SampleLengths(sample, (ItemLengths("vision", 4, 1),), 4, 2) f
 
 
 def test_a_replica_needs_the_pixels_of_its_own_microbatches() -> None:
-    needed = needed_pieces(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS)
+    needed = needed_pieces(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, ranks=range(2))
     pixels = [{piece.sample_id for piece in needed[rank] if piece == Atom(piece.sample_id, 0)} for rank in (0, 1)]
     assert pixels == [{0}, {1, 2}]
 
