@@ -90,12 +90,12 @@ def _join(kind: str, entries: Sequence[tuple[float, _Blend]], where: str = "--da
     return kind, tuple(found)
 
 
-def read_data_path(word: str, split: str = "train") -> _Blend:
-    """Return the data sets at a path: those of a metadataset's split (FILE.yaml, FILE.yaml/SPLIT), or the path itself.
+def read_data_path(word: str) -> _Blend:
+    """Return the data sets at a path: those of a metadataset's split (FILE.yaml/SPLIT, by default train), or the path itself.
 
-    split: taken if the path names none. Raises ConfigError for a metadataset that is there and cannot be read as it is meant.
+    Raises ConfigError for a metadataset that is there and cannot be read as it is meant.
     """
-    path = Path(word)
+    path, split = Path(word), "train"
     if path.parent.suffix in _SUFFIXES:
         path, split = path.parent, path.name
     if path.suffix not in _SUFFIXES or _REMOTE in word or not path.exists():  # what is not there is missed when data are opened

@@ -43,7 +43,7 @@ class ByteCache:
             with (self._folder / _TOTAL).open("a+b") as told:
                 fcntl.flock(told, fcntl.LOCK_EX)
                 told.seek(0)
-                total = int(told.read() or 0) + cost
+                total = (int(found) if (found := told.read()).isdigit() else self._most_bytes) + cost  # else it is counted anew
                 if total > self._most_bytes:
                     total = self._make_room() + cost
                 told.truncate(0)

@@ -256,5 +256,8 @@ def test_what_is_kept_is_bounded_and_whole(tmp_path):
     assert cache.get(kept[0].name, size=9_999) is None
     cache.put("0" * 32, bytes(100_000))
     assert cache.get("0" * 32, size=100_000) is None, "larger than what is made room for at a time"
+    (tmp_path / "total").write_bytes(bytes(6))  # as a disk has it behind a power failure
+    cache.put("0" * 32, b"a")
+    assert cache.get("0" * 32, size=1) == b"a" and int((tmp_path / "total").read_bytes()) <= 200_000
     ByteCache(tmp_path / "none", most_bytes=0).put("0" * 32, b"a")
     assert not (tmp_path / "none").exists()
