@@ -115,17 +115,17 @@ def join_runs(runs: Iterable[TokenRun], *, seq_length: int) -> Conversation:
     token_ids, trained, is_cut = list[int](), list[bool](), False
     item_starts: list[tuple[int, int, int]] = []
     for run in runs:
-        room = seq_length - len(token_ids)
-        is_cut = len(run.token_ids) > room
+        is_cut = len(token_ids) + len(run.token_ids) > seq_length
         if run.item_at is not None and is_cut:
             break
         if run.item_at is not None:
             share, first = run.num_output_tokens // run.num_tiles, len(token_ids) + run.item_at
             item_starts += [(len(item_starts) + tile, first + tile * share, share) for tile in range(run.num_tiles)]
-        token_ids += run.token_ids[:room]
-        trained += run.is_trained[:room]
+        token_ids += run.token_ids
+        trained += run.is_trained
         if is_cut:
             break
+    del token_ids[seq_length:], trained[seq_length:]
     return Conversation(np.array(token_ids, dtype=np.int32), np.array(trained, dtype=np.bool_), tuple(item_starts), is_cut)
 
 
