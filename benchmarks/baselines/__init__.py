@@ -3,6 +3,7 @@
 from collections import ChainMap
 from functools import partial
 
+from benchmarks.baselines.alpa import plan_alpa
 from benchmarks.baselines.cornstarch import plan_cornstarch
 from benchmarks.baselines.disttrain import plan_disttrain
 from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
@@ -34,6 +35,9 @@ class _WithoutFedEncoders(PlannerRow):
 _ROWS = (
     PlannerRow(
         "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
+    ),
+    PlannerRow(
+        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
     ),
     PlannerRow(
         "megatron-replicated",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from multimodal.plan.planners.allowed_sizes import fewest_enough
-from multimodal.plan.planners.alpa import plan_alpa
 from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
@@ -96,9 +95,6 @@ _ROWS = (
         plan_megatron,
         "one grid: the same tp, cp and dp for all units; encoders and generators are extra stages; LLM stages as tuned",
         "DistTrain 2.1",
-    ),
-    PlannerRow(
-        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
     ),
     PlannerRow(
         "optimus",

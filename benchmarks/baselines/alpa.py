@@ -19,8 +19,7 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
 
     For every limit of max_j t_j, the stages within it with the least sum are found by dynamic programming over units and GPUs
     (Alpa, Eq. 3 and Alg. 1); the first T whose plan fits into the memory is taken. O(limits x units x GPUs x meshes). As in Alpa,
-    reductions over replicas and uneven lengths are ignored. Of 7 or 13 GPUs it is often the only one to use all, as `--plan auto`
-    wants. Raises PlanError if nothing fits.
+    reductions over replicas and uneven lengths are ignored. Raises PlanError if nothing fits.
     """
     units = request.graph.units
     options = {unit.name: list_options(request, unit.name, max_gpus=request.num_gpus - len(units) + 1) for unit in units}
