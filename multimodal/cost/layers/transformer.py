@@ -92,8 +92,8 @@ class TransformerLayer(Layer):
         return ActivationBytes(tokens * (whole + mlp.whole), tokens * (split + mlp.split), tokens * mlp.replicated)
 
     def kept_inputs(self, case: ActivationCase) -> Collection[str]:
-        """Torch's attention keeps its output, which is the projection's input."""
-        keeps_output = case.implementation == "local" and case.recompute != "selective" and not case.is_spread
+        """Attention keeps its output, which is the projection's input; over several ranks, one beside it."""
+        keeps_output = case.recompute != "selective" and not case.is_spread
         return ("linear_proj",) if keeps_output else ()
 
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:

@@ -12,6 +12,7 @@ from megatron.runtime.orchestrator.profile_layers import packed_sizes, sizes_bet
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import NodeLink, collective_seconds
 from multimodal.cost.layers.collectives import GATHERED_AT_ONCE_BYTES, LayerCollectives, count_groups_at_once, held_key_bytes
+from multimodal.cost.layers.layer import ActivationCase
 from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.cost.seconds.layer_costs import LayerCosts, Sharing
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
@@ -275,7 +276,16 @@ def adapted(graph: ModelGraph, unit: str, kind: str, modules: tuple[str, ...]) -
 def test_layers_have_and_keep_what_is_predicted(unit, kind, modules, shape, dtype, recompute):
     graph = adapted(graph_of_family(shape), unit, kind, modules)
     layer, stage = check_layer(graph, unit, kind, dtype=dtype, recompute=recompute, within=0.02)
-    assert layer.num_trained_weights == sum(each.numel() for each in stage.parameters() if each.requires_grad)
+    assert layer.num_trained_weights(BackwardNeed.FULL) == sum(each.numel() for each in stage.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_an_adapter_behind_attention_keeps_no_second_output(implementation):
+    graph = adapted(graph_of_family("llama"), "llm", "transformer", ("linear_proj",))
+    case = ActivationCase(BackwardNeed.FULL, 2, implementation)
+    layer = describe_layer(graph, graph.unit("llm"), "transformer", vocab_size=512)
+    frozen = layer.saved_bytes(LOAD, case._replace(need=BackwardNeed.INPUT_GRADIENT))
+    assert layer.activation_bytes(LOAD, case)[:2] == frozen[:2]
 
 
 def test_weight_gradients_are_those_of_adapters_alone():
