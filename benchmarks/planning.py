@@ -97,9 +97,10 @@ def exhaustive_seconds(problem: AllocationProblem, *, is_thinned: bool) -> float
         for index in range(len(vision)):
             stage, chain = vision.stage_seconds[index] / vision.data[index], vision.chain_seconds[index] / vision.data[index]
             slowest = np.maximum(llm.stage_seconds[row], data * np.maximum(stage, gen_stage))
-            seconds = llm.chain_seconds[row] + data * (chain + gen_chain) + (problem.num_microbatches / data - 1) * slowest
+            steady = (problem.request.num_microbatches / data - 1) * slowest
+            seconds = llm.chain_seconds[row] + data * (chain + gen_chain) + steady
             is_possible = (
-                (llm.gpus[row] + vision.gpus[index] + generator.gpus <= problem.num_gpus)
+                (llm.gpus[row] + vision.gpus[index] + generator.gpus <= problem.request.num_gpus)
                 & (behind <= llm.in_flight_downstream[row])
                 & (vision.in_flight_downstream[index] >= in_flight + behind)
             )

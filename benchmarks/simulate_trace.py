@@ -143,7 +143,7 @@ def simulate_templates(
     """Simulate a run; nodes are lost at random, with the running step; with too few, it saves, waits and restarts."""
     draw, clock = random.Random(seed), _Clock()
     pipelines: tuple[Pipeline, ...] | None = reconfigurer.start()
-    step_seconds = reconfigurer.step_seconds(pipelines or ())
+    step_seconds = reconfigurer.templates.step_seconds
     nodes, next_node = set(range(reconfigurer.templates.num_nodes)), reconfigurer.templates.num_nodes
     found: list[Reconfiguration] = []
     num_lost = num_joined = 0

@@ -40,13 +40,13 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
 def _layouts(request: PlanningRequest, unit: Unit, size: StageSize) -> Iterator[UnitLayout]:
     """Yield the layouts of a unit on one replica: all numbers of stages that the GPUs suffice for, ascending."""
     for num_stages in pipeline_parallel_sizes(request, unit.name):
-        if size.tensor * size.context * num_stages > request.num_gpus:
+        if size.num_ranks * num_stages > request.num_gpus:
             return
         yield balanced_layout(request, unit, size, data=1, num_stages=num_stages)
 
 
 def _slowest_stage(request: PlanningRequest, unit: Unit, layout: UnitLayout) -> float:
-    return max(stage_times(request, unit.name, layout.stage_size, layout.stages))
+    return max(stage_times(request, unit.name, layout.size, layout.stages))
 
 
 def _match_stage_seconds(request: PlanningRequest, unit: Unit, target_seconds: float) -> UnitLayout:

@@ -40,7 +40,7 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
     shortest = ranked[0]
 
     def seconds(choice: AllocationChoice) -> float:
-        return estimate_seconds(request, build_candidate(request, problem, choice))
+        return estimate_seconds(request, build_candidate(problem, choice))
 
     slack = seconds(shortest) / (1 + TOLERANCE) / shortest.seconds
     found = [shortest, *(rank_allocations(problem, slack=slack) if slack > 1 else ())]
@@ -50,7 +50,7 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
         if seconds(refined) < (1 - LEAST_GAIN) * judged[index]:
             found[index], judged[index] = refined, seconds(refined)
     best = next(index for index, each in enumerate(judged) if each <= (1 + TOLERANCE) * min(judged))
-    return build_candidate(request, problem, found[best]).to_run(request, seconds=judged[best], balance=BALANCE)
+    return build_candidate(problem, found[best]).to_run(request, seconds=judged[best], balance=BALANCE)
 
 
 def _fill_sooner(
@@ -69,7 +69,8 @@ def _fill_sooner(
         others = sum(int(problem.others[other].gpus[each]) for other, each in choice.other_rows.items() if other != name)
         # At least as much in flight downstream of an encoder as before; in a generator, at most as much.
         allowed = options.in_flight_downstream if name in problem.upstream else -options.data * options.pipeline
-        rows = np.flatnonzero((options.gpus <= problem.num_gpus - int(llm.gpus[row]) - others) & (allowed >= allowed[own]))
+        num_left = problem.request.num_gpus - int(llm.gpus[row]) - others
+        rows = np.flatnonzero((options.gpus <= num_left) & (allowed >= allowed[own]))
         chosen = options.take(rows)
         kept = rows[pareto_rows(chosen.gpus, chosen.stage_seconds / chosen.data, chosen.chain_seconds)]
         changed = (replace(choice, other_rows={**choice.other_rows, name: each}) for each in kept.tolist())

@@ -59,14 +59,12 @@ def _with_encoder_stages(request: PlanningRequest) -> Iterator[Candidate]:
     if encoders:
         allowed = set.intersection(*(set(pipeline_parallel_sizes(request, unit)) for unit in encoders))
         encoder_stages = {stages for stages in allowed if stages <= MOST_EXTRA_STAGES} or {min(allowed)}
-    for stages, (encoder_tensor, encoder_context), (tensor, context) in product(
-        sorted(encoder_stages), encoder_sizes, rest_sizes
-    ):
+    for stages, encoder_size, size in product(sorted(encoder_stages), encoder_sizes, rest_sizes):
         for pipeline in pipeline_parallel_sizes(request, graph.backbone.name):
             layouts = {
-                unit.name: even_layout(unit, encoder_tensor, 1, stages, context=encoder_context)
+                unit.name: even_layout(unit, encoder_size, 1, stages)
                 if unit.name in encoders
-                else even_layout(unit, tensor, 1, pipeline if unit.name == graph.backbone.name else 1, context=context)
+                else even_layout(unit, size, 1, pipeline if unit.name == graph.backbone.name else 1)
                 for unit in graph.units
             }
             yield from with_replicas(request, layouts, data_sizes, groups=(encoders,) if encoders else ())

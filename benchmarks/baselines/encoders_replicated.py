@@ -51,12 +51,9 @@ def _replicated_candidates(request: PlanningRequest) -> Iterator[Candidate]:
     """Yield each LLM layout with encoders of its dp, as many of whose microbatches run on each of its stages."""
     graph, backbone = request.graph, request.graph.backbone.name
     together = (*(unit.name for unit in graph.encoders), backbone)
-    for tensor, context in shared_stage_sizes(request, together):
+    for size in shared_stage_sizes(request, together):
         for pipeline in pipeline_parallel_sizes(request, backbone):
-            layouts = {
-                unit.name: even_layout(unit, tensor, 1, pipeline if unit.name == backbone else 1, context=context)
-                for unit in graph.units
-            }
+            layouts = {unit.name: even_layout(unit, size, 1, pipeline if unit.name == backbone else 1) for unit in graph.units}
             yield from with_replicas(request, layouts, data_parallel_sizes(request, backbone), groups=(together,))
 
 
@@ -71,10 +68,7 @@ def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:
                 f"encoders-replicated gives '{unit.name}' pp 1 and dp {count}, one replica per stage of the LLM, but other sizes "
                 "are fixed; unfix them or choose another planner"
             )
-    encoders = {
-        unit.name: even_layout(unit, llm.tensor_parallel_size, count, 1, context=llm.context_parallel_size)
-        for unit in graph.encoders
-    }
+    encoders = {unit.name: even_layout(unit, llm.size, count, 1) for unit in graph.encoders}
     return replace(candidate, layouts={**candidate.layouts, **encoders})
 
 

@@ -72,7 +72,7 @@ def _factorisations(request: PlanningRequest, unit: Unit, gpus: int, data: int) 
     """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (for units with few layers)."""
     allowed = set(pipeline_parallel_sizes(request, unit.name))
     for count in range(gpus, 0, -1):
-        sizes = [(size, *divmod(count, size.tensor * size.context)) for size in stage_sizes(request, unit.name)]
+        sizes = [(size, *divmod(count, size.num_ranks)) for size in stage_sizes(request, unit.name)]
         whole = [(size, num_stages) for size, num_stages, rest in sizes if not rest and num_stages in allowed]
         if whole:
             break
@@ -94,9 +94,9 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
     total = 0.0
     for source, target in graph.edges:
         layouts = [candidate.layouts[unit] for unit in (source, target)]
-        if len({(layout.tensor_parallel_size, layout.context_parallel_size) for layout in layouts}) == 1:
+        if len({layout.size for layout in layouts}) == 1:
             continue
-        here, there = (layout.ranks_per_stage for layout in layouts)
+        here, there = (layout.size.num_ranks for layout in layouts)
         unit = graph.unit(source)
         load = request.loads.of_average(source, request.default_micro_batch_size)
         tokens = load.num_outputs if unit.role is Role.ENCODER else load.num_tokens

@@ -52,8 +52,8 @@ def plan_fsdp(request: PlanningRequest) -> PlannedRun:
         if any(size not in (None, 1) for size in sizes):
             raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
     data_sizes, candidates = allowed_sizes.shared_data_parallel_sizes(asked, names), list[Candidate]()
-    for context in (size.context for size in allowed_sizes.shared_stage_sizes(asked, names) if size.tensor == 1):
-        layouts = {unit.name: even_layout(unit, 1, 1, 1, context=context) for unit in request.graph.units}
+    for size in (size for size in allowed_sizes.shared_stage_sizes(asked, names) if size.tensor == 1):
+        layouts = {unit.name: even_layout(unit, size, 1, 1) for unit in request.graph.units}
         candidates += with_replicas(asked, layouts, data_sizes, groups=(names,))
     return choose_run(asked, candidates)
 

@@ -70,8 +70,7 @@ class Experiment:
 
     def step_seconds(self, cluster: Cluster) -> float:
         """Return the seconds of a step of all nodes."""
-        found = self.reconfigurer(cluster)
-        return found.step_seconds(found.start())
+        return self.reconfigurer(cluster).templates.step_seconds
 
     def simulate(self, cluster: Cluster, *, every: float, pauses: Pauses) -> Simulated:
         """Simulate a run of forty failures."""

@@ -137,7 +137,7 @@ class AssignedLoads:
         for sample_id, index in atoms:
             of_sample = self._by_sample[sample_id].items
             items += [each for each in of_sample if each.unit == unit] if index < 0 else [of_sample[index].inside(unit)]
-        return dealer.rank_loads(dealer.loads_of(items))
+        return dealer.rank_loads(items)
 
     @memoized
     def fullest(self, unit: str) -> Sequence[RankLoad]:

@@ -11,7 +11,7 @@ from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster, TransferCost, cost_between_nodes, cost_inside_node, exchange_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.pieces.computation_seconds import ComputationSeconds
-from multimodal.cost.pieces.stage_costs import StageCosts, update_seconds
+from multimodal.cost.pieces.stage_costs import StageCosts
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
@@ -69,7 +69,7 @@ class ModelCosts:
     @cached_property
     def stage_costs(self) -> StageCosts:
         """Costs of stages by load."""
-        return StageCosts(self.layer_costs, self.stages, self.options, self.profile)
+        return StageCosts(self.layer_costs, self.stages, self.options)
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -187,8 +187,7 @@ class ModelCosts:
     @cached_property
     def update_seconds(self) -> float:
         """Seconds from the last backward and reduction to the end of the step: the optimizer, and a profile's other work."""
-        step = self.profile.step if self.profile is not None else None
-        return update_seconds(self.stages, options=self.options, cluster=self.cluster, profile=step)
+        return self.stage_costs.update_seconds()
 
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
         """Bytes per rank that the microbatches of these forwards keep in their stages."""

@@ -56,7 +56,7 @@ class StageLayers:
         """Return the weights of a stage, all tensor parallel ranks together."""
         unit, counts = stage[0], self.counts(stage).items()
         if trained_only:
-            return sum(count * self.trained_layer_weights(unit, layer, need) for (layer, need), count in counts)
+            return sum(count * self.describe(unit, layer).num_trained_weights(need) for (layer, need), count in counts)
         return sum(count * self.describe(unit, layer).num_held_weights for (layer, _), count in counts)
 
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
@@ -73,7 +73,7 @@ class StageLayers:
                 (tuple(rank for ranks in held[replica % num_sharers :: num_sharers] for rank in ranks), num_weights)
                 for num_weights, num_sharers in self.weights_by_sharers(stage, trained_only=True)
             ]
-        of_layers = [self.trained_layer_weights(unit, layer, need) for layer, need in self.in_order(stage)]
+        of_layers = [self.describe(unit, layer).num_trained_weights(need) for layer, need in self.in_order(stage)]
         shared = sharers_of_stage(sizes, replica, index, num_copies=num_copies or 1)
         return [(ranks, sum(of_layers[layers.start - start : layers.stop - start])) for layers, ranks in shared]
 
@@ -92,12 +92,8 @@ class StageLayers:
 
     def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
         """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""
-        found = (self.trained_layer_weights(stage[0], layer, need) for layer, need in self.in_order(stage))
-        return tuple(weights for weights, (_, need) in zip(found, self.in_order(stage), strict=True) if need.trains_weights)
-
-    def trained_layer_weights(self, unit: str, kind: str, need: BackwardNeed) -> int:
-        """Return the weights of one layer that have gradients: none, all, or those of adapters."""
-        return self.describe(unit, kind).num_trained_weights if need.trains_weights else 0
+        trained = [each for each in self.in_order(stage) if each[1].trains_weights]
+        return tuple(self.describe(stage[0], layer).num_trained_weights(need) for layer, need in trained)
 
     def describe(self, unit: str, kind: str) -> Layer:
         """Return the costs of a layer of this kind in a unit."""

@@ -156,8 +156,9 @@ class StepMemory:
 
     @memoized
     def _gathered_bytes(self, stage: StageKey) -> float:
-        weights = [self.layers.describe(stage[0], layer).num_held_weights for layer, _ in self.layers.in_order(stage)]
-        gradients = [self.layers.trained_layer_weights(stage[0], layer, need) for layer, need in self.layers.in_order(stage)]
+        layers = [(self.layers.describe(stage[0], layer), need) for layer, need in self.layers.in_order(stage)]
+        weights = [layer.num_held_weights for layer, _ in layers]
+        gradients = [layer.num_trained_weights(need) for layer, need in layers]
         bytes_per_gradient = max(GRADIENT_BYTES, self.bytes_per_element)
         peak = max(
             self.bytes_per_element * (sum(weights[max(0, index - LAYERS_AHEAD) : index + 1]) + gradient)

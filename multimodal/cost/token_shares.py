@@ -7,7 +7,7 @@ of cut items even out the ranks. Sequences whose tokens all attend to each other
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.flops import UnitFlops, unit_flops
-from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, num_given
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_loads
 from multimodal.values.arrays.rows import Bools, Integers
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths
 
 DEFAULT_BLOCK_SIZE = 128
@@ -157,22 +157,18 @@ class ItemDealer:
     num_ranks: int
     block_size: int = DEFAULT_BLOCK_SIZE
 
-    def loads_of(self, items: Iterable[ItemLengths]) -> tuple[UnitLoad, ...]:
-        """Return the load of each item."""
-        is_generator = self.graph.unit(self.unit).role is Role.GENERATOR
-        return tuple(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
-
     def deal(self, items: Sequence[UnitLoad]) -> WholeItemShares:
-        """Deal the items of one microbatch."""
+        """Deal the items of one microbatch (`item_loads`)."""
         lengths, costs = [item.num_tokens for item in items], [round(self._flops.of(item)) for item in items]
         is_whole = self.graph.unit(self.unit).keeps_items_whole
         return deal_items(lengths, costs=costs, num_ranks=self.num_ranks, block_size=self.block_size, keeps_whole=is_whole)
 
-    def rank_loads(self, items: Sequence[UnitLoad]) -> tuple[RankLoad, ...]:
+    def rank_loads(self, items: Sequence[ItemLengths]) -> tuple[RankLoad, ...]:
         """Return the part of one microbatch that each rank computes."""
-        shares = self.deal(items)
+        loads = item_loads(self.graph.unit(self.unit), items)
+        shares = self.deal(loads)
         of_owner: dict[int, list[UnitLoad]] = {owner: [] for owner in (CUT, *range(self.num_ranks))}
-        for item, owner in zip(items, shares.owners.tolist(), strict=True):
+        for item, owner in zip(loads, shares.owners.tolist(), strict=True):
             of_owner[owner].append(item)
         cut = of_owner.pop(CUT)
         num_tokens = np.zeros((self.num_ranks, len(cut)), np.int64)

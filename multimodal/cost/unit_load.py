@@ -48,14 +48,13 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
     """Return the load of one sample with all its items on a unit."""
     if unit.role is Role.BACKBONE:
         return item_load(sample.num_tokens, sample.num_target_tokens)
-    items = (item.inside(unit.name) for item in sample.items if unit.name in item.units)
-    is_generator = unit.role is Role.GENERATOR
-    return add_loads(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
+    return add_loads(item_loads(unit, (item.inside(unit.name) for item in sample.items if unit.name in item.units)))
 
 
-def num_given(item: ItemLengths, *, is_generator: bool) -> int:
-    """Return the tokens of an item that leave a unit; for a generator, all that it makes, without those from encoders."""
-    return item.num_output_tokens or (item.num_tokens if is_generator else 0)
+def item_loads(unit: Unit, items: Iterable[ItemLengths]) -> list[UnitLoad]:
+    """Return the load of each item; all that a generator makes leaves it, without the tokens from encoders."""
+    makes = unit.role is Role.GENERATOR
+    return [item_load(item.num_tokens, item.num_output_tokens or makes * item.num_tokens) for item in items]
 
 
 class AtomLoads(NamedTuple):

@@ -13,7 +13,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.builders.one_f_one_b import forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
@@ -39,7 +39,7 @@ def balance_backwards(work: BatchWork, *, plan: Plan) -> Assignment:
 
 
 def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:
-    layouts = {unit.name: even_layout(unit, 1, 1, 1) for unit in request.graph.units}
+    layouts = {unit.name: even_layout(unit, StageSize(1), 1, 1) for unit in request.graph.units}
     chosen, seconds = choose_candidates(request, [Candidate(layouts)])[0]
     return chosen.to_run(request, seconds=seconds, schedule=SCHEDULE, balance=BALANCER)
 

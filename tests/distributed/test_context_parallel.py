@@ -14,6 +14,7 @@ from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from multimodal.cost.token_shares import CUT, ItemDealer, RankShare
+from multimodal.cost.unit_load import item_loads
 from multimodal.data.sample_source import ItemPixels
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.gradient_comparison import assert_matches
@@ -164,7 +165,7 @@ def test_microbatches_of_items_are_of_each_kind() -> None:
     source = RandomSource(GRAPH, MIXED_SAMPLES, 12)
     dealer = ItemDealer(GRAPH, "vision", 2, BLOCK_SIZE)
     kinds = ([source.lengths(sample).items[item] for sample, item in kind] for kind in (SHORT, MIXED, ONE, TINY))
-    owners = [dealer.deal(dealer.loads_of(items)).owners.tolist() for items in kinds]
+    owners = [dealer.deal(item_loads(GRAPH.unit("vision"), items)).owners.tolist() for items in kinds]
     assert owners == [[0, 1], [1, CUT, 1], [CUT], [0]]
 
 

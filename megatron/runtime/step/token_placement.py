@@ -16,6 +16,7 @@ from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from multimodal.balance.batch_work import list_items
 from multimodal.cost.memoize import memoized
 from multimodal.cost.token_shares import ItemDealer, RankShare, TokenShares
+from multimodal.cost.unit_load import item_loads
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
@@ -232,8 +233,8 @@ class TokenPlacement:
             mask = build_packed_mask(lengths, items=items, rule=rule)
             size, sharing = self._sizes[place.unit], self._sharing
             return share_tokens(mask, num_ranks=size, method=sharing.method, block_size=sharing.block_size)
-        dealer = self._dealer(place.unit)
-        return dealer.deal(dealer.loads_of(self._item(place.unit, atom) for atom in self._atoms(place, part)))
+        held = (self._item(place.unit, atom) for atom in self._atoms(place, part))
+        return self._dealer(place.unit).deal(item_loads(self._step.graph.unit(place.unit), held))
 
     @memoized
     def _dealer(self, unit: str) -> ItemDealer:

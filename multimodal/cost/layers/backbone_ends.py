@@ -239,20 +239,20 @@ class DiffusionHeadLayer(GeneratorHeadLayer):
     @property
     def num_weights(self) -> int:
         """Shift and scale of the norm, and the values of a patch, or with their variances twice as many (DiT)."""
-        assert self.unit.image is not None
-        config, hidden = read_config(self.unit.weights or ""), self.unit.transformer.hidden_size
-        return 2 * hidden**2 + hidden * self._num_made(config)
+        hidden = self.unit.transformer.hidden_size
+        return hidden * (2 * hidden + self._num_made)
 
     @property
     def num_vector_entries(self) -> int:
         """The biases."""
-        return 2 * self.unit.transformer.hidden_size + self._num_made(read_config(self.unit.weights or ""))
+        return 2 * self.unit.transformer.hidden_size + self._num_made
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Those of the last map."""
-        made = self._num_made(read_config(self.unit.weights or ""))
-        return LayerFlops(2.0 * load.num_outputs * self.unit.transformer.hidden_size * made)
+        return LayerFlops(2.0 * load.num_outputs * self.unit.transformer.hidden_size * self._num_made)
 
-    def _num_made(self, config: Mapping[str, Any]) -> int:
+    @property
+    def _num_made(self) -> int:
+        config = read_config(self.unit.weights or "")
         channels = config.get("out_channels") or config.get("in_channels", 1)
         return self.input_values * int(channels) // int(config.get("in_channels", 1))

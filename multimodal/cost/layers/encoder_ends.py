@@ -186,17 +186,13 @@ class ProjectorLayer(Layer):
 
     @property
     def _norm_entries(self) -> int:
-        entries = {"patches": self._one_norm_entries, "merged": self._merged_norm_entries, "none": 0}
-        return entries[self.unit.projector_norm]
-
-    @property
-    def _one_norm_entries(self) -> int:
-        kind = self.unit.projector_normalization or self.unit.transformer.normalization
-        return self.unit.transformer.hidden_size * (2 if kind == "LayerNorm" else 1)
+        of_patches = self.norm_vector_entries(self.unit.projector_normalization)
+        return {"patches": of_patches, "merged": self._merged_norm_entries, "none": 0}[self.unit.projector_norm]
 
     @property
     def _merged_norm_entries(self) -> int:
-        return self.unit.merged_size // self.unit.transformer.hidden_size * self._one_norm_entries
+        of_patches = self.norm_vector_entries(self.unit.projector_normalization)
+        return self.unit.merged_size // self.unit.transformer.hidden_size * of_patches
 
     @property
     def _num_more(self) -> int:

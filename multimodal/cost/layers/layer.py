@@ -237,10 +237,9 @@ class Layer:
         """Weights of matrices, adapters included."""
         return self.num_weights + self.num_adapter_weights
 
-    @property
-    def num_trained_weights(self) -> int:
-        """Weights with gradients in a layer that trains any: those of adapters if it has some."""
-        return self.num_adapter_weights or self.num_weights
+    def num_trained_weights(self, need: BackwardNeed) -> int:
+        """Weights with gradients: none, all, or those of adapters if it has some."""
+        return (self.num_adapter_weights or self.num_weights) if need.trains_weights else 0
 
     @property
     def num_parameters(self) -> int:
@@ -328,9 +327,10 @@ class Layer:
         found = self.unit.item_input
         return found.num_patch_values if found is not None else self.unit.transformer.hidden_size
 
-    def norm_vector_entries(self) -> int:
-        """Parameters of one norm over hidden states."""
-        return self.unit.transformer.hidden_size * (2 if self.unit.transformer.normalization == "LayerNorm" else 1)
+    def norm_vector_entries(self, normalization: str | None = None) -> int:
+        """Parameters of one norm over hidden states; normalization: None: the unit's."""
+        kind = normalization or self.unit.transformer.normalization
+        return self.unit.transformer.hidden_size * (2 if kind == "LayerNorm" else 1)
 
     def norm_bytes(self, *, trains: bool, size: int, is_passed: bool = True, width: int | None = None) -> float:
         """Bytes per token that a torch norm keeps: its input, at least in fp32, and its statistics.

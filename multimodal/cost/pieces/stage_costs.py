@@ -1,17 +1,17 @@
 """Costs of stages that depend on no sample: seconds of computations by load, of the replicas' collectives, and of the update."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from multimodal.cost.cluster import Cluster, collective_seconds
+from multimodal.cost.cluster import collective_seconds
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds, Sharing
-from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
+from multimodal.cost.seconds.layer_profile import StepProfile
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
 from multimodal.cost.unit_load import ComputedLoad
@@ -31,7 +31,11 @@ class StageCosts:
     layer_costs: LayerCosts
     stages: StageLayers
     options: RunOptions
-    profile: LayerProfile | None
+
+    @property
+    def step_profile(self) -> StepProfile | None:
+        """Measured seconds outside of layers, if there are any."""
+        return self.layer_costs.profile.step if self.layer_costs.profile is not None else None
 
     @memoized
     def alike(self, unit: str) -> Sequence[tuple[StageKey, Bools]]:
@@ -63,7 +67,7 @@ class StageCosts:
 
     def computations(self, stage: StageKey, load: ComputedLoad) -> Floats:
         """Return the seconds of `COMPUTATIONS` for a load, and the waits among them, [2, kinds]; for arrays [2, kinds, size]."""
-        sharing, found = self._sharing(stage), [(0.0, 0.0)] * len(COMPUTATIONS)
+        sharing, measured, found = self._sharing(stage), self.step_profile, [(0.0, 0.0)] * len(COMPUTATIONS)
         for (layer, need), count in self.stages.counts(stage).items():
             one = self.layer_costs.seconds(stage[0], layer, load.all, sharing, cut=load.cut)
             costs = [_cost_of(kind, one, layer, need) for kind in COMPUTATIONS]
@@ -71,8 +75,8 @@ class StageCosts:
         is_busy = load.all.num_tokens > 0  # or arrays of them
         rows = np.zeros((2, len(COMPUTATIONS), *np.shape(is_busy)))
         for row, (kind, (seconds, waiting)) in enumerate(zip(COMPUTATIONS, found, strict=True)):
-            if self.profile is not None and self.profile.step is not None and kind is not ActionKind.WEIGHT_GRADIENT:
-                seconds = seconds + is_busy * self.profile.step.computation_seconds
+            if measured is not None and kind is not ActionKind.WEIGHT_GRADIENT:
+                seconds = seconds + is_busy * measured.computation_seconds
             late = self.gathering_seconds(kind, stage, reduces=not self.options.reduces_once) - seconds
             late = is_busy * (late > 0) * late
             rows[:, row] = seconds + late, waiting + late
@@ -156,7 +160,7 @@ class StageCosts:
         holders = [each for replica in unit.replicas for each in replica.virtual_stages if layers.start in each.layers]
         size = min(map(unit.tensor_size, holders))
         needs = self.stages.in_order(reduction[1:4])[reduction.covers.first : reduction.covers.end]
-        num_weights = sum(self.stages.trained_layer_weights(reduction.unit, layer, need) for layer, need in needs)
+        num_weights = sum(self.stages.describe(reduction.unit, layer).num_trained_weights(need) for layer, need in needs)
         peers = [group[0] for each in holders for group in unit.tensor_parallel_groups(each)]
         return collective_seconds(GRADIENT_BYTES * num_weights / size, ranks=peers, cluster=self.layer_costs.cluster)
 
@@ -190,6 +194,42 @@ class StageCosts:
             seconds += self.over_replicas(stage, self.layer_costs.cluster.bytes_per_element, trained_only=False)
         return seconds
 
+    def update_seconds(self) -> float:
+        """Return the slowest rank's seconds, as a profile has them, or the optimizer's bytes over the memory bandwidth, or 0."""
+        # Replicas that are alike need one rank of each kind only.
+        stages, units, cluster = self.stages, self.stages.plan.units, self.layer_costs.cluster
+        held = {
+            tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys)
+            for keys in stages.of_rank.values()
+        }
+        shares = list[dict[str, float]]()  # by unit, the trained weights that a rank updates
+        for keys in held:
+            shares.append(dict.fromkeys((unit for unit, _, _ in keys), 0.0))
+            for stage in keys:
+                of_stage = stages.state_shares(stage, num_copies=self.options.num_state_copies)
+                own = sum(num_weights / (len(ranks) if self.options.zero_stage else 1) for ranks, num_weights in of_stage)
+                shares[-1][stage[0]] += own / stages.tensor_size(stage)
+        summing = max((sum(map(self._summing_seconds, keys)) for keys in held), default=0.0)
+        if (profile := self.step_profile) is not None:
+            per_unit, per_weight = profile.unit_update_seconds, profile.weight_update_seconds
+            updating = (per_unit * sum(map(bool, share.values())) + per_weight * sum(share.values()) for share in shares)
+            return summing + profile.seconds + max(updating)
+        if cluster.memory_bandwidth_gbytes_per_second is None:
+            return summing
+        num_bytes = update_traffic_bytes(cluster.bytes_per_element) * max(sum(share.values()) for share in shares)
+        return summing + num_bytes / (cluster.memory_bandwidth_gbytes_per_second * 1e9)
+
+    def _summing_seconds(self, stage: StageKey) -> float:
+        """Return the seconds before an update in which several copies of sharded weights sum the gradients of equal shares."""
+        (unit, _, index), copies = stage, self.options.num_state_copies
+        if self.options.zero_stage < 3 or copies is None:
+            return 0.0
+        replicas = self.stages.plan.units[unit].replicas
+        peers = [each.virtual_stages[index].ranks[0] for each in replicas[:: max(1, len(replicas) // copies)]]
+        num_weights = sum(weights / len(ranks) for ranks, weights in self.stages.state_shares(stage, num_copies=copies))
+        num_bytes = GRADIENT_BYTES * num_weights / self.stages.tensor_size(stage)
+        return 2 * collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
+
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> tuple[float, float]:
     """Return the seconds of one layer in one computation, and the waits among them."""
@@ -202,45 +242,6 @@ def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed
     if kind is ActionKind.INPUT_GRADIENT:
         return (one.input_gradient if passes else 0.0), waiting
     return one.backward(layer, need), waiting
-
-
-def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
-    """Return the slowest rank's seconds, as a profile has them, or the optimizer's bytes over the memory bandwidth, or 0."""
-    # Replicas that are alike need one rank of each kind only.
-    units, of_ranks = stages.plan.units, stages.of_rank.values()
-    held = {tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys) for keys in of_ranks}
-    shares = list[dict[str, float]]()  # by unit, the trained weights that a rank updates
-    for keys in held:
-        shares.append(dict.fromkeys((unit for unit, _, _ in keys), 0.0))
-        for stage in keys:
-            of_stage = stages.state_shares(stage, num_copies=options.num_state_copies)
-            own = sum(num_weights / (len(ranks) if options.zero_stage else 1) for ranks, num_weights in of_stage)
-            shares[-1][stage[0]] += own / stages.tensor_size(stage)
-    summing = _summing_seconds(stages, held, options, cluster)
-    if profile is not None:
-        per_unit, per_weight = profile.unit_update_seconds, profile.weight_update_seconds
-        updating = (per_unit * sum(map(bool, share.values())) + per_weight * sum(share.values()) for share in shares)
-        return summing + profile.seconds + max(updating)
-    if cluster.memory_bandwidth_gbytes_per_second is None:
-        return summing
-    num_bytes = update_traffic_bytes(cluster.bytes_per_element) * max(sum(share.values()) for share in shares)
-    return summing + num_bytes / (cluster.memory_bandwidth_gbytes_per_second * 1e9)
-
-
-def _summing_seconds(stages: StageLayers, held: Collection[tuple[StageKey, ...]], options: RunOptions, cluster: Cluster) -> float:
-    """Return the seconds before an update in which several copies of sharded weights sum the gradients of equal shares."""
-    copies = options.num_state_copies
-    if options.zero_stage < 3 or copies is None:
-        return 0.0
-
-    def seconds_of(stage: StageKey) -> float:
-        unit, _, index = stage
-        replicas = stages.plan.units[unit].replicas
-        peers = [each.virtual_stages[index].ranks[0] for each in replicas[:: max(1, len(replicas) // copies)]]
-        num_weights = sum(weights / len(ranks) for ranks, weights in stages.state_shares(stage, num_copies=copies))
-        return 2 * collective_seconds(GRADIENT_BYTES * num_weights / stages.tensor_size(stage), ranks=peers, cluster=cluster)
-
-    return max((sum(map(seconds_of, keys)) for keys in held), default=0.0)
 
 
 def update_traffic_bytes(bytes_per_element: int) -> float:

@@ -4,6 +4,7 @@ They are those that fit the model, the machine and the data, or the one that the
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -143,7 +144,4 @@ def fewest_enough(works: Callable[[int], bool], *, too_few: int, first: int, mos
         too_few, enough = enough, 2 * enough
         if enough > most:
             return None
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if works(middle) else (middle, enough)
-    return enough
+    return too_few + 1 + bisect_left(range(too_few + 1, enough), True, key=works)

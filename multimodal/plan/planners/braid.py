@@ -136,14 +136,14 @@ class PlanSearch:
         self.num_estimated += sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
-        least: dict[str, float] = {}
+        least: dict[object, float] = {}
         forms: dict[Placed, Form] = {}
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
 
         def expected(index: int) -> float:
             layout = kinds[index][position[index]]
-            ratio = fmean(ratios[index]) if index in ratios else least.get(layout.form.placement, 1.0)
+            ratio = fmean(ratios[index]) if index in ratios else least.get(layout.placement, 1.0)
             return penalties[index] * layout.seconds * ratio
 
         while position and trials.left(LAYOUTS_UNTIL) > 0:
@@ -151,7 +151,7 @@ class PlanSearch:
             if expected(index) > FAR * best:
                 break
             layout, found = kinds[index][position[index]], None
-            run = layout.to_run()
+            run = layout.to_run(request)
             if trials.least_step_seconds(run) <= best:
                 kind = trials.placed(run)
                 known = self._best_of_forms(run, (forms[kind],)) if kind in forms else None
@@ -163,7 +163,7 @@ class PlanSearch:
                     trials.try_run(found.run, RANKING)
                 seconds *= trials.corrections().get(placed, 1.0)
                 best = min(best, seconds)
-                ratio, placement = seconds / layout.seconds, layout.form.placement
+                ratio, placement = seconds / layout.seconds, layout.placement
                 ratios.setdefault(index, []).append(ratio)
                 least[placement] = min(least.get(placement, math.inf), ratio)
             else:

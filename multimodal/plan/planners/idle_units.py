@@ -7,7 +7,7 @@ from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role, Unit
@@ -76,7 +76,7 @@ def _in_chain(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan | No
     here = plan.units[after[0]].replicas[0].virtual_stages[0].ranks if after else busy[-1]
     first = turn.index(here) if after else turn.index(here) + 1
     for ranks in ([here], turn[first:] + turn[:first]):
-        if len(ranks) <= unit.num_inner_layers and _is_small(request, unit, even_layout(unit, tensor, 1, len(ranks))):
+        if len(ranks) <= unit.num_inner_layers and _is_small(request, unit, even_layout(unit, StageSize(tensor), 1, len(ranks))):
             ranges = split_layers(unit.layers, num_stages=len(ranks))
             stages = (Stage(each, (layers,)) for each, layers in zip(ranks, ranges, strict=True))
             return UnitPlan((Replica(tuple(stages)),), tensor)
@@ -98,10 +98,10 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
     llm, fixed = plan.units[request.graph.backbone.name], request.fixed(unit.name)
     sizes = tensor_parallel_sizes(request, unit.name)
     tensor = max((size for size in sizes if llm.tensor_parallel_size % size == 0), default=sizes[0])
-    context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
-    most_stages = max(1, min(unit.num_inner_layers, plan.num_ranks // (tensor * context * data)))
+    size, data = StageSize(tensor, fixed.context_parallel_size or 1), fixed.data_parallel_size or 1
+    most_stages = max(1, min(unit.num_inner_layers, plan.num_ranks // (size.num_ranks * data)))
     counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
-    layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
+    layouts = [even_layout(unit, size, data, count) for count in counts]
     layout = next((layout for layout in layouts if _is_small(request, unit, layout)), layouts[-1])
     if layout.num_ranks > request.num_gpus:
         raise PlanError(
@@ -109,7 +109,7 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
             f"{request.num_gpus}; unfix them"
         )
     first = min(min(llm.ranks), max(0, plan.num_ranks - layout.num_ranks))
-    return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups per node
+    return build_unit(layout, first_rank=first - first % tensor)  # a whole number of groups per node
 
 
 def _is_small(request: PlanningRequest, unit: Unit, layout: UnitLayout) -> bool:

@@ -41,7 +41,7 @@ def _megatron_grids(request: PlanningRequest, *, replicates: bool) -> Iterator[C
     for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
         for pipeline in allowed_sizes.pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_on_grid, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
-            llm_gpus = size.tensor * size.context * pipeline
+            llm_gpus = size.num_ranks * pipeline
             largest_first = [data for data in reversed(data_sizes) if data * llm_gpus <= request.num_gpus]
             grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in largest_first)
             fitting = (each for each in map(Candidate, filter(is_even, grids)) if each.num_gpus <= request.num_gpus)
@@ -53,9 +53,9 @@ def _on_grid(
 ) -> UnitLayout:
     """Lay a unit out on the grid, or as its fixed sizes say."""
     if unit.role is Role.BACKBONE:
-        return even_layout(unit, size.tensor, data, pipeline, context=size.context)
+        return even_layout(unit, size, data, pipeline)
     fixed = request.fixed(unit.name)
     stages = fixed.pipeline_parallel_size or min(extra, unit.num_inner_layers)
     tensor = fixed.tensor_parallel_size or (1 if replicates else size.tensor)
     copies = data * (size.tensor if replicates else 1)
-    return even_layout(unit, tensor, fixed.data_parallel_size or copies, stages, context=size.context)
+    return even_layout(unit, StageSize(tensor, size.context), fixed.data_parallel_size or copies, stages)

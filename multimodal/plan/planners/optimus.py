@@ -13,7 +13,7 @@ from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_se
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, even_layout, layer_times, stage_times
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.run_variants import climb, other_partitions, with_first_balance
 from multimodal.plan.planners.search.trials import simulate_run
@@ -89,7 +89,7 @@ class _Search:
         kinds = Counter[tuple[object, ...]]()
         for plan in sorted(self._llm_plans(), key=lambda each: (each.seconds, each.candidate.num_gpus)):
             layout = plan.candidate.layouts[self.graph.backbone.name]
-            kind = layout.stage_size, layout.pipeline_parallel_size
+            kind = layout.size, layout.pipeline_parallel_size
             if kinds[kind] == ALIKE:
                 continue
             self.num_looked_at += 1
@@ -112,7 +112,7 @@ class _Search:
         data_sizes = allowed_sizes.data_parallel_sizes(request, backbone.name)
         sizes_of_stages = allowed_sizes.stage_sizes(request, backbone.name)
         for size, pipeline in product(sizes_of_stages, allowed_sizes.pipeline_parallel_sizes(request, backbone.name)):
-            ranks = size.tensor * size.context * pipeline
+            ranks = size.num_ranks * pipeline
             for data in allowed_sizes.largest_fitting(data_sizes, gpus_per_replica=ranks, num_gpus=request.num_gpus):
                 for virtual in self._virtual_stages(pipeline):
                     layouts = {unit.name: self._cut(unit, size, data, pipeline, virtual) for unit in following}
@@ -136,7 +136,7 @@ class _Search:
         """
         fixed = self.request.fixed(unit.name)
         if unit.module is not None:
-            size, data, pipeline = StageSize(1), data * size.tensor * size.context * pipeline, 1
+            size, data, pipeline = StageSize(1), data * size.num_ranks * pipeline, 1
         count = pipeline * (virtual if unit.role is Role.BACKBONE else 1)
         given = (fixed.tensor_parallel_size, fixed.context_parallel_size, fixed.pipeline_parallel_size, fixed.data_parallel_size)
         agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))
@@ -157,7 +157,7 @@ class _Search:
         encoders = {unit.name for unit in self.graph.encoders}
         ends = slowest = bubbles = reducing = 0.0
         for name, layout in candidate.layouts.items():
-            times_of = partial(stage_times, self.request, name, layout.stage_size)
+            times_of = partial(stage_times, self.request, name, layout.size)
             stages = times_of(layout.stages)
             reducing = max(reducing, exposed_reduction_seconds(self.request, name, layout, stage_seconds=max(stages)))
             if name in encoders:
@@ -184,7 +184,7 @@ class _Search:
                 encoding = 0.0  # seconds on the busiest ranks
                 for name in names:
                     layout = candidate.layouts[name]
-                    busiest = max(stage_times(self.request, name, layout.stage_size, layout.stages))
+                    busiest = max(stage_times(self.request, name, layout.size, layout.stages))
                     encoding += busiest * candidate.unit_microbatches(self.request, name)
                 found.append(_Scored(candidate, self._seconds(candidate, encoding), schedule))
         return sorted(found, key=lambda each: each.seconds)
@@ -192,15 +192,15 @@ class _Search:
     def _encoder_layouts(self, llm: UnitLayout, unit: Unit) -> Iterator[UnitLayout]:
         """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, those with few stages first (4.5)."""
         request, fixed = self.request, self.request.fixed(unit.name)
-        context = fixed.context_parallel_size or 1
         pipelines = allowed_sizes.pipeline_parallel_sizes(request, unit.name)
         for pipeline, tensor in product(pipelines, allowed_sizes.tensor_parallel_sizes(request, unit.name)):
-            divides = llm.pipeline_parallel_size % pipeline == 0 and llm.ranks_per_stage % (tensor * context) == 0
-            data = llm.num_ranks // (tensor * context * pipeline)
+            size = StageSize(tensor, fixed.context_parallel_size or 1)
+            divides = llm.pipeline_parallel_size % pipeline == 0 and llm.size.num_ranks % size.num_ranks == 0
+            data = llm.num_ranks // (size.num_ranks * pipeline)
             if divides and fixed.data_parallel_size in (None, data):
                 virtual = fixed.virtual_stages or self._num_ranges(unit, llm, pipeline, LAYERS_PER_RANGE)
                 if virtual * pipeline <= unit.num_inner_layers:
-                    yield even_layout(unit, tensor, data, pipeline, virtual, context=context)
+                    yield even_layout(unit, size, data, pipeline, virtual)
 
     @staticmethod
     def _num_ranges(unit: Unit, llm: UnitLayout, pipeline: int, layers_per_range: int) -> int:
@@ -218,8 +218,7 @@ class _Search:
                 stages = old.pipeline_parallel_size
                 if self.request.fixed(unit.name).virtual_stages is None:
                     virtual = self._num_ranges(unit, llm, stages, layers)
-                    sizes = old.tensor_parallel_size, old.data_parallel_size
-                    layouts[unit.name] = even_layout(unit, *sizes, stages, virtual, context=old.context_parallel_size)
+                    layouts[unit.name] = even_layout(unit, old.size, old.data_parallel_size, stages, virtual)
             candidate = self._candidate(layouts)
             if candidate not in tried:
                 tried.append(candidate)
@@ -247,8 +246,7 @@ class _Search:
         request, candidate = self.request, scored.candidate
         plan = keep_beside_llm(candidate.build_plan(self.graph), self.graph)
         fills = self.graph.encoders and not plan.is_whole_on_every_rank
-        is_virtual = any(layout.virtual_stages > 1 for layout in candidate.layouts.values())
-        schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
+        schedule = scored.schedule if fills else candidate.schedule
         return with_first_balance(build_run(request, plan, schedule=schedule, seconds=scored.seconds), request)
 
 

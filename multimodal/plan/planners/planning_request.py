@@ -47,10 +47,15 @@ def plain_schedule(*, has_virtual_stages: bool = False) -> str:
 
 
 class StageSize(NamedTuple):
-    """The ranks of one stage of one replica: tensor x context."""
+    """The parallel sizes by which ranks share one stage of one replica."""
 
     tensor: int
     context: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the stage."""
+        return self.tensor * self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +331,7 @@ class PlanningRequest:
             weights = dict[str, int]()
             for kind in dict.fromkeys(unit.layers):
                 layer = describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size)
-                weights[kind] = layer.num_trained_weights if self.backward_need(unit.name, kind).trains_weights else 0
+                weights[kind] = layer.num_trained_weights(self.backward_need(unit.name, kind))
             sums[unit.name] = tuple(accumulate(map(weights.__getitem__, unit.layers), initial=0))
         return sums
 

@@ -14,6 +14,7 @@ from multimodal.balance.step_predictor import CLEARLY, StepPredictor, find_bette
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
+from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated, plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -152,8 +153,9 @@ VISION = Unit("vision", Role.ENCODER, Transformer(4, 1024, 8, 4096), ImageInput(
 LLM = Unit("llm", Role.BACKBONE, Transformer(8, 1024, 8, 4096))
 GRAPH = ModelGraph((VISION, LLM), (("vision", "llm"),))
 OPTIONS = BalanceOptions(micro_batch_size=4, vocab_size=1024)
-SHARED = Candidate({"vision": even_layout(VISION, 1, 4, 1), "llm": even_layout(LLM, 1, 4, 1)}, groups=(("vision", "llm"),))
-APART = Candidate({"vision": even_layout(VISION, 1, 2, 1), "llm": even_layout(LLM, 1, 2, 2)})
+ONE = StageSize(1)
+SHARED = Candidate({"vision": even_layout(VISION, ONE, 4, 1), "llm": even_layout(LLM, ONE, 4, 1)}, groups=(("vision", "llm"),))
+APART = Candidate({"vision": even_layout(VISION, ONE, 2, 1), "llm": even_layout(LLM, ONE, 2, 2)})
 
 
 def uneven_batch() -> list[SampleLengths]:

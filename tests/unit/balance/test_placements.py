@@ -14,6 +14,7 @@ from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.placement import as_computed
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
+from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError
@@ -23,7 +24,8 @@ from tools.balance import NodeBytes, measure_traffic, moved_volume
 
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
 LENGTHS = random_lengths(TWO, count=48)
-PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, groups=(TWO.unit_names,)).build_plan(TWO)
+LAYOUTS = {unit.name: even_layout(unit, StageSize(1), 4, 1) for unit in TWO.units}
+PLAN = Candidate(LAYOUTS, groups=(TWO.unit_names,)).build_plan(TWO)
 
 
 def replica_flops(assignment: Assignment) -> list[float]:
@@ -182,7 +184,7 @@ def test_the_costliest_is_held_against_the_mean_and_so_is_the_longest_which_no_b
 
 @pytest.mark.parametrize("graph", [TWO, FED], ids=["two", "fed"])
 def test_an_encoder_runs_first_what_is_needed_first(graph) -> None:
-    plan = Candidate({unit.name: even_layout(unit, 1, 1, 1) for unit in graph.units}).build_plan(graph)
+    plan = Candidate({unit.name: even_layout(unit, StageSize(1), 1, 1) for unit in graph.units}).build_plan(graph)
     lengths = random_lengths(graph, count=3, seed=5)
     samples = {name: [(Atom(each, -1 if name == "llm" else 0),) for each in range(3)] for name in graph.unit_names}
     orders = {"vision": (1, 2, 0), "joint": (2, 0, 1), "llm": (2, 1, 0)}

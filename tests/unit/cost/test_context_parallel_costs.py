@@ -15,7 +15,7 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_memory import default_zero_stage, layer_static_bytes
 from multimodal.cost.token_shares import CUT, TOLERANCE, ItemDealer, RankLoad, WholeItemShares, deal_items
-from multimodal.cost.unit_load import UnitLoad, add_loads
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_loads
 from multimodal.plan.plans_of_sizes import UnitSizes, build_unit_plan
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
@@ -226,9 +226,9 @@ def test_nothing_is_cut_where_whole_items_are_near_to_even_shares(lengths: list[
 def test_loads_of_ranks_add_up_to_the_microbatch(unit: str, outputs: tuple[int, ...]) -> None:
     items = [ItemLengths(unit, length, length // 4 if unit == "vision" else 0) for length in (40, 200, 40)]
     dealer = ItemDealer(ITEM_GRAPH, unit, 2, BLOCK)
-    loads = dealer.loads_of(items)
-    assert loads == tuple(UnitLoad(item.num_tokens, item.num_tokens**2, out, 1) for item, out in zip(items, outputs, strict=True))
-    ranks = dealer.rank_loads(loads)
+    loads = item_loads(ITEM_GRAPH.unit(unit), items)
+    assert loads == [UnitLoad(item.num_tokens, item.num_tokens**2, out, 1) for item, out in zip(items, outputs, strict=True)]
+    ranks = dealer.rank_loads(items)
     total = add_loads(part for rank in ranks for part in rank)
     assert total[:2] == add_loads(loads)[:2] and total.num_outputs == sum(outputs)
     assert ranks[0] == RankLoad(UnitLoad(), UnitLoad(*ranks[0].cut))

@@ -40,8 +40,8 @@ class Candidate:
         sorted by tp.
         """
         groups, layouts = self.all_groups, self.layouts
-        whole = {group: max(layouts[unit].ranks_per_stage for unit in group) for group in groups}
-        tensor = {group: max(layouts[unit].tensor_parallel_size for unit in group) for group in groups}
+        whole = {group: max(layouts[unit].size.num_ranks for unit in group) for group in groups}
+        tensor = {group: max(layouts[unit].size.tensor for unit in group) for group in groups}
         keys = tensor if any(larger % smaller for smaller, larger in pairwise(sorted(whole.values()))) else whole
         first_rank, firsts = 0, {}
         for group in sorted(groups, key=lambda group: -keys[group]):
@@ -55,9 +55,14 @@ class Candidate:
         return sum(max(self.layouts[unit].num_ranks for unit in group) for group in self.all_groups)
 
     @property
+    def virtual_stages(self) -> int:
+        """Most layer ranges that a stage holds."""
+        return max(layout.virtual_stages for layout in self.layouts.values())
+
+    @property
     def schedule(self) -> str:
         """The simplest builder that fits the layouts."""
-        return plain_schedule(has_virtual_stages=any(layout.virtual_stages > 1 for layout in self.layouts.values()))
+        return plain_schedule(has_virtual_stages=self.virtual_stages > 1)
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Give each group ranks of its own, in Megatron's order; raises PlanError if its units differ in number of ranks."""
@@ -74,11 +79,6 @@ class Candidate:
         """Return the planner's answer; seconds: its estimate of a step."""
         plan = self.build_plan(request.graph)
         return build_run(request, plan, schedule=schedule or self.schedule, seconds=seconds, balance=balance)
-
-    @property
-    def placement(self) -> str:
-        """The kind of placement: estimates have about the same error for all layouts of a kind."""
-        return "all units on all ranks" if self.groups else "ranks of its own for each unit"
 
     def unit_microbatches(self, request: PlanningRequest, unit: str) -> int:
         """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
@@ -118,7 +118,7 @@ class Candidate:
             stages = range(layout.pipeline_parallel_size)
             samples = [self.samples_in_flight(request, unit, stage, schedule=schedule) for stage in stages]
             peaks[unit] = max(stage_bytes(request, unit, layout, stage, num_samples=each) for stage, each in enumerate(samples))
-            working[unit] = working_bytes(request, unit, layout.stage_size)
+            working[unit] = working_bytes(request, unit, layout.size)
         return all(
             sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
             for group in self.all_groups

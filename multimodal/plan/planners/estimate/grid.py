@@ -20,10 +20,10 @@ from multimodal.plan.planners.estimate import step_estimate
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, layer_times
-from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.plans_of_sizes import place_stages
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.plan import Plan
 
 
 class Piece(NamedTuple):
@@ -85,33 +85,22 @@ class Grid(Candidate):
     @property
     def num_gpus(self) -> int:
         """Total number of ranks."""
-        return self.num_stages * self.shape.size.tensor * self.shape.size.context * self.shape.data_parallel_size
-
-    @property
-    def placement(self) -> str:
-        """The kind of placement."""
-        return "one chain over a grid"
-
-    @property
-    def schedule(self) -> str:
-        """The simplest builder that fits the grid."""
-        return plain_schedule(has_virtual_stages=self.virtual_stages > 1)
+        return self.num_stages * self.shape.size.num_ranks * self.shape.data_parallel_size
 
     def build_plan(self, graph: ModelGraph) -> Plan:
         """Give every stage of the grid its ranks."""
-
-        def place(held: Mapping[int, tuple[Range, ...]], layout: UnitLayout) -> UnitPlan:
-            (tensor, context), data = layout.stage_size, layout.data_parallel_size
-            return place_stages(held, tensor=tensor, context=context, data=data)
-
-        return keep_beside_llm(Plan({name: place(self.held[name], self.layouts[name]) for name in graph.unit_names}), graph)
+        units = {}
+        for name in graph.unit_names:
+            layout = self.layouts[name]
+            units[name] = place_stages(self.held[name], **layout.size._asdict(), data=layout.data_parallel_size)
+        return keep_beside_llm(Plan(units), graph)
 
     def seconds(self, request: PlanningRequest) -> float:
         """Return the expected step: interleaving divides the warm-up; the rest as in `estimate_seconds` with `has_spread`."""
         count, slowest, through_all = self.num_microbatches(request), max(self.stage_seconds), sum(self.stage_seconds)
         ends = (through_all - slowest) / self.virtual_stages
         waits = step_estimate.slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
-        heaviest = max(step_estimate.heaviest_seconds(request, unit, each.stage_size) for unit, each in self.layouts.items())
+        heaviest = max(step_estimate.heaviest_seconds(request, unit, each.size) for unit, each in self.layouts.items())
         exposed = max(
             step_estimate.exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest)
             for unit, layout in self.layouts.items()
@@ -126,7 +115,7 @@ class Grid(Candidate):
             for index, stage in enumerate(stages):
                 samples = self.samples_in_flight(request, unit, index, schedule=schedule)
                 total[stage] += stage_bytes(request, unit, layout, index, num_samples=samples)
-                working[stage] = max(working[stage], working_bytes(request, unit, layout.stage_size))
+                working[stage] = max(working[stage], working_bytes(request, unit, layout.size))
         return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes
 
 
@@ -139,7 +128,7 @@ def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
     data_sizes = shared_data_parallel_sizes(request, names)
     num_pieces = sum(len(unit_pieces(unit)) for unit in graph.units)
     for size in shared_stage_sizes(request, names):
-        ranks = size.tensor * size.context
+        ranks = size.num_ranks
         for num_stages in (fixed,) if fixed else range(1, min(num_pieces, request.num_gpus // ranks) + 1):
             for data in largest_fitting(data_sizes, gpus_per_replica=num_stages * ranks, num_gpus=request.num_gpus):
                 is_even = all(data * ranks in sizes for sizes in data_sizes_of_modules)
@@ -183,8 +172,8 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
             else:
                 ranges.append((start, stop))
     frozen = {unit: {stage: tuple(ranges) for stage, ranges in stages.items()} for unit, stages in held.items()}
-    layouts, ranks = {}, shape.size.tensor * shape.size.context * shape.data_parallel_size
-    for unit, (tensor, context) in {piece.unit: piece.size for piece in pieces}.items():
-        layouts[unit] = UnitLayout(tensor, ranks // (tensor * context), tuple(frozen[unit].values()), context)
+    layouts, ranks = {}, shape.size.num_ranks * shape.data_parallel_size
+    for unit, size in {piece.unit: piece.size for piece in pieces}.items():
+        layouts[unit] = UnitLayout(size, ranks // size.num_ranks, tuple(frozen[unit].values()))
     ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
     return Grid(layouts, shape=shape, held=frozen, stage_seconds=tuple(stage_seconds), ranges=ranges_of)

@@ -86,8 +86,8 @@ def range_bytes(
 
 def stage_bytes(request: PlanningRequest, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
     """Weights, gradients and optimizer state of one stage and the activations of `num_samples` samples in it, per rank."""
-    static, kept = range_bytes(request, unit, layout.stages[stage_index], layout.stage_size, layout.weight_copies)
-    return static + (kept * heavy_count(request, unit, num_samples) / layout.tensor_parallel_size if num_samples > 0 else 0.0)
+    static, kept = range_bytes(request, unit, layout.stages[stage_index], layout.size, layout.weight_copies)
+    return static + (kept * heavy_count(request, unit, num_samples) / layout.size.tensor if num_samples > 0 else 0.0)
 
 
 @memoized
@@ -148,7 +148,7 @@ def layer_memory(request: PlanningRequest, unit: str, kind: str, *, is_recompute
     case = ActivationCase(need, request.cluster.bytes_per_element, layers, request.recompute if is_recomputed else None)
     return LayerMemory(
         num_weights=layer.num_held_weights,
-        num_trained=layer.num_trained_weights if need.trains_weights else 0,
+        num_trained=layer.num_trained_weights(need),
         num_shared=layer.num_expert_weights,
         num_sharers=request.experts_of(unit),
         activations=layer.activation_bytes(load, case),

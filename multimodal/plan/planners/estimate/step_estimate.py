@@ -170,7 +170,7 @@ def unit_stage_seconds(request: PlanningRequest, candidate: Candidate) -> Mappin
     """Return unit -> seconds of each stage per microbatch, forward and backward; at least those of moving sharded weights."""
     stage_seconds, firsts = {}, candidate.first_ranks if request.zero_stage == 3 else {}
     for unit, layout in candidate.layouts.items():
-        computing, least = stage_times(request, unit, layout.stage_size, layout.stages), 0.0
+        computing, least = stage_times(request, unit, layout.size, layout.stages), 0.0
         if firsts:  # twice the weights, and once the gradients
             per_weight = 2 * request.cluster.bytes_per_element + GRADIENT_BYTES
             least = per_weight / GRADIENT_BYTES * reduction_seconds(request, unit, layout, first_rank=firsts[unit])
@@ -220,7 +220,7 @@ def estimate_seconds(request: PlanningRequest, candidate: Candidate, *, has_spre
             for unit, each in layouts.items()
         )
     if has_spread:
-        heaviest = max(heaviest_seconds(request, unit, layout.stage_size) for unit, layout in layouts.items())
+        heaviest = max(heaviest_seconds(request, unit, layout.size) for unit, layout in layouts.items())
         least = max(heaviest, sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))))
     return max(chain + steady, least) + reducing
 
@@ -231,7 +231,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *
         return 0.0
     weights = request.trained_weights[unit]
     of_stages = (sum(weights[end] - weights[first] for first, end in ranges) for ranges in layout.stages)
-    ranks_per_position = layout.ranks_per_stage * layout.data_parallel_size
+    ranks_per_position = layout.size.num_ranks * layout.data_parallel_size
     return max(
         replicas_seconds(request, GRADIENT_BYTES * each, layout, first_rank=first_rank + stage * ranks_per_position)
         for stage, each in enumerate(of_stages)
@@ -240,7 +240,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *
 
 def replicas_seconds(request: PlanningRequest, num_bytes: float, layout: UnitLayout, *, first_rank: int) -> float:
     """Return the seconds of reducing or gathering a stage's bytes over its replicas, the first of which has `first_rank`."""
-    size, per_node = layout.tensor_parallel_size, request.cluster.gpus_per_node
+    size, per_node = layout.size.tensor, request.cluster.gpus_per_node
     latency, per_byte = _ring_costs(request.cluster, first_rank % per_node, layout.weight_copies, size)
     return latency + per_byte * num_bytes / size if layout.weight_copies > 1 else 0.0
 

@@ -18,26 +18,15 @@ from multimodal.values.plan import UnitPlan, split_layers
 class UnitLayout:
     """One unit's parallelism."""
 
-    tensor_parallel_size: int
+    size: StageSize
     data_parallel_size: int
     stages: tuple[tuple[Range, ...], ...]
     """The layer ranges of each pipeline stage; several for virtual stages."""
-    context_parallel_size: int = 1
-
-    @property
-    def stage_size(self) -> StageSize:
-        """Return the sizes by which ranks share a stage."""
-        return StageSize(self.tensor_parallel_size, self.context_parallel_size)
-
-    @property
-    def ranks_per_stage(self) -> int:
-        """Ranks of one stage of one replica: tp x cp."""
-        return self.tensor_parallel_size * self.context_parallel_size
 
     @property
     def weight_copies(self) -> int:
         """Ranks that hold the same weights, over all replicas and context parallel ranks."""
-        return self.data_parallel_size * self.context_parallel_size
+        return self.data_parallel_size * self.size.context
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -52,7 +41,7 @@ class UnitLayout:
     @property
     def num_ranks(self) -> int:
         """Ranks of all replicas."""
-        return self.ranks_per_stage * self.data_parallel_size * self.pipeline_parallel_size
+        return self.size.num_ranks * self.data_parallel_size * self.pipeline_parallel_size
 
 
 def deal_ranges(ranges: Sequence[Range], *, num_stages: int) -> tuple[tuple[Range, ...], ...]:
@@ -60,16 +49,16 @@ def deal_ranges(ranges: Sequence[Range], *, num_stages: int) -> tuple[tuple[Rang
     return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
 
 
-def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_stages: int = 1, *, context: int = 1) -> UnitLayout:
+def even_layout(unit: Unit, size: StageSize, data: int, num_stages: int, virtual_stages: int = 1) -> UnitLayout:
     """Cut a unit's layers evenly into stages; virtual stages are dealt in turn."""
     ranges = split_layers(unit.layers, num_stages=num_stages * virtual_stages)
-    return UnitLayout(tensor, data, deal_ranges(ranges, num_stages=num_stages), context)
+    return UnitLayout(size, data, deal_ranges(ranges, num_stages=num_stages))
 
 
 def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
     """Lay one unit out on consecutive ranks (`place_stages`)."""
-    (tensor, context), data = layout.stage_size, layout.data_parallel_size
-    return place_stages(dict(enumerate(layout.stages)), tensor=tensor, context=context, data=data, first_rank=first_rank)
+    held, sizes = dict(enumerate(layout.stages)), layout.size._asdict()
+    return place_stages(held, **sizes, data=layout.data_parallel_size, first_rank=first_rank)
 
 
 class LayerTimes(NamedTuple):
@@ -95,8 +84,7 @@ def layer_times(request: PlanningRequest, unit: str, size: StageSize) -> LayerTi
 
 def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> dict[str, tuple[float, float]]:
     """Return kind of layer -> seconds of its forward and backward; layers of one kind in a unit are alike."""
-    seconds, num_ranks = {}, size.tensor * size.context
-    expert_ranks = tuple(range(0, num_ranks * request.experts_of(unit), num_ranks))
+    seconds, expert_ranks = {}, tuple(range(0, size.num_ranks * request.experts_of(unit), size.num_ranks))
     sharing = Sharing(*size, request.recompute, expert_ranks=expert_ranks)
     for kind in dict.fromkeys(request.graph.unit(unit).layers):
         one = request.layer_costs.seconds(unit, kind, load, sharing)
@@ -127,4 +115,4 @@ def balanced_layout(
 ) -> UnitLayout:
     """Cut a unit's layers by their times, so that the slowest range is as fast as possible; virtual stages are dealt in turn."""
     ranges = partition_unit(unit, layer_times(request, unit.name, size).total, num_stages=num_stages * virtual_stages)
-    return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=num_stages), size.context)
+    return UnitLayout(size, data, deal_ranges(ranges, num_stages=num_stages))

@@ -42,8 +42,8 @@ class UnitOptions:
 
     def layout(self, row: int, unit: Unit, *, virtual_stages: int = 1) -> UnitLayout:
         """Return the unit's layout for a row, with layers cut evenly."""
-        tensor, data, pipeline, context = (int(column[row]) for column in (self.tensor, self.data, self.pipeline, self.context))
-        return even_layout(unit, tensor, data, pipeline, virtual_stages, context=context)
+        tensor, context, data, pipeline = (int(column[row]) for column in (self.tensor, self.context, self.data, self.pipeline))
+        return even_layout(unit, StageSize(tensor, context), data, pipeline, virtual_stages)
 
 
 def list_options(request: PlanningRequest, unit: str, *, max_gpus: int) -> UnitOptions:
@@ -54,7 +54,7 @@ def list_options(request: PlanningRequest, unit: str, *, max_gpus: int) -> UnitO
     """
     axes = np.array(data_parallel_sizes(request, unit)), np.array(pipeline_parallel_sizes(request, unit))
     data, pipeline = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
-    sizes = [size for size in stage_sizes(request, unit) if size.tensor * size.context <= max_gpus or size.context == 1]
+    sizes = [size for size in stage_sizes(request, unit) if size.num_ranks <= max_gpus or size.context == 1]
     columns = [_of_stage_size(request, unit, size, data, pipeline) for size in sizes]
     merged = UnitOptions(*map(np.concatenate, zip(*(vars(part).values() for part in columns), strict=True)))
     return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))

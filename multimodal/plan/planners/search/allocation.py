@@ -20,15 +20,16 @@ _LARGEST_PRODUCT = 300_000
 class AllocationProblem:
     """The input of Alg. 1."""
 
+    request: PlanningRequest
     llm: UnitOptions
     others: Mapping[str, UnitOptions]
-    upstream: frozenset[str]
-    """The encoders among `others`, which keep activations for as many microbatches as the LLM has in flight."""
-    num_gpus: int
-    num_microbatches: int
-    """LLM microbatches of one step, over all replicas."""
     virtual_stages: int = 1
     """Layer ranges per stage of the LLM, by which its warm-up is divided (DistTrain 4.3)."""
+
+    @property
+    def upstream(self) -> frozenset[str]:
+        """The encoders among `others`, which keep activations for as many microbatches as the LLM has in flight."""
+        return frozenset(unit.name for unit in self.request.graph.encoders)
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def objective_seconds(
     processes the microbatches of several of them at once.
     """
     data, slowest, chain = llm
-    count = problem.num_microbatches / data
+    count = problem.request.num_microbatches / data
     steady = (count - 1) * np.maximum(slowest, data * stage_seconds)
     return np.asarray(chain / problem.virtual_stages + data * chain_seconds + steady)
 
@@ -124,7 +125,7 @@ def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -
     llm = problem.llm
     data, slowest = float(llm.data[row]), float(llm.stage_seconds[row])
     gpus, works, chains = zip(*(front.least for front in fronts), strict=True) if fronts else ((), (), ())
-    num_left = problem.num_gpus - float(llm.gpus[row])
+    num_left = problem.request.num_gpus - float(llm.gpus[row])
     if sum(gpus) > num_left:
         return float("inf")
     bottleneck = max(slowest, least_bottleneck([data * work for work in works], num_gpus=num_left, minimums=gpus))
@@ -135,7 +136,7 @@ def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -
 def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> AllocationChoice | None:
     """Return the best choice for the other units with one row of the LLM; None if none fits."""
     llm = problem.llm
-    num_left = problem.num_gpus - int(llm.gpus[row])
+    num_left = problem.request.num_gpus - int(llm.gpus[row])
     merged = _Front(
         np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1), np.full(1, np.inf), np.zeros(1), np.zeros((1, 0), dtype=np.int64)
     )
@@ -185,12 +186,12 @@ def least_bottleneck(work: Sequence[float], *, num_gpus: float, minimums: Sequen
     return risen / left if order else 0.0
 
 
-def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice: AllocationChoice) -> Candidate:
+def build_candidate(problem: AllocationProblem, choice: AllocationChoice) -> Candidate:
     """Turn a solution into layouts with layers cut evenly."""
-    backbone = request.graph.backbone
-    layouts = {name: each.layout(choice.other_rows[name], request.graph.unit(name)) for name, each in problem.others.items()}
-    layouts[backbone.name] = problem.llm.layout(choice.llm_row, backbone, virtual_stages=problem.virtual_stages)
-    return Candidate({name: layouts[name] for name in request.graph.unit_names})
+    graph = problem.request.graph
+    layouts = {name: each.layout(choice.other_rows[name], graph.unit(name)) for name, each in problem.others.items()}
+    layouts[graph.backbone.name] = problem.llm.layout(choice.llm_row, graph.backbone, virtual_stages=problem.virtual_stages)
+    return Candidate({name: layouts[name] for name in graph.unit_names})
 
 
 def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
@@ -203,11 +204,4 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
     llm = options.pop(backbone)
     most_stages = request.graph.backbone.num_inner_layers // virtual_stages
     can_interleave = (llm.pipeline <= most_stages) & ((llm.pipeline > 1) | (virtual_stages == 1))
-    return AllocationProblem(
-        llm=llm.take(can_interleave),
-        others=options,
-        upstream=frozenset(unit.name for unit in request.graph.encoders),
-        num_gpus=request.num_gpus,
-        num_microbatches=request.num_microbatches,
-        virtual_stages=virtual_stages,
-    )
+    return AllocationProblem(request, llm.take(can_interleave), options, virtual_stages)

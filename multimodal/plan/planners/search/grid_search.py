@@ -128,7 +128,7 @@ def grid_estimate(request: PlanningRequest, grid: Grid) -> float:
     count, lanes, chunks = grid.num_microbatches(request), grid.num_stages, grid.virtual_stages
     seconds = step_estimate.chain_seconds(ranges, num_lanes=lanes, num_microbatches=count)
     waits = step_estimate.slowdown(request, grid.layouts, num_stages=lanes, num_microbatches=count, num_chunks=chunks)
-    heaviest = (step_estimate.heaviest_seconds(request, unit, each.stage_size) for unit, each in grid.layouts.items())
+    heaviest = (step_estimate.heaviest_seconds(request, unit, each.size) for unit, each in grid.layouts.items())
     return max(seconds * waits, *heaviest)
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes, stage_sizes, tensor_parallel_sizes
-from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.candidate import Candidate, Groups
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, even_layout, stage_times
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
@@ -42,12 +42,15 @@ class Layout:
     """The request with the layout's microbatch size, recomputation and sharding."""
     form: Candidate
     seconds: float
-    whole: PlanningRequest | None = None
-    """The request including units without work in the data; None if there are none."""
 
-    def to_run(self) -> PlannedRun:
-        """Assign ranks."""
-        return place_idle_units(self.form.to_run(self.request, seconds=self.seconds), self.whole or self.request)
+    @property
+    def placement(self) -> tuple[type[Candidate], Groups]:
+        """The kind of placement: estimates have about the same error for all layouts of a kind."""
+        return type(self.form), self.form.groups
+
+    def to_run(self, whole: PlanningRequest) -> PlannedRun:
+        """Assign ranks; whole: the request with units without work in the data."""
+        return place_idle_units(self.form.to_run(self.request, seconds=self.seconds), whole)
 
 
 def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[Layout]]:
@@ -57,7 +60,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
     stages of the LLM, a microbatch size, recomputation or not, and the state that replicas share. takes_more: called before every
     microbatch size; once it returns False and there is a layout, no further size is tried.
     """
-    whole, request = request, without_idle_units(request)
+    request = without_idle_units(request)
     kinds: list[list[Layout]] = []
     best: dict[int, float] = {}
 
@@ -84,8 +87,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         promising = dict.fromkeys(each for size in _best_first(best) for each in (size, size // 2) if each in sizes)
         look_at(request.changed(micro_batch_size=size, tp_comm_overlap=True) for size in promising)
     least = min(best.values(), default=math.inf)
-    near = (kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least)
-    return [[replace(layout, whole=whole) for layout in kind] for kind in near]
+    return [kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least]
 
 
 def efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
@@ -116,13 +118,13 @@ def _disaggregated(request: PlanningRequest, problem: AllocationProblem) -> list
     """Return the best choice of the other units for each parallelism of the LLM, with layers partitioned by their times."""
     scored = []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
-        even = build_candidate(request, problem, choice)
+        even = build_candidate(problem, choice)
         layouts = {}
         for name, old in even.layouts.items():
             layouts[name] = balanced_layout(
                 request,
                 request.graph.unit(name),
-                old.stage_size,
+                old.size,
                 data=old.data_parallel_size,
                 num_stages=old.pipeline_parallel_size,
                 virtual_stages=old.virtual_stages,
@@ -141,7 +143,7 @@ def _colocated(request: PlanningRequest, problem: AllocationProblem) -> list[Sco
         return []
     found: list[Scored] = []
     best = float("inf")
-    busy_seconds = llm.stage_seconds * problem.num_microbatches / llm.data
+    busy_seconds = llm.stage_seconds * request.num_microbatches / llm.data
     spreads: dict[int, list[tuple[float, tuple[UnitLayout, ...]]]] = {}
     for row in np.argsort(busy_seconds, kind="stable").tolist():
         count = int(llm.gpus[row])
@@ -172,9 +174,9 @@ def _spreads(request: PlanningRequest, units: Sequence[Unit], num_gpus: int) -> 
         fixed = request.fixed(unit.name)
         stages = fixed.pipeline_parallel_size or 1
         for size in stage_sizes(request, unit.name):
-            data, rest = divmod(num_gpus, size.tensor * size.context * stages)
+            data, rest = divmod(num_gpus, size.num_ranks * stages)
             if data and not rest and fixed.data_parallel_size in (None, data):
-                layout = even_layout(unit, size.tensor, data, stages, context=size.context)
+                layout = even_layout(unit, size, data, stages)
                 seconds = max(stage_times(request, unit.name, size, layout.stages))
                 yield seconds * request.num_microbatches / data, layout
 

@@ -13,7 +13,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.pieces.stage_costs import update_seconds
+from multimodal.cost.pieces.stage_costs import StageCosts
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -102,8 +102,8 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity
     batches = request.loads.drawn_batches(request.global_batch_size, count, part.share)
     keeps_all = math.isinf(BUILDERS[run.schedule].in_flight)
     steps = [_of_batch(batch, part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
-    num_ranks = sum(map(len, part.plan.lanes))
-    total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
+    num_ranks, update = sum(map(len, part.plan.lanes)), _update_seconds(run, request)
+    total = sum(step.seconds for step in steps) + len(steps) * update
     kinds = steps[0].bubble_seconds
     return Prediction(
         iteration_seconds=total / len(steps),
@@ -114,7 +114,7 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity
         bubble={kind: sum(step.bubble_seconds[kind] for step in steps) / total if total else 0.0 for kind in kinds},
         floor_seconds=fmean(step.floor_seconds for step in steps),
         busiest_seconds=fmean(step.busiest_seconds for step in steps),
-        update_seconds=_update_seconds(run, request),
+        update_seconds=update,
         replica_share=part.share,
     )
 
@@ -252,9 +252,8 @@ def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
 
 def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     """Return the optimizer's seconds, which the simulation leaves out."""
-    layers, profile = StageLayers(request.graph, run.plan, request.vocab_size), request.profile
-    measured = profile.step if profile is not None else None
-    return update_seconds(layers, options=request.run_options(run), cluster=request.cluster, profile=measured)
+    layers = StageLayers(request.graph, run.plan, request.vocab_size)
+    return StageCosts(request.layer_costs, layers, request.run_options(run)).update_seconds()
 
 
 def _step_costs(

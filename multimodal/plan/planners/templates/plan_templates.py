@@ -139,15 +139,14 @@ def size_chains(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the longest sequences of sizes in which each divides the next: of 1, 2, 3, 6 two. Their stages fill nodes."""
 
     def extend(run: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        later = [size for size in sizes if size > run[-1] and size % run[-1] == 0]
+        later = [size for size in sizes if not run or (size > run[-1] and size % run[-1] == 0)]
         nearest = [size for size in later if not any(size > other and size % other == 0 for other in later)]
         for size in nearest:
             yield from extend((*run, size))
         if not nearest:
             yield run
 
-    firsts = [size for size in sizes if not any(size > other and size % other == 0 for other in sizes)]
-    return [run for first in firsts for run in extend((first,))]
+    return list(extend(()))
 
 
 def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches: int) -> PipelineTemplate:

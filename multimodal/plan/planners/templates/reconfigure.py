@@ -212,10 +212,6 @@ class Reconfigurer:
         chosen = self._fastest(len(nodes))
         return self._place("replan", chosen, nodes, {}).pipelines, chosen.step_seconds
 
-    def step_seconds(self, pipelines: Sequence[Pipeline]) -> float:
-        """Return the seconds of a step of the slowest pipeline."""
-        return max((self.templates.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
-
     @memoized
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates

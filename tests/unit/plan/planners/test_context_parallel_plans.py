@@ -90,11 +90,11 @@ def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
 
 
 def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_node():
-    layouts = {"vision": UnitLayout(4, 1, (((0, 8),),)), "llm": UnitLayout(2, 1, (((0, 5),), ((5, 10),)), 4)}
-    plan = Candidate(layouts).build_plan(TWO)
+    vision, llm = UnitLayout(StageSize(4), 1, (((0, 8),),)), UnitLayout(StageSize(2, 4), 1, (((0, 5),), ((5, 10),)))
+    plan = Candidate({"vision": vision, "llm": llm}).build_plan(TWO)
     assert [stage.ranks for stage in plan.units["llm"].replicas[0].stages] == [tuple(range(8)), tuple(range(8, 16))]
     assert plan.units["vision"].ranks == (16, 17, 18, 19)
-    odd = {**layouts, "llm": replace(layouts["llm"], context_parallel_size=3)}
+    odd = {"vision": vision, "llm": replace(llm, size=StageSize(2, 3))}
     assert Candidate(odd).build_plan(TWO).units["vision"].ranks == (0, 1, 2, 3), "6 is no multiple of 4"
 
 
@@ -118,7 +118,7 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
 
 
 def candidate_of(*, context: int, data: int = 1) -> Candidate:
-    return Candidate({"llm": even_layout(LLM, 2, data, 2, context=context)})
+    return Candidate({"llm": even_layout(LLM, StageSize(2, context), data, 2)})
 
 
 @pytest.mark.parametrize("context", [1, 2, 4, 8])
@@ -148,7 +148,7 @@ def test_estimated_and_simulated_time_agree():
 
 
 def test_units_of_other_context_parallel_sizes_share_ranks():
-    layouts = {"vision": even_layout(VISION, 2, 2, 1, context=2), "llm": even_layout(LLM, 2, 1, 1, context=4)}
+    layouts = {"vision": even_layout(VISION, StageSize(2, 2), 2, 1), "llm": even_layout(LLM, StageSize(2, 4), 1, 1)}
     asked = long_request(num_gpus=8)
     run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, seconds=0.0)
     assert set(run.plan.units["vision"].ranks) == set(run.plan.units["llm"].ranks) == set(range(8))
@@ -224,7 +224,7 @@ def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
 
 def test_it_lies_on_the_first_ranks_of_the_llm_in_one_replica() -> None:
     asked = without_items(TWO_ENCODERS, "audio")
-    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
+    runs = [layout.to_run(asked) for kind in best_layouts(asked) for layout in kind]
     apart = [run for run in runs if not set(run.plan.units["vision"].ranks) & set(run.plan.units["llm"].ranks)]
     assert apart
     for run in apart:

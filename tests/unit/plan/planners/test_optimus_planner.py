@@ -45,7 +45,7 @@ def test_a_generator_of_one_piece_is_whole_on_every_rank():
     graph = replace(THREE, units=(*THREE.units[:2], generator))
     plans = optimus._Search(request(graph, fixed_sizes={"llm": PIPELINE}))._llm_plans()
     layouts = {plan.candidate.layouts["generator"] for plan in plans}
-    assert {(each.tensor_parallel_size, each.pipeline_parallel_size, each.data_parallel_size) for each in layouts} == {(1, 1, 8)}
+    assert {(*each.size, each.pipeline_parallel_size, each.data_parallel_size) for each in layouts} == {(1, 1, 1, 8)}
 
 
 @pytest.mark.parametrize("graph", [TWO, TWO_ENCODERS], ids=["one encoder", "two encoders"])

@@ -16,7 +16,7 @@ from multimodal.plan.planners.allowed_sizes import fewest_enough
 from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu, plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import neighbours, other_encoder_sizes
@@ -220,7 +220,7 @@ def is_near(each: Sequence[int], own: Sequence[int], may_give_ranks_back: bool) 
 
 @pytest.mark.parametrize("kind", ["own ranks", "shared ranks", "a chain"])
 def test_one_unit_alone_gets_every_size_a_factor_away(kind: str) -> None:
-    layouts = {"vision": even_layout(VISION, 1, 2, 2), "llm": even_layout(LLM, 2, 2, 1)}
+    layouts = {"vision": even_layout(VISION, StageSize(1), 2, 2), "llm": even_layout(LLM, StageSize(2), 2, 1)}
     plan = Candidate(layouts, (("vision", "llm"),) if kind == "shared ranks" else ()).build_plan(TWO)
     if kind == "a chain":
         held = {"vision": {0: [(0, 5)], 1: [(5, 8)]}, "llm": {1: [(0, 4)], 2: [(4, 10)]}}

@@ -209,7 +209,7 @@ def exhaustive_seconds(problem):
         data, in_flight = int(llm.data[row]), int(llm.data[row] * llm.pipeline[row])
         for rows in itertools.product(*(range(len(problem.others[name])) for name in names)):
             chosen = [(name, problem.others[name], index) for name, index in zip(names, rows, strict=True)]
-            if llm.gpus[row] + sum(options.gpus[index] for _, options, index in chosen) > problem.num_gpus:
+            if llm.gpus[row] + sum(options.gpus[index] for _, options, index in chosen) > problem.request.num_gpus:
                 continue
             behind = max(
                 (
@@ -232,7 +232,7 @@ def exhaustive_seconds(problem):
             for _, options, index in chosen:
                 warmup += data * options.chain_seconds[index] / options.data[index]
                 slowest = max(slowest, data * options.stage_seconds[index] / options.data[index])
-            best = min(best, warmup + (problem.num_microbatches / data - 1) * slowest)
+            best = min(best, warmup + (problem.request.num_microbatches / data - 1) * slowest)
     return best
 
 
@@ -272,5 +272,5 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
     found, rigid = (plan_to_fit(plan, asked).prediction for plan in (plan_disttrain, plan_megatron))
     assert found.iteration_seconds <= 1.01 * rigid.iteration_seconds
     problem = build_problem(asked)
-    alone = build_candidate(asked, problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
+    alone = build_candidate(problem, rank_allocations(problem, slack=1.0)[0]).to_run(asked, seconds=0.0, balance=BALANCE)
     assert found.iteration_seconds < 0.9 * predict_run(alone, asked).iteration_seconds

@@ -34,7 +34,7 @@ from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, TWO
 def test_the_schedules_that_split_backwards_are_known(name):
     ranges = ((0, 3), (7, 10)), ((3, 5), (5, 7))
     stages = ranges if name == "zb-v" else tuple((each,) for each in ((0, 5), (5, 10)))
-    plan = Candidate({"llm": UnitLayout(1, 1, stages)}).build_plan(TEXT_ONLY)
+    plan = Candidate({"llm": UnitLayout(StageSize(1), 1, stages)}).build_plan(TEXT_ONLY)
     lengths = request(TEXT_ONLY).lengths[:4]
     assignment = BALANCERS["none"](lengths, graph=TEXT_ONLY, plan=plan, options=BalanceOptions(vocab_size=4096))
     schedule = BUILDERS[name](assignment.shape(TEXT_ONLY, plan))
@@ -68,18 +68,18 @@ def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
 
 def test_layouts_with_hidden_collectives_are_listed_and_stay_so_with_other_schedules():
     asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=4)})
-    runs = [layout.to_run() for kind in best_layouts(asked) for layout in kind]
+    runs = [layout.to_run(asked) for kind in best_layouts(asked) for layout in kind]
     hidden = [run for run in runs if run.tp_comm_overlap]
     assert hidden and all(run.transformer_impl == "local" for run in hidden) and not all(run.tp_comm_overlap for run in runs)
     other = formed(hidden[0], ("gpipe", "none"), asked)
     assert other is None or (other.tp_comm_overlap and other.transformer_impl == "local")
     alone = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=1)})
-    assert not any(layout.to_run().tp_comm_overlap for kind in best_layouts(alone) for layout in kind)
+    assert not any(layout.to_run(alone).tp_comm_overlap for kind in best_layouts(alone) for layout in kind)
 
 
 def test_options_that_change_nothing_in_a_plan_are_left_out():
     for options in ({"tp_comm_overlap": True}, {"sharding": "optim_grads_params"}):
-        run = Candidate({"llm": even_layout(LLM, 1, 1, 2)}).to_run(request(TEXT_ONLY, **options), seconds=0.0)
+        run = Candidate({"llm": even_layout(LLM, StageSize(1), 1, 2)}).to_run(request(TEXT_ONLY, **options), seconds=0.0)
         assert (run.transformer_impl, run.tp_comm_overlap, run.sharding) == ("transformer_engine", False, "optim")
 
 
@@ -87,7 +87,7 @@ def test_the_implementation_decides_what_is_kept():
     peaks = {}
     for implementation in ("local", "transformer_engine"):
         asked = request(TEXT_ONLY, transformer_impl=implementation)
-        run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, seconds=0.0)
+        run = Candidate({"llm": even_layout(LLM, StageSize(1), 1, 1)}).to_run(asked, seconds=0.0)
         assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
         kept = layer_memory(asked, "llm", "transformer").activation_bytes(1, 1)
         peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
@@ -104,21 +104,21 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
         layer.num_weights, is_trained=True, data_parallel_size=4, zero_stage=zero_stage, bytes_per_element=size
     )
     assert layer.static_bytes(4) == expected
-    run = Candidate({"llm": even_layout(LLM, 1, 4, 1)}).to_run(asked, seconds=0.0)
-    estimated = stage_bytes(asked, "llm", even_layout(LLM, 1, 4, 1), 0, num_samples=1)
+    run = Candidate({"llm": even_layout(LLM, StageSize(1), 4, 1)}).to_run(asked, seconds=0.0)
+    estimated = stage_bytes(asked, "llm", even_layout(LLM, StageSize(1), 4, 1), 0, num_samples=1)
     assert predict_run(run, asked).peak_memory_bytes == pytest.approx(estimated, rel=0.1)
 
 
 def test_collectives_over_replicas_hide_where_there_are_replicas():
     asked = request(TEXT_ONLY)
-    alone, copies = (Candidate({"llm": even_layout(LLM, 1, data, 1)}).to_run(asked, seconds=0.0) for data in (1, 4))
+    alone, copies = (Candidate({"llm": even_layout(LLM, StageSize(1), data, 1)}).to_run(asked, seconds=0.0) for data in (1, 4))
     assert alone.passes == () and copies.passes == ("gather-parameters", "reduce-by-layer")
 
 
 def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_large():
     long = tuple(SampleLengths(index, (), 32_768, 10) for index in range(4))
     asked = with_memory(request(TEXT_ONLY, transformer_impl="local", lengths=long), 1000.0)
-    run = Candidate({"llm": even_layout(LLM, 4, 1, 1)}).to_run(asked, seconds=0.0)
+    run = Candidate({"llm": even_layout(LLM, StageSize(4), 1, 1)}).to_run(asked, seconds=0.0)
     overlapped = replace(run, tp_comm_overlap=True)
     assert "--tp-comm-overlap" in overlapped.flags and "--tp-comm-overlap" not in run.flags
     assert predict_run(overlapped, asked).iteration_seconds < predict_run(run, asked).iteration_seconds
@@ -225,7 +225,7 @@ def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_fixed_microbatch_size_is_kept(size):
     layouts = [layout for kind in best_layouts(request(micro_batch_size=size)) for layout in kind]
-    assert {layout.to_run().micro_batch_size for layout in layouts} == {size}
+    assert {layout.to_run(layout.request).micro_batch_size for layout in layouts} == {size}
 
 
 def even(num_ranges):

@@ -33,7 +33,8 @@ from tests.unit.plan.planners.test_context_parallel_plans import without_items
 
 
 def colocated(*, encoder_tensor: int, encoder_data: int, tensor: int, data: int, pipeline: int) -> Candidate:
-    layouts = {"vision": even_layout(VISION, encoder_tensor, encoder_data, 1), "llm": even_layout(LLM, tensor, data, pipeline)}
+    vision, llm = StageSize(encoder_tensor), StageSize(tensor)
+    layouts = {"vision": even_layout(VISION, vision, encoder_data, 1), "llm": even_layout(LLM, llm, data, pipeline)}
     return Candidate(layouts, groups=(("vision", "llm"),))
 
 
@@ -45,7 +46,7 @@ PART = Fidelity("part", 1.0)
     [
         (TWO, colocated(encoder_tensor=1, encoder_data=16, tensor=2, data=4, pipeline=2), 100, 4, 0.06),
         (THREE, "megatron", 40, 4, 0.02),
-        (TEXT_ONLY, Candidate({"llm": even_layout(LLM, 1, 8, 2, context=2)}), 20, 8, 0.02),
+        (TEXT_ONLY, Candidate({"llm": even_layout(LLM, StageSize(1, 2), 8, 2)}), 20, 8, 0.02),
     ],
     ids=["colocated", "one grid", "context parallel"],
 )
@@ -123,7 +124,7 @@ def test_replicas_that_overlap_in_part_have_no_share():
 def test_units_without_work_keep_no_replica_from_being_left_out():
     asked = without_items(TWO, "vision", num_gpus=8, global_batch_size=64, micro_batch_size=1)
     asked = replace(asked, lengths=asked.lengths[:1])
-    candidate = Candidate({"llm": even_layout(LLM, 1, 4, 2)})
+    candidate = Candidate({"llm": even_layout(LLM, StageSize(1), 4, 2)})
     run = place_idle_units(candidate.to_run(without_idle_units(asked), seconds=0.0), asked)
     assert run.plan.units["vision"].data_parallel_size == 1
     kept = kept_plan(run.plan, asked, 4)
@@ -139,8 +140,8 @@ def test_units_without_work_keep_no_replica_from_being_left_out():
 def test_a_unit_without_work_that_finds_no_room_keeps_all_replicas():
     asked = without_items(TWO, "vision")
     units = {
-        "vision": build_unit(even_layout(VISION, 1, 1, 6), first_rank=0),
-        "llm": build_unit(even_layout(LLM, 1, 4, 2), first_rank=0),
+        "vision": build_unit(even_layout(VISION, StageSize(1), 1, 6), first_rank=0),
+        "llm": build_unit(even_layout(LLM, StageSize(1), 4, 2), first_rank=0),
     }
     assert kept_plan(Plan(units), asked, 4) is None
     assert kept_plan(Plan(units), asked, 1) == Plan(units)

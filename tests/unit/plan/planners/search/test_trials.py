@@ -12,7 +12,7 @@ from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, ex
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.plan_file import plan_lines
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
@@ -113,7 +113,7 @@ def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_c
 
 
 def test_reductions_hide_behind_the_last_backward():
-    asked, layout = request(TWO), even_layout(LLM, 1, 4, 2)
+    asked, layout = request(TWO), even_layout(LLM, StageSize(1), 4, 2)
     whole = reduction_seconds(asked, "llm", layout)
     exposed = [exposed_reduction_seconds(asked, "llm", layout, stage_seconds=each * whole) for each in (0.0, 0.6, 60.0)]
     assert exposed[0] == pytest.approx(whole) and exposed == sorted(exposed, reverse=True)
@@ -121,12 +121,12 @@ def test_reductions_hide_behind_the_last_backward():
 
 
 def test_gradients_are_reduced_between_the_ranks_that_hold_them():
-    asked, layout = request(TWO), even_layout(LLM, 1, 2, 1)
+    asked, layout = request(TWO), even_layout(LLM, StageSize(1), 2, 1)
     inside, across = (reduction_seconds(asked, "llm", layout, first_rank=rank) for rank in (4, 3))
     assert inside == reduction_seconds(asked, "llm", layout) < across, "ranks 3 and 4 are on two nodes of 4"
-    first = Candidate({"vision": even_layout(VISION, 1, 3, 1), "llm": layout})
+    first = Candidate({"vision": even_layout(VISION, StageSize(1), 3, 1), "llm": layout})
     assert first.first_ranks == {"vision": 0, "llm": 3}
-    alone = replace(first, layouts={"llm": layout, "vision": even_layout(VISION, 1, 3, 1)})
+    alone = replace(first, layouts={"llm": layout, "vision": even_layout(VISION, StageSize(1), 3, 1)})
     assert alone.first_ranks == {"llm": 0, "vision": 2}
     assert estimate_seconds(asked, first) > estimate_seconds(asked, alone)
 

@@ -225,7 +225,7 @@ def test_spans_follow_each_other_and_a_loss_costs_the_running_step():
 
 def test_what_waits_for_the_end_of_a_step_takes_effect_once_and_an_announced_loss_costs_no_step():
     one = reconfigurer_of_trace()
-    step = one.step_seconds(one.start())
+    step = one.templates.step_seconds
     lost, joins = NodeChange(10.1 * step, -1), NodeChange(10.2 * step, 1)
     announced = Pauses(recovery=3.0, is_announced=True)
     both = simulate_templates(one, [lost, joins], until=100 * step, pauses=announced)
