@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,6 +24,7 @@ from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, bu
 from megatron.runtime.step.step import Step
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.cluster import peak_tflops
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.model.initialization import initialize_parameters
@@ -35,7 +36,7 @@ from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import WeightGradientQueue, defer_weight_gradients
 from multimodal.plan.plans_of_sizes import plan_colocated
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 
 
 class LayerInput(NamedTuple):
@@ -59,7 +60,8 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     """
     unit, (index,) = stage.unit, stage.layer_range
     kind = kind_of(unit, index)
-    num_tokens *= kind.num_tokens_per_output(unit)
+    if unit.role is Role.ENCODER and LAYER_KINDS[unit.layers[index]].counts == "leaving":
+        num_tokens *= unit.merge_factor
     length = num_tokens // num_sequences
     positions = torch.arange(length).repeat(num_sequences)
     if unit.audio is not None:
@@ -67,15 +69,13 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
     elif not unit.is_causal:
         positions = torch.stack((positions // 16, positions % 16), dim=1)
     whole = PackedInput((length,) * num_sequences, positions).with_windows_of(unit)
+    whole = whole.map_tensors(lambda tensor: tensor.to(torch.cuda.current_device()))
     parts, item_embeddings = kind.random_input(stage.context, num_tokens=num_tokens, num_sequences=num_sequences)
     hidden = None
-    if kind.takes_hidden:
+    if not stage.is_first:
         width = stage.context.graph.width_behind(unit.name, index - 1)
         hidden = stage.context.random(stage.num_rows(num_tokens), 1, width).requires_grad_()
-    on_device: dict[str, Any] = {"positions": positions.to(torch.cuda.current_device())}
-    if whole.window_order is not None:
-        on_device["window_order"] = whole.window_order.to(torch.cuda.current_device())
-    return LayerInput(hidden, replace(whole, **{**on_device, **parts}), item_embeddings)
+    return LayerInput(hidden, replace(whole, **parts), item_embeddings)
 
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)

@@ -1,11 +1,11 @@
 """The backends of attention, by name, and the mask that all take: computed once, shared by all layers of a stage."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
 from multimodal.attention.block_summary import BlockLists, list_blocks
-from multimodal.attention.device_values import DerivedValues, map_tensors
+from multimodal.attention.device_values import DerivedValues
 from multimodal.values.errors import ConfigError
-
-Built = TypeVar("Built")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,6 @@ class AttentionMask:
     softcap: float | None = None
     derived: DerivedValues = field(default_factory=DerivedValues, repr=False)
     """Forms that backends derive from it."""
-    _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_keys(self) -> int:
@@ -116,15 +113,9 @@ class AttentionMask:
             return self.keys_on(device)
         return self.derived.on(device, "queries", lambda: _to_tensors(self.tokens, self.query_positions))
 
-    def keep(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return the value that was built under this key, or build it now: for forms that depend on where they are used."""
-        if key not in self._built:
-            self._built[key] = build()
-        return self._built[key]
-
     def map_tensors(self, change: Callable[[Any], Any]) -> "AttentionMask":
         """Return the same mask with the tensors of its derived forms changed."""
-        return replace(self, derived=map_tensors(self.derived, change), _built={})
+        return replace(self, derived=self.derived.map_tensors(change))
 
 
 def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors:

@@ -63,6 +63,13 @@ class DerivedValues:
         self._values[name] = value
         return value
 
+    def keep(self, name: Hashable, build: Callable[[], Value]) -> Value:
+        """Return the value that was built under this name, or build it now: for values that move their tensors themselves."""
+        if name not in self._values:
+            self._values[name] = build()
+        value: Value = self._values[name]
+        return value
+
     def map_tensors(self, change: Callable[[Any], Any]) -> "DerivedValues":
         """Return the same values with their tensors changed."""
         return DerivedValues(map_tensors(self._values, change))

@@ -23,7 +23,7 @@ def attend_by_flex_attention(
             "--attention-backend flex cannot train on a CPU: torch's FlexAttention has no backward there; "
             "choose --attention-backend blocks"
         )
-    block_mask = mask.keep(("flex", query.device), lambda: build_flex_mask(mask, query.device))
+    block_mask = mask.derived.keep(("flex", query.device), lambda: build_flex_mask(mask, query.device))
     # [num_tokens, heads, channels] -> [1, heads, num_tokens, channels]
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     attend = _compiled() if query.device.type == "cuda" else cast(Callable[..., Any], flex_attention)

@@ -1,8 +1,8 @@
 """The sequences of a packed microbatch and their mask, in the form that megatron-core's layers pass to core attention."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ class Windows(NamedTuple):
 
 
 _ITEM = "item"
-Made = TypeVar("Made")
 
 
 class ItemSpan(NamedTuple):
@@ -71,12 +70,12 @@ class PackedLengths(PackedSeqParams):
     """This rank's tokens if ranks share sequences; `lengths` and `items` are then of all ranks."""
     windows: Windows | None = None
     """The windows of this rank's tokens, if the unit has layers whose tokens attend only inside windows."""
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    _derived: DerivedValues = field(default_factory=DerivedValues, repr=False, compare=False)
+    derived: DerivedValues = field(default_factory=DerivedValues, repr=False, compare=False)
+    """Values that layers and their attention derive from these."""
 
     def mask(self, rule: MaskRule) -> AttentionMask:
         """Return the mask of these tokens; built once for all layers that share this object."""
-        return self._make(rule, lambda: self._attention_mask(rule))
+        return self.derived.keep(rule, lambda: self._attention_mask(rule))
 
     def _attention_mask(self, rule: MaskRule) -> AttentionMask:
         tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
@@ -88,11 +87,11 @@ class PackedLengths(PackedSeqParams):
 
     def starts(self, device: torch.device) -> Tensor:
         """[num_sequences + 1], int32: the start of each sequence, and the total, as kernels for variable lengths expect them."""
-        return self._derived.on(device, "starts", lambda: torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0).int())
+        return self.derived.on(device, "starts", lambda: torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0).int())
 
     def sequence_numbers(self, device: torch.device) -> Tensor:
         """[num_tokens], int64: the sequence of each of this rank's tokens; padding counts as a sequence of its own."""
-        return self._derived.on(device, "sequence numbers", self._number_sequences)
+        return self.derived.on(device, "sequence numbers", self._number_sequences)
 
     def _number_sequences(self) -> Tensor:
         ends = np.cumsum(self.lengths, dtype=np.int64)
@@ -103,24 +102,19 @@ class PackedLengths(PackedSeqParams):
         """[num_tokens]: `BlockShares.gathered_rows` of the shares into which ranks divide these tokens."""
         shares = self.share.shares if self.share is not None else None
         assert isinstance(shares, BlockShares)
-        return self._derived.on(device, "gathered rows", lambda: torch.from_numpy(shares.gathered_rows))
+        return self.derived.on(device, "gathered rows", lambda: torch.from_numpy(shares.gathered_rows))
 
     @property
     def window_sequences(self) -> "PackedLengths":
         """The windows as sequences, in their order."""
         assert self.windows is not None, "a unit with windows says where they are"
         lengths = self.windows.lengths
-        return self._make("windows", lambda: PackedLengths(lengths=lengths))
+        return self.derived.keep("windows", lambda: PackedLengths(lengths=lengths))
 
     @property
     def item_parts(self) -> "ItemParts | None":
         """The two parts of this rank's tokens; None if blocks of tokens are dealt, or one rank has everything."""
-        return self._make("parts", self._divide)
-
-    def _make(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        return self.derived.keep("parts", self._divide)
 
     def _divide(self) -> "ItemParts | None":
         if self.share is None or not isinstance(self.share.shares, WholeItemShares):
@@ -138,8 +132,7 @@ class PackedLengths(PackedSeqParams):
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "PackedLengths":
         """Return the same lengths with the tensors of all derived values changed."""
-        windows, made, derived = (map_tensors(each, change) for each in (self.windows, self._made, self._derived))
-        return replace(self, windows=windows, _made=made, _derived=derived)
+        return replace(self, windows=map_tensors(self.windows, change), derived=self.derived.map_tensors(change))
 
 
 class ItemParts(NamedTuple):
@@ -185,12 +178,13 @@ def _segments(lengths: Sequence[int], items: Sequence[ItemSpan]) -> list[list[Ma
     return samples
 
 
-def order_by_window(positions: Tensor, lengths: Sequence[int], *, size: int) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the tokens, [num_tokens], window by window (size x size patches, or chunks of clips), and the tokens of each.
+def order_by_window(positions: Tensor, lengths: Sequence[int], *, size: int) -> Windows:
+    """Order tokens window by window: size x size patches, or chunks of clips.
 
     positions: [num_tokens, 2], rows and columns, or [num_tokens, 1], on the CPU; lengths: tokens of each item, one after another.
     """
     image = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     window = torch.cat((image[:, None], positions // size), dim=1)
     _, group, counts = torch.unique(window, dim=0, return_inverse=True, return_counts=True)
-    return torch.argsort(group, stable=True), tuple(counts.tolist())
+    order = torch.argsort(group, stable=True)
+    return Windows(order, torch.argsort(order), tuple(counts.tolist()))

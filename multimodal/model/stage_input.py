@@ -59,10 +59,8 @@ class PackedInput:
     """[num_tokens]: the received row that each token is made from; for a generator's first stage."""
     last_condition_rows: Tensor | None = None
     """[num_tokens]: the row that the patches of each token's item are made from, where other tokens need it, too."""
-    window_order: Tensor | None = None
-    """[num_tokens]: this rank's tokens, window by window; for encoders whose patches attend inside windows."""
-    window_lengths: tuple[int, ...] = ()
-    """Tokens of each window, in that order."""
+    windows: Windows | None = None
+    """The windows of this rank's tokens; for encoders whose patches attend inside windows."""
     kept_rows: Tensor | None = None
     """[num_patches]: this rank's tokens that are not dropped; for encoders that drop some at their end. For encoders of images
     whose rows have ends in the LLM, as `find_row_ends` returns them."""
@@ -82,6 +80,12 @@ class PackedInput:
         is_stretched = self.positions.dim() > 1 and self.positions.shape[1] == 4
         return self.positions[:, :2] if is_stretched else self.positions
 
+    @property
+    def items_of_patches(self) -> Tensor:
+        """[num_patches]: the item of each patch, if a generator learns a flow; without `target_rows` all tokens are patches."""
+        assert self.path is not None, "the generator learns no flow"
+        return self.path.items if self.target_rows is None else self.path.items.index_select(0, self.target_rows)
+
     def with_windows_of(self, unit: Unit) -> "PackedInput":
         """Return the same input with the windows of an encoder's images, or the chunks of its clips, if it has any."""
         if not unit.has_windows:
@@ -91,8 +95,7 @@ class PackedInput:
         else:
             assert unit.image is not None
             places, size = self.places, unit.image.window_patches
-        order, lengths = order_by_window(places, self.own_lengths, size=size)
-        return replace(self, window_order=order, window_lengths=lengths)
+        return replace(self, windows=order_by_window(places, self.own_lengths, size=size))
 
     def with_kept_rows(self) -> "PackedInput":
         """Return the same input with the rows of all tokens that the encoder keeps: dropped ones have a last place below 0."""
@@ -127,9 +130,7 @@ def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
     lengths = batch.lengths
     if batch.share is None and num_rows > batch.num_tokens:
         lengths = (*lengths, num_rows - batch.num_tokens)
-    order = batch.window_order
-    windows = None if order is None else Windows(order, torch.argsort(order), batch.window_lengths)
-    return PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=windows)
+    return PackedLengths(lengths=lengths, items=batch.items, share=batch.share, windows=batch.windows)
 
 
 def pad_rows(tensor: Tensor, num_rows: int) -> Tensor:

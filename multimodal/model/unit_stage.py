@@ -14,11 +14,12 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
 from multimodal.model.collectives import RankLink, TensorParallelWaits, share_rows
 from multimodal.model.deferrable_linear import adapt_engine_linears
 from multimodal.model.latents import encode_images
-from multimodal.model.layers.layer_kind import CarriedStates, Exchange, HeadOutput, LayerContext, LayerPart, StagePass, State
+from multimodal.model.layers.layer_kind import CarriedStates, HeadOutput, LayerContext, LayerPart, Segments, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import frequency_divisors, rotary_frequencies
@@ -56,7 +57,7 @@ class StageSegments:
         return len(self.starts) - 1
 
 
-def join_segments(layers: Iterable[tuple[int, tuple[tuple[LayerPart, ...], ...]]]) -> StageSegments:
+def join_segments(layers: Iterable[tuple[int, Segments]]) -> StageSegments:
     """Return the segments of a stage; layers: indices of its layers, and the parts of each of their segments."""
     parts: list[LayerPart] = []
     layer_of_part: list[int] = []
@@ -65,7 +66,7 @@ def join_segments(layers: Iterable[tuple[int, tuple[tuple[LayerPart, ...], ...]]
         for segment in segments:
             starts.append(len(parts) - num_behind)
             # A forward stops behind the segment's last collective; parts behind that run with the next segment.
-            ends = [place for place, part in enumerate(segment, start=1) if part.exchange is not Exchange.NONE]
+            ends = [place for place, part in enumerate(segment, start=1) if part.behind is not None]
             num_behind = len(segment) - ends[-1] if ends else 0
             parts += segment
             layer_of_part += [index] * len(segment)
@@ -116,9 +117,8 @@ class UnitStage(MegatronModule):
             self.layers["0"] = self._build_layer(0)
         for index in map(int, self.layers):
             layer = self.layers[str(index)]
-            fixed = {*kind_of(unit, index).fixed, *getattr(layer, "unused", ())}
             for name, parameter in layer.named_parameters():
-                parameter.requires_grad_(unit.is_trainable(index) and name not in fixed)
+                parameter.requires_grad_(unit.is_trainable(index) and name not in getattr(layer, "fixed", ()))
             self._adapt_layer(index)
             for parameter in layer.parameters():
                 parameter.is_of_projector = index == unit.projector_layer  # type: ignore[attr-defined]  # for its learning rate
@@ -283,12 +283,11 @@ class UnitStage(MegatronModule):
 
     def recomputes(self, index: int) -> bool:
         """Return True if backwards recompute a layer's forward."""
-        return kind_of(self.unit, index).recomputes and self.options.recompute == "full"
+        return LAYER_KINDS[self.unit.layers[index]].recomputes and self.options.recompute == "full"
 
-    def _layer_segments(self, index: int) -> tuple[tuple[LayerPart, ...], ...]:
-        kind = kind_of(self.unit, index)
-        if kind.num_segments > 1:
-            return self.carried.past(index, kind.segments(self.layers[str(index)]))
+    def _layer_segments(self, index: int) -> Segments:
+        if (segments := kind_of(self.unit, index).segments(self.layers[str(index)])) is not None:
+            return self.carried.past(index, segments)
 
         def whole(state: State, given: StagePass) -> State:
             return self._advance(index, state, given)  # type: ignore[return-value]  # a head's output is a tuple, too

@@ -216,6 +216,6 @@ def test_windows_are_those_of_transformers(grid):
     vision_utils = pytest.importorskip("transformers.vision_utils", reason="this transformers has no vision_utils")
     index, bounds = vision_utils.get_vision_window_index(torch.tensor([[1, *grid]]), 2, 112, 14)
     positions = torch.from_numpy(patch_positions(grid, merge_size=2))
-    order, lengths = order_by_window(positions, [len(positions)], size=8)
+    order, _, lengths = order_by_window(positions, [len(positions)], size=8)
     assert lengths == tuple(bounds.diff().tolist())
     assert order.tolist() == (4 * index[:, None] + torch.arange(4)).flatten().tolist()

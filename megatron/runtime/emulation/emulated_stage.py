@@ -18,7 +18,6 @@ from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.layers.registry import LAYER_KINDS, count_segments
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.model.layers.layer_kind import HeadOutput, LayerPart, StagePass, State
-from multimodal.model.layers.registry import kind_of
 from multimodal.model.parameter_sharding import WHOLE as WHOLE_PARAMETER
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.stage_input import PackedInput
@@ -27,6 +26,7 @@ from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.schedule.align_replicas import EXCHANGES
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.model_graph import Role
 from multimodal.values.parts.cuts import SegmentCut
 
 Cost = Callable[[Action], ComputeCost]
@@ -128,10 +128,9 @@ class EmulatedStage(UnitStage):
 
     def _finish(self, output: Tensor, batch: PackedInput) -> Tensor | HeadOutput:
         assert isinstance(batch, EmulatedInput)
-        last = kind_of(self.unit, self.layer_range.stop - 1)
-        if not last.gives_loss:
+        if self.unit.role is Role.ENCODER:
             return output
-        is_correct = None if self.training or not last.picks_tokens else torch.zeros(0, dtype=torch.bool)
+        is_correct = None if self.training or not self.unit.is_causal else torch.zeros(0, dtype=torch.bool)
         return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
 
     def _spend(self, action: Action, *, fraction: float = 1.0) -> None:

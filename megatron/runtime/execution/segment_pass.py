@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from multimodal.model.collectives import Arriving
-from multimodal.model.layers.layer_kind import Exchange, HeadOutput, StagePass
+from multimodal.model.layers.layer_kind import HeadOutput, StagePass
 from multimodal.model.unit_stage import UnitStage
 
 Tensors = tuple[Tensor | None, ...]
@@ -181,16 +181,16 @@ class SegmentPass:
         cuts = [  # where a piece ends, or a collective lies between two parts
             part
             for part in range(first + 1, last)
-            if part in self._bounds or (parts[part - 1].exchange is not Exchange.NONE and link.group.size() > 1)
+            if part in self._bounds or (parts[part - 1].behind is not None and link.group.size() > 1)
         ]
         for start, stop in pairwise((first, *cuts, last)):
             graph, point = self._run(start, stop, point.arrived(), counts=counts)
             if any(edge is not None for edge in graph.outputs):
                 graphs.append(graph)
-            if (stop < last or counts) and parts[stop - 1].exchange is not Exchange.NONE:
+            if (stop < last or counts) and parts[stop - 1].behind is not None:
                 tensor = point.tensors[-1]
                 assert tensor is not None
-                point = point._replace(collective=cache(partial(parts[stop - 1].exchange.start, tensor, link)))
+                point = point._replace(collective=cache(partial(parts[stop - 1].start, tensor, link)))
         return graphs, point
 
     def _run(self, first: int, last: int, point: _Point, *, counts: bool) -> tuple[_Graph, _Point]:
@@ -226,6 +226,6 @@ class SegmentPass:
         self._point = _Point(found)
         if graph.first == 0 and self.hidden is not None and self.hidden.requires_grad:
             self.hidden.grad = found[0]
-        exchange = self._segments.parts[graph.first - 1].exchange if graph.first else Exchange.NONE
-        if exchange is not Exchange.NONE and self._open and found[-1] is not None:
-            self._point = _Point(found, cache(partial(exchange.start, found[-1], self._stage.link, is_backward=True)))
+        before = self._segments.parts[graph.first - 1] if graph.first else None
+        if before is not None and before.behind is not None and self._open and found[-1] is not None:
+            self._point = _Point(found, cache(partial(before.start, found[-1], self._stage.link, is_backward=True)))

@@ -193,7 +193,6 @@ class TokenEmbeddingKind(LayerKind):
     """Reads `batch.token_ids`, and the encoders' outputs."""
 
     column_parallel = ("word_embeddings",)
-    takes_hidden = False
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return token ids."""
@@ -253,8 +252,6 @@ class HeadKind(LayerKind):
     """Reads `batch.target_rows`, `batch.targets`, `batch.target_weights` and `batch.generator_rows`."""
 
     column_parallel = ("output_layer",)
-    gives_loss = True
-    picks_tokens = True
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return a target for every token."""

@@ -20,7 +20,7 @@ from multimodal.model.adapter import adapter_of
 from multimodal.model.collectives import RankLink, gather_for_products, gather_rows, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.latents import NUM_TIMES
-from multimodal.model.layers.generator_ends import GeneratorHead, GeneratorProjector, mixed_patches, position_features
+from multimodal.model.layers.generator_ends import GeneratorLoss, GeneratorProjector, mixed_patches, position_features
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
 from multimodal.model.stage_input import pad_channels
 from multimodal.values.errors import ModelError, require_package
@@ -97,10 +97,6 @@ def _embed_labels(module: Any, times: Tensor, conditions: Tensor) -> Tensor:
     return embedded
 
 
-def _placed(module: Module, context: LayerContext) -> Any:
-    return Module.to(module, device=torch.cuda.current_device(), dtype=context.options.params_dtype)
-
-
 class DiffusionEmbedding(GeneratorProjector):
     """The projectors of conditions, and behind them the embeddings of patches, conditions and time."""
 
@@ -116,9 +112,9 @@ class DiffusionEmbedding(GeneratorProjector):
                 "edges from encoders, or take an SD3Transformer2DModel"
             )
         self.image, self.flow, self.wide = unit.image, unit.flow, context.options.rotary_dtype
-        self.embedding = _placed(_Embedding(unit), context)
+        self.embedding = context.placed(_Embedding(unit))
         if unit.freeze_module or unit.lora is not None:
-            self.unused = frozenset(name for name, _ in self.named_parameters() if name.startswith("embedding."))
+            self.fixed = frozenset(name for name, _ in self.named_parameters() if name.startswith("embedding."))
 
     def forward(self, _: None, given: StagePass) -> Tensor:
         """Return [num_tokens, 1, hidden_size and as many channels for each state that is carried]."""
@@ -128,7 +124,7 @@ class DiffusionEmbedding(GeneratorProjector):
         path, num_items = batch.path, len(batch.path.times)
         projected = self.project_all(conditions, batch.item_sources)
         is_patch = torch.arange(len(path.items), device=path.items.device) if batch.target_rows is None else batch.target_rows
-        items = path.items.index_select(0, is_patch)
+        items = batch.items_of_patches
         last = batch.condition_rows if batch.last_condition_rows is None else batch.last_condition_rows
         # A rank without tokens of any item, or of one, computes something for it that no token takes.
         last = of_items(torch.cat((last, last.new_zeros(1))), path.items, num_items)
@@ -144,7 +140,7 @@ class DiffusionEmbedding(GeneratorProjector):
         else:
             carried = torch.cat((_embed_labels(known.emb, times, pooled), pooled), 1)
             hidden = carried.new_zeros(len(path.items), carried.shape[1] // 2)
-        noisy = mixed_patches(self.image, self.flow, batch, items, dtype=self.wide).to(hidden.dtype)
+        noisy = mixed_patches(self.image, self.flow, batch, dtype=self.wide).to(hidden.dtype)
         linear = known.pos_embed.proj
         patches = deferrable_linear(noisy, linear.weight.flatten(1), linear.bias) + self._positions(batch, items, is_patch)
         hidden = hidden.index_copy(0, is_patch, patches)
@@ -176,7 +172,7 @@ class Modulation(Module):
             self.time_weight, self.time_bias = context.empty(size, size), context.empty(size)
         num_outputs = context.unit.flow.num_streams * NUM_MODULATIONS * size
         self.weight, self.bias = context.empty(num_outputs, size), context.empty(num_outputs)
-        self.emb = _placed(_label_embedding(context.unit), context) if self.num_carried > 1 and index > 1 else None
+        self.emb = context.placed(_label_embedding(context.unit)) if self.num_carried > 1 and index > 1 else None
         for parameter in self.parameters():
             parameter.sequence_parallel = context.config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -291,18 +287,17 @@ class JointHeadNorm(Module):
         return (hidden * scale).to(hidden.dtype) * weight
 
 
-class DiffusionHead(GeneratorHead):
+class DiffusionHead(GeneratorLoss):
     """The last modulated norm and the map to the values of patches, whose variances are left out."""
 
     def __init__(self, context: LayerContext) -> None:
-        Module.__init__(self)
-        assert context.unit.image is not None and context.unit.flow is not None
-        self.set_up(context)
+        super().__init__(context)
+        assert context.unit.flow is not None
         config, width = config_of(context.unit), context.config.hidden_size
         self.side, self.num_carried = config["patch_size"], context.unit.flow.num_carried
         self.num_made = config.get("out_channels") or config["in_channels"]
-        self.modulation = _placed(torch.nn.Linear(width, 2 * width), context)
-        self.out = _placed(torch.nn.Linear(width, self.side**2 * self.num_made), context)
+        self.modulation = context.placed(torch.nn.Linear(width, 2 * width))
+        self.out = context.placed(torch.nn.Linear(width, self.side**2 * self.num_made))
 
     def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
         """hidden: with carried states behind its channels."""
@@ -315,7 +310,7 @@ class DiffusionHead(GeneratorHead):
         first, second = deferrable_linear(silu(embedded), self.modulation.weight, self.modulation.bias).chunk(2, 1)
         shift, scale = (second, first) if self.num_carried == 1 else (first, second)
         hidden = hidden[: len(path.items)] if rows is None else hidden.index_select(0, rows)
-        items = path.items if rows is None else path.items.index_select(0, rows)
+        items = given.batch.items_of_patches
         normal = torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=NORM_EPSILON)
         modulated = normal * (1 + scale.index_select(0, items)) + shift.index_select(0, items)
         made = deferrable_linear(modulated, self.out.weight, self.out.bias).unflatten(1, (self.side, self.side, self.num_made))

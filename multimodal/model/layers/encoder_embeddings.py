@@ -113,8 +113,6 @@ class StretchedPatchEmbedding(PatchEmbedding):
 class PatchEmbeddingKind(LayerKind):
     """Reads `batch.patches` and `batch.positions`."""
 
-    takes_hidden = False
-
     def __init__(self, module: type[PatchEmbedding], *, first_place: tuple[int, ...] = ()) -> None:
         """first_place: of an image, where random patches stand; empty: positions are not read."""
         super().__init__(module)
@@ -154,8 +152,6 @@ class JoinedTokens(torch.nn.Module):
 class JoinedTokensKind(LayerKind):
     """Reads the outputs of other encoders, `batch.item_rows` and `batch.item_sources`."""
 
-    takes_hidden = False
-
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return random rows: as many of each encoder as there are tokens, or (joined as a sequence) as many of all together."""
         widths, device = _widths(context), torch.cuda.current_device()
@@ -191,6 +187,8 @@ class Convolution(torch.nn.Module):
 class AudioEmbedding(torch.nn.Module):
     """Makes every token from its five frames, without neighbours (some outputs are computed twice); not sharded."""
 
+    fixed = frozenset({"positions"})
+
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
         audio, size = context.unit.audio, context.config.hidden_size
@@ -224,9 +222,6 @@ def sinusoids(places: Tensor, num_channels: int, *, dtype: torch.dtype) -> Tenso
 
 class AudioEmbeddingKind(LayerKind):
     """Reads `batch.patches` and `batch.positions`."""
-
-    takes_hidden = False
-    fixed = ("positions",)
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the positions: sines and cosines."""

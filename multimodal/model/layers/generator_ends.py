@@ -1,6 +1,5 @@
 """A generator's first and last layer, or in place of all its layers a denoiser of the diffusers library."""
 
-import hashlib
 import math
 from dataclasses import replace
 from functools import partial
@@ -54,16 +53,14 @@ class NoisyPatches(torch.nn.Module):
         """Return hidden states, [num_tokens, hidden_size], with the noisy patches added at their rows."""
         assert batch.patches is not None and batch.path is not None
         rows = torch.arange(len(batch.patches), device=hidden.device) if batch.target_rows is None else batch.target_rows
-        noisy = mixed_patches(self.image, self.flow, batch, batch.path.items.index_select(0, rows), dtype=self.wide)
+        noisy = mixed_patches(self.image, self.flow, batch, dtype=self.wide)
         return hidden.index_add(0, rows, deferrable_linear(noisy.to(hidden.dtype), self.weight, None))
 
 
-def mixed_patches(
-    image: ImageInput | None, flow: Flow | None, batch: PackedInput, items: Tensor, *, dtype: torch.dtype
-) -> Tensor:
-    """Return the patches with the noise of their items' times, [num_patches, patch_channels]; items: of each patch."""
+def mixed_patches(image: ImageInput | None, flow: Flow | None, batch: PackedInput, *, dtype: torch.dtype) -> Tensor:
+    """Return the patches with the noise of their items' times, [num_patches, patch_channels]."""
     assert flow is not None and batch.patches is not None and batch.path is not None and batch.path.noise is not None
-    weights = mix_weights(flow, batch.path.times.to(dtype)).index_select(0, items)
+    weights = mix_weights(flow, batch.path.times.to(dtype)).index_select(0, batch.items_of_patches)
     return weights[:, :1] * normalised_patches(batch.patches, image).to(dtype) + weights[:, 1:2] * batch.path.noise.to(dtype)
 
 
@@ -132,8 +129,6 @@ def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype
 class GeneratorProjectorKind(LayerKind):
     """Reads `batch.condition_rows` and `item_sources`; `DiffusionEmbedding` also `patches`, `path` and `items_made`."""
 
-    takes_hidden = False
-
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
         rows = torch.arange(num_sequences, device=torch.cuda.current_device()).repeat_interleave(num_tokens // num_sequences)
@@ -141,26 +136,49 @@ class GeneratorProjectorKind(LayerKind):
         return {"condition_rows": rows, **random_path(context, num_tokens, num_sequences)}, given
 
 
-class GeneratorHead(torch.nn.Module):
-    """One linear map from a hidden state to the pixels of its patch, the same on every tensor parallel rank."""
+class GeneratorLoss(torch.nn.Module):
+    """Base of the last layers of generators, which predict patches, or the noise - patches of a flow."""
 
     waits: TensorParallelWaits | None = None
 
     def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        config = context.config
-        self.set_up(context)
-        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.weight = context.empty(context.patch_channels, config.hidden_size)
-        self.bias = context.empty(context.patch_channels)
-
-    def set_up(self, context: LayerContext) -> None:
-        """Keep what the loss needs of the context."""
         self.image, self.flow, self.group = context.unit.image, context.unit.flow, context.groups.tp
         self.is_sequence_sharded = context.config.sequence_parallel
 
     def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
-        """Return the values of the patches of this rank, [num_patches, patch_channels]."""
+        """Return the values of the patches of this rank, [num_patches, patch_channels]; hidden: as in `forward`."""
+        raise NotImplementedError
+
+    def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
+        """Sum the errors of patches, or of noise - patches; hidden: [num_tokens (padded and / tp), 1, hidden_size]."""
+        patches, path = given.batch.patches, given.batch.path
+        assert patches is not None
+        predicted = self.predict(hidden, given)
+        wide = predicted if predicted.dtype == torch.float64 else predicted.float()
+        target = normalised_patches(patches, self.image).to(wide.dtype)
+        if path is not None:
+            assert path.noise is not None and self.flow is not None
+            weights = mix_weights(self.flow, path.times.to(wide.dtype)).index_select(0, given.batch.items_of_patches)
+            target = weights[:, 2:3] * target + weights[:, 3:] * path.noise.to(wide.dtype)
+        errors = (wide - target).square()
+        if (counted := given.batch.target_weights) is not None:
+            errors = errors * counted.to(errors.dtype)[:, None]
+        return HeadOutput(errors.sum(), None, predicted=None if self.training else wide.detach())
+
+
+class GeneratorHead(GeneratorLoss):
+    """One linear map from a hidden state to the pixels of its patch, the same on every tensor parallel rank."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        config = context.config
+        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.weight = context.empty(context.patch_channels, config.hidden_size)
+        self.bias = context.empty(context.patch_channels)
+
+    def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Map the hidden states of patches."""
         patches, rows = given.batch.patches, given.batch.target_rows
         assert patches is not None
         hidden = self.norm(hidden)
@@ -169,29 +187,9 @@ class GeneratorHead(torch.nn.Module):
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
         return deferrable_linear(hidden, self.weight, self.bias)
 
-    def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Sum the errors of patches, or of noise - patches; hidden: [num_tokens (padded and / tp), 1, hidden_size]."""
-        patches, rows, path = given.batch.patches, given.batch.target_rows, given.batch.path
-        assert patches is not None
-        predicted = self.predict(hidden, given)
-        wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        target = normalised_patches(patches, self.image).to(wide.dtype)
-        if path is not None:
-            assert path.noise is not None
-            at = torch.arange(len(target), device=target.device) if rows is None else rows
-            assert self.flow is not None
-            weights = mix_weights(self.flow, path.times.to(wide.dtype)).index_select(0, path.items.index_select(0, at))
-            target = weights[:, 2:3] * target + weights[:, 3:] * path.noise.to(wide.dtype)
-        errors = (wide - target).square()
-        if (counted := given.batch.target_weights) is not None:
-            errors = errors * counted.to(errors.dtype)[:, None]
-        return HeadOutput(errors.sum(), None, predicted=None if self.training else wide.detach())
-
 
 class GeneratorHeadKind(LayerKind):
     """Compares with `batch.patches`, at `batch.target_rows`."""
-
-    gives_loss = True
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""
@@ -212,14 +210,12 @@ def random_path(context: LayerContext, num_tokens: int, num_sequences: int) -> d
 _CLASSES = "UNet2DConditionModel", "SD3Transformer2DModel", "DiTTransformer2DModel"
 
 
-class Denoiser(torch.nn.Module):
+class Denoiser(GeneratorLoss):
     """Assembles items from patches, and predicts those of one size together. Dropout is off."""
 
     def __init__(self, module: Module, context: LayerContext) -> None:
-        super().__init__()
-        assert context.unit.image is not None and context.unit.flow is not None
-        self.module, self.image, self.flow = module, context.unit.image, context.unit.flow
-        self.wide = context.options.rotary_dtype
+        super().__init__(context)
+        self.module, self.wide = module, context.options.rotary_dtype
 
     def train(self, mode: bool = True) -> "Denoiser":
         """Keep the module in inference mode."""
@@ -227,18 +223,13 @@ class Denoiser(torch.nn.Module):
         self.module.eval()
         return self
 
-    def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
+    def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
         """hidden: [num_tokens (padded), 1, hidden_size], conditions before each item, and its last one in all of its patches."""
         batch = given.batch
-        assert batch.patches is not None and batch.path is not None
-        assert batch.path.noise is not None and batch.items_made is not None
-        data, noise = normalised_patches(batch.patches, self.image).to(self.wide), batch.path.noise.to(self.wide)
+        assert batch.path is not None and batch.items_made is not None and self.image is not None
         grids, places = batch.items_made.grids, batch.items_made.places
         counts = [math.prod(grid) for grid in grids]
-        weights = mix_weights(self.flow, batch.path.times.to(self.wide))
-        of_patches = weights.repeat_interleave(torch.tensor(counts, device=data.device), dim=0, output_size=len(data))
-        mixed = of_patches[:, :1] * data + of_patches[:, 1:2] * noise
-        target = of_patches[:, 2:3] * data + of_patches[:, 3:] * noise
+        mixed = mixed_patches(self.image, self.flow, batch, dtype=self.wide)
         conditions = hidden[: sum(batch.lengths), 0].split(batch.lengths)
         alike: dict[tuple[tuple[int, int], int], list[int]] = {}
         for item, (grid, length) in enumerate(zip(grids, batch.lengths, strict=True)):
@@ -250,9 +241,7 @@ class Denoiser(torch.nn.Module):
             told = torch.stack([conditions[item][: length - math.prod(grid) + 1] for item in items])
             made = _predict(self.module, images.to(hidden.dtype), batch.path.times[items] * NUM_TIMES, told)
             found |= {item: cut_image(each, own[item][1], grid) for item, each in zip(items, made, strict=True)}
-        predicted = torch.cat([found[item] for item in range(len(grids))]) if grids else hidden[:0, 0, :1].expand_as(data)
-        wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        return HeadOutput((wide - target.to(wide.dtype)).square().sum(), None, predicted=None if self.training else wide.detach())
+        return torch.cat([found[item] for item in range(len(grids))]) if grids else hidden[:0, 0, :1].expand_as(mixed)
 
 
 def _predict(module: Any, images: Tensor, times: Tensor, told: Tensor) -> Tensor:
@@ -274,18 +263,11 @@ def _predict(module: Any, images: Tensor, times: Tensor, told: Tensor) -> Tensor
 class DenoiserKind(LayerKind):
     """Reads `batch.patches`, `batch.path` and `batch.items_made`."""
 
-    gives_loss = True
     initialises_itself = True
 
     def build(self, context: LayerContext, index: int) -> Denoiser:
         """Build the module from its config.json, with diffusers' initial values, alike on all ranks."""
-        seed = int.from_bytes(hashlib.sha256(context.unit.name.encode()).digest()[:7], "little")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = _build(context.unit)
-        dtype = context.options.params_dtype
-        module = Module.to(module, device=torch.cuda.current_device(), dtype=dtype)  # diffusers' own warns without a reason
-        return Denoiser(module, context)
+        return Denoiser(context.build_alike(lambda: _build(context.unit)), context)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return items of one row of patches each."""

@@ -5,10 +5,10 @@ results from its embedding to its first layers, behind each of which it adds one
 the hidden states; in messages, and at the outputs of a unit's first and last layer, they are channels behind those.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from multimodal.attention.packed_lengths import PackedLengths
+from multimodal.cost.layers.layer import Exchange
 from multimodal.model.adapter import DOWN, UP
 from multimodal.model.collectives import LEAST_FILLED, Arriving, RankLink
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding
@@ -91,6 +92,17 @@ class LayerContext:
         """Return random values on the device, of the type that the unit computes in."""
         return torch.randn(*shape, device=torch.cuda.current_device(), dtype=self.options.params_dtype)
 
+    def build_alike(self, build: Callable[[], Module]) -> Any:
+        """Build a module of another library with its own initial values, the same on all ranks, and place it on the device."""
+        seed = int.from_bytes(hashlib.sha256(self.unit.name.encode()).digest()[:7], "little")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.placed(build())
+
+    def placed(self, module: Module) -> Any:
+        """Move a module to the device, in the type that the unit computes in; diffusers' own `to` warns without a reason."""
+        return Module.to(module, device=torch.cuda.current_device(), dtype=self.options.params_dtype)
+
 
 @dataclass(frozen=True)
 class StagePass:
@@ -129,28 +141,22 @@ State = tuple[Tensor, ...]
 """Tensors that one part of a layer hands to the next: hidden states, or the residual stream and the branch's result so far."""
 
 
-class Exchange(Enum):
-    """The collective through which the last tensor of a state goes on its way to the next part."""
-
-    NONE = "none"
-    GATHERED = "gathered"
-    """Before a column parallel product: its rows are gathered under sequence parallelism, and their gradient is summed."""
-    SUMMED = "summed"
-    """After a row parallel product: it is summed, and its gradient gathered under sequence parallelism."""
-
-    def start(self, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> Arriving:
-        """Start the collective on a tensor that may be overwritten; in a backward, the mirrored one on the tensor's gradient."""
-        if self is Exchange.NONE:
-            return Arriving(tensor)
-        return (link.start_gathering if (self is Exchange.GATHERED) != is_backward else link.start_summing)(tensor)
-
-
 class LayerPart(NamedTuple):
     """The finest part of a layer that has an autograd graph of its own; makes no collective calls (Optimus, 4.2)."""
 
     run: Callable[[State, StagePass], State]
-    exchange: Exchange = Exchange.NONE
-    """The collective behind the part."""
+    behind: Exchange | None = None
+    """The collective through which the last tensor of a state goes on its way to the next part."""
+
+    def start(self, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> Arriving:
+        """Start the collective on a tensor that may be overwritten; in a backward, the mirrored one on the tensor's gradient."""
+        assert self.behind is not None, "nothing is exchanged behind the part"
+        exchange = self.behind.mirrored if is_backward else self.behind
+        return (link.start_gathering if exchange is Exchange.GATHER else link.start_summing)(tensor)
+
+
+Segments = tuple[tuple[LayerPart, ...], ...]
+"""The parts of each segment of a layer."""
 
 
 class LayerKind:
@@ -162,20 +168,8 @@ class LayerKind:
     """Modules whose weights are split by inputs."""
     residual_ends: ClassVar[tuple[str, ...]] = ()
     """Modules that end a residual branch; their weights start smaller."""
-    fixed: ClassVar[tuple[str, ...]] = ()
-    """Parameters that are never trained."""
-    num_segments: ClassVar[int] = 1
-    """Segments that can run on their own, whose parts `segments` returns; 1: the layer runs as a whole."""
-    recomputes: ClassVar[bool] = False
-    """True if full recomputation keeps only the layer's input."""
     initialises_itself: ClassVar[bool] = False
     """True if the built module already has its initial values."""
-    takes_hidden: ClassVar[bool] = True
-    """False for a unit's first layer, which makes hidden states from its input in the batch."""
-    gives_loss: ClassVar[bool] = False
-    """True if `run` returns a HeadOutput."""
-    picks_tokens: ClassVar[bool] = False
-    """True if the HeadOutput says, outside of training, which targets decoding picks."""
 
     def __init__(self, module: type[Module] | None = None) -> None:
         """module: its class, built from a LayerContext and called as `run` is, unless `build` and `run` are overridden."""
@@ -183,14 +177,15 @@ class LayerKind:
             self.module = module
 
     def build(self, context: LayerContext, index: int) -> Module:
-        """Build the layer at `index` of its unit, uninitialised."""
+        """Build the layer at `index` of its unit, uninitialised; an attribute `fixed` names parameters that are never trained."""
         return self.module(context)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
         """Run the layer.
 
         hidden: [rows, 1, hidden_size], padded and / tp under sequence parallelism. Returns the same shape; a unit's first layer
-        (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares.
+        (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares; the last
+        one of the LLM or a generator returns a HeadOutput.
         """
         return layer(hidden, given)
 
@@ -198,9 +193,12 @@ class LayerKind:
         """Derive, on the CPU and ahead of the step, the values that layers of this kind need from a microbatch's lengths."""
         return
 
-    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """Return the parts of each segment of a layer that can be cut; run in sequence, they compute the same as `run`."""
-        raise AssertionError(f"{type(self).__name__} has one segment: the whole layer")
+    def segments(self, layer: Module) -> Segments | None:
+        """Return the parts of each segment of a layer that can be cut, which are those of its costs; None: it runs as a whole.
+
+        Run in sequence, they compute the same as `run`.
+        """
+        return None
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
         """Return the split of a parameter, by its name in the layer; an adapter's matrix is split like its module's weight."""
@@ -228,10 +226,6 @@ class LayerKind:
         """Return the whole initial matrix if it is not drawn at random; None if it is."""
         return None
 
-    def num_tokens_per_output(self, unit: Unit) -> int:
-        """Return the number of tokens that are merged into one output."""
-        return 1
-
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return random inputs for profiling, in addition to hidden states: fields of PackedInput, and `item_embeddings`."""
         return {}, None
@@ -239,10 +233,6 @@ class LayerKind:
     def core_attention(self, layer: Module) -> Module | None:
         """Return the module that computes core attention, for profiling; None if tokens do not attend."""
         return None
-
-
-Segments = tuple[tuple[LayerPart, ...], ...]
-"""The parts of each segment of a layer."""
 
 
 class CarriedStates(NamedTuple):

@@ -1,6 +1,5 @@
 """A module of Hugging Face's transformers as one layer: images or sound in, the hidden states of their tokens out."""
 
-import hashlib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -121,14 +120,11 @@ _DYNAMIC_RANGE = 2.0
 class OpaqueEncoder(torch.nn.Module):
     """Assembles items from tokens, and returns the hidden states of tokens in their order. Dropout is off."""
 
-    unused: frozenset[str]
-    """Parameters that no output depends on, which are never trained."""
-
     def __init__(self, module: Module, *, described: Opaque, item: ItemInput, unused: frozenset[str]) -> None:
-        """unused: names of such parameters in the module."""
+        """unused: names of parameters in the module that no output depends on."""
         super().__init__()
         self.module, self._item = module, item
-        self.unused = frozenset(f"module.{name}" for name in unused)
+        self.fixed = frozenset(f"module.{name}" for name in unused)
         self._before, self._after = find_callback(described.before_encoder), find_callback(described.after_encoder)
 
     def train(self, mode: bool = True) -> "OpaqueEncoder":
@@ -190,20 +186,14 @@ def frames_of(clip: Tensor, audio: AudioInput) -> Tensor:
 class OpaqueKind(LayerKind):
     """Reads `batch.patches`, `batch.positions` and the lengths of items."""
 
-    takes_hidden = False
     initialises_itself = True
 
     def build(self, context: LayerContext, index: int) -> OpaqueEncoder:
         """Build the module from its config.json, with transformers' initial values, alike on all ranks."""
         described, item = context.unit.module, context.unit.item_input
         assert described is not None and item is not None
-        seed = int.from_bytes(hashlib.sha256(context.unit.name.encode()).digest()[:7], "little")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            module = build_module(context.unit, described)
-        unused = find_unused(context.unit, described, item)
-        device, dtype = torch.cuda.current_device(), context.options.params_dtype
-        return OpaqueEncoder(module.to(device=device, dtype=dtype), described=described, item=item, unused=unused)
+        module = context.build_alike(lambda: build_module(context.unit, described))
+        return OpaqueEncoder(module, described=described, item=item, unused=find_unused(context.unit, described, item))
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return images, some of whose last patches may be missing (the image then takes as long as a whole one), or clips."""

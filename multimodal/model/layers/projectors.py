@@ -154,10 +154,6 @@ class ProjectorKind(LayerKind):
         sources = find_row_ends(batch.positions) if batch.kept_rows is None else batch.kept_rows
         return torch.cat((projected, projected.new_zeros(1, projected.shape[1]))).index_select(0, sources)
 
-    def num_tokens_per_output(self, unit: Unit) -> int:
-        """Return the number of neighbouring tokens that are merged."""
-        return unit.merge_factor
-
 
 class QueryProjector(MergedTokens):
     """Learned queries, the same for every item, layers in which they attend to the item, and an output product.
@@ -281,7 +277,3 @@ class QueryProjectorKind(ProjectorKind):
 
     column_parallel = ("linear_q", "linear_kv", "linear_qkv", "linear_fc1")
     row_parallel = ("linear_proj", "linear_fc2")
-
-    def num_tokens_per_output(self, unit: Unit) -> int:
-        """Return 1: costs are counted in tokens, not in outputs."""
-        return 1

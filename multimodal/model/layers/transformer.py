@@ -23,8 +23,8 @@ from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.model.collectives import overlaps_of, report_engine_waits
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
-from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
+from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, Segments, StagePass
+from multimodal.model.layers.transformer_segments import transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
 from multimodal.model.swiglu import swiglu
 from multimodal.model.transformer_config import BuildOptions
@@ -54,8 +54,6 @@ class TransformerKind(LayerKind):
     column_parallel = ("linear_qkv", "linear_fc1")
     row_parallel = ("linear_proj", "linear_fc2")
     residual_ends = ("linear_proj", "linear_fc2")
-    recomputes = True
-    num_segments = len(SEGMENT_NAMES)
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build megatron-core's layer from its spec."""
@@ -72,7 +70,7 @@ class TransformerKind(LayerKind):
             add = ModuleSpec(module=ChangedAdd, params={"config": context.config, "is_scaled": is_scaled})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         _add_biases(spec, context.unit)
-        self.adapt(spec)
+        self.adapt(spec, context.unit, index)
         config, buffer_rows = context.config, context.input_context.buffer_rows
         if not is_local:
             report_engine_waits()
@@ -122,16 +120,16 @@ class TransformerKind(LayerKind):
         """Return the number of tokens that the LLM's tokens attend to in the layer; None: all before them."""
         return None
 
-    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """Return the parts of the seven segments; the layer must be megatron-core's own, not Transformer Engine's."""
+    def segments(self, layer: Module) -> Segments | None:
+        """Return the parts of the seven segments."""
         return transformer_segments(layer, self.frequencies)
 
     def initial_vector(self, name: str) -> float:
         """Return the small initial value of layer scales, or that of other vectors."""
         return INITIAL_SCALE if name.endswith("_bda.scale") else super().initial_vector(name)
 
-    def adapt(self, spec: ModuleSpec) -> None:
-        """Change the layer's spec; overridden by kinds that replace a module."""
+    def adapt(self, spec: ModuleSpec, unit: Unit, index: int) -> None:
+        """Change the spec of the layer at `index` of its unit; overridden by kinds that replace a module."""
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""

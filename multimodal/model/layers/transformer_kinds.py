@@ -26,8 +26,6 @@ from multimodal.values.model_graph import Unit
 class MoeTransformerKind(TransformerKind):
     """A transformer layer with another MLP, which several ranks may share (expert parallelism); it runs as a whole."""
 
-    num_segments = 1
-
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer without an MLP, and the experts."""
         shape = context.unit.transformer
@@ -38,7 +36,7 @@ class MoeTransformerKind(TransformerKind):
             mlp.use_engine(context.options, accumulates=accumulates_in_engine(context.options))
         return layer
 
-    def adapt(self, spec: ModuleSpec) -> None:
+    def adapt(self, spec: ModuleSpec, unit: Unit, index: int) -> None:
         """Leave the MLP out of the spec, and with it the norm that Transformer Engine fuses with it."""
         spec.submodules.mlp, spec.submodules.pre_mlp_layernorm = IdentityOp, Norm
 
@@ -70,7 +68,7 @@ def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
 class WindowedTransformerKind(TransformerKind):
     """A transformer layer whose core attention takes tokens window by window."""
 
-    def adapt(self, spec: ModuleSpec) -> None:
+    def adapt(self, spec: ModuleSpec, unit: Unit, index: int) -> None:
         """Wrap the core attention in one that reorders tokens."""
         attention = spec.submodules.self_attention.submodules
         inner = attention.core_attention
@@ -103,24 +101,37 @@ class SlidingMoeTransformerKind(SlidingTransformerKind, MoeTransformerKind):
 class ModulatedTransformerKind(TransformerKind):
     """Reads `batch.path` as well, and `target_rows`. It has a `modulation`, and runs as a whole."""
 
-    num_segments = 1
+    segments = LayerKind.segments  # it is not cut
 
     def build(self, context: LayerContext, index: int) -> Module:
-        """Build the layer, with weights of their own for conditions if the unit says so, and its modulation."""
-        assert context.unit.flow is not None
-        is_local = context.unit.needs_local_layers
-        layer = _LocalModulatedKind(context.unit, index).build(context, index) if is_local else super().build(context, index)
+        """Build the layer and its modulation."""
+        layer = super().build(context, index)
         layer.modulation = diffusion.Modulation(context, index)
         return layer
 
-    def adapt(self, spec: ModuleSpec) -> None:
-        """Take Transformer Engine's products without the norms before them, whose results are modulated first."""
-        parts = spec.submodules
+    def adapt(self, spec: ModuleSpec, unit: Unit, index: int) -> None:
+        """Take products without the norms before them, whose results are modulated first, and what the unit's flow asks for.
+
+        Those are weights for conditions beside those for patches, and norms as diffusers has them. In SD3's last layer conditions
+        end with attention.
+        """
+        flow, parts = unit.flow, spec.submodules
+        attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
+        assert flow is not None
         if parts.input_layernorm is not Norm:
             from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
 
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-            parts.self_attention.submodules.linear_qkv = parts.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+            attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
+        if flow.form is not None:
+            parts.input_layernorm, parts.pre_mlp_layernorm = diffusion.FirstNorm, diffusion.PlainNorm
+            if attention.q_layernorm is Norm:
+                attention.q_layernorm = attention.k_layernorm = diffusion.JointHeadNorm
+        if flow.has_joint_attention:
+            attention.linear_qkv = diffusion.JointColumnParallelLinear
+            if flow.form is None or index < unit.transformer.num_layers:
+                mlp.linear_fc1 = diffusion.JointColumnParallelLinear
+                attention.linear_proj = mlp.linear_fc2 = diffusion.JointRowParallelLinear
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
         """Split weights for conditions as those for patches."""
@@ -163,27 +174,6 @@ class ModulatedTransformerKind(TransformerKind):
 
 
 _JOINT = diffusion.JointColumnParallelLinear, diffusion.JointRowParallelLinear, diffusion.JointHeadNorm
-
-
-class _LocalModulatedKind(TransformerKind):
-    """Builds one layer with weights of their own for conditions, or as diffusers has it."""
-
-    def __init__(self, unit: Unit, index: int) -> None:
-        assert unit.flow is not None
-        self.flow, self.is_last = unit.flow, index == unit.transformer.num_layers
-
-    def adapt(self, spec: ModuleSpec) -> None:
-        """Give every product weights for conditions beside those for patches; in SD3's last layer these end with attention."""
-        attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
-        if self.flow.form is not None:
-            spec.submodules.input_layernorm, spec.submodules.pre_mlp_layernorm = diffusion.FirstNorm, diffusion.PlainNorm
-            if attention.q_layernorm is Norm:
-                attention.q_layernorm = attention.k_layernorm = diffusion.JointHeadNorm
-        if self.flow.has_joint_attention:
-            attention.linear_qkv = diffusion.JointColumnParallelLinear
-            if self.flow.form is None or not self.is_last:
-                mlp.linear_fc1 = diffusion.JointColumnParallelLinear
-                attention.linear_proj = mlp.linear_fc2 = diffusion.JointRowParallelLinear
 
 
 def _joint_rows(batch: PackedInput, layer: Any, *, num_rows: int) -> diffusion.JointRows:

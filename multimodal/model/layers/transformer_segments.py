@@ -1,13 +1,13 @@
 """A transformer layer in seven segments, between which its collectives lie (Optimus, 4.2).
 
     segment      parts                           collective behind them
-    input_norm   norm                            gathered (its gradient: summed)
+    input_norm   norm                            gather (of its gradient: sum)
     qkv          product of q, k and v
     attention    rotation, core attention
-    projection   product                         summed
-    mlp_norm     residual sum, norm              gathered (its gradient: summed)
+    projection   product                         sum
+    mlp_norm     residual sum, norm              gather (of its gradient: sum)
     mlp_up       product
-    mlp_down     activation, product             summed
+    mlp_down     activation, product             sum
                  residual sum, which runs with the next part of its stage
 
 megatron-core's own code computes all of it: the layer's submodules, or a submodule's `forward` without the parts before and after
@@ -21,13 +21,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.cost.layers.layer import GATHER, SUM
 from multimodal.model.adapter import adapter_of, is_engine_linear
 from multimodal.model.deferrable_linear import deferrable_linear
-from multimodal.model.layers.layer_kind import Exchange, LayerPart, StagePass, State
+from multimodal.model.layers.layer_kind import LayerPart, Segments, StagePass, State
 from multimodal.model.norm import normalised
 from multimodal.model.weight_gradient_queue import accumulate_into_buffers
-
-SEGMENT_NAMES = ("input_norm", "qkv", "attention", "projection", "mlp_norm", "mlp_up", "mlp_down")
 
 
 class _Product(Module):
@@ -73,7 +72,7 @@ class _Within:
         return getattr(self._module, name)
 
 
-def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor | None]) -> tuple[tuple[LayerPart, ...], ...]:
+def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor | None]) -> Segments:
     """Return the parts of each segment of megatron-core's TransformerLayer; frequencies: its rotary angles."""
     for linear in layer.modules():
         if is_engine_linear(linear) and linear.fuse_wgrad_accumulation and not hasattr(linear.weight, "accumulate_gradient"):
@@ -81,13 +80,13 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
             accumulate_into_buffers([linear.weight], lambda rows, gradient, buffer: buffer.add_(gradient.t().matmul(rows)))
     parts = _Parts(layer, frequencies)
     return (
-        (LayerPart(parts.norm, Exchange.GATHERED),),
+        (LayerPart(parts.norm, GATHER),),
         (LayerPart(parts.qkv),),
         (LayerPart(parts.attention),),
-        (LayerPart(parts.projection, Exchange.SUMMED),),
-        (LayerPart(parts.sum_and_norm, Exchange.GATHERED),),
+        (LayerPart(parts.projection, SUM),),
+        (LayerPart(parts.sum_and_norm, GATHER),),
         (LayerPart(parts.up),),
-        (LayerPart(parts.down, Exchange.SUMMED), LayerPart(parts.sum)),
+        (LayerPart(parts.down, SUM), LayerPart(parts.sum)),
     )
 
 
