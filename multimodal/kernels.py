@@ -2,7 +2,8 @@
 
 Both give the same results, bit for bit, except where a docstring says that only the kernel searches on from a first result. A
 reference may take a hundred times as long, so an entry point says which of them run (`describe_kernels`). What neither trains nor
-simulates (`map_stages`), and what one balancer alone needs (`assign_entrain`), has no reference and raises an error.
+simulates (`map_stages`), and what one balancer (`assign_entrain`) or attention backend (`plan_work_list`) alone needs, has no
+reference and raises an error.
 """
 
 import re

@@ -23,6 +23,7 @@ from multimodal.attention.packed_lengths import ItemParts, MaskRule, PackedLengt
 from multimodal.attention.sequence_attention import attend_by_sequence
 from multimodal.attention.triton_kernels.options import MAX_CHANNELS
 from multimodal.cost.token_shares import BlockShares
+from multimodal.kernels import kernels
 from multimodal.values.errors import ConfigError
 
 
@@ -256,8 +257,9 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
         if needs_mask or is_shared or (shape.is_cuda and not can_flash(shape)):  # no loop over sequences launches kernels there
             if not shape.is_cuda or shape.dtype == torch.float64:
                 return "blocks"
-            has_kernels = find_spec("triton") is not None and shape.channels <= MAX_CHANNELS and rule.softcap is None
-            return "triton" if has_kernels else "flex"  # which can bound scores
+            is_installed = find_spec("triton") is not None and kernels is not None
+            suits = is_installed and shape.channels <= MAX_CHANNELS and rule.softcap is None
+            return "triton" if suits else "flex"  # which can bound scores
         return FLASH if can_flash(shape) else SEQUENCES
     if name in BY_SEQUENCE and is_shared:
         raise ConfigError(
@@ -272,6 +274,11 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
         raise ConfigError(
             f"--attention-backend triton cannot bound scores (attention_softcap {rule.softcap}); choose "
             "--attention-backend flex, or blocks"
+        )
+    if name == "triton" and kernels is None:
+        raise ConfigError(
+            "--attention-backend triton takes its work from the C++ kernels, which cannot be used here; run 'pip install -e .' "
+            "where this copy of Braid lies, or choose --attention-backend flex"
         )
     if name == FLASH and not can_flash(shape):
         raise ConfigError(

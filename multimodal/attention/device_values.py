@@ -83,11 +83,6 @@ class Parcel(NamedTuple):
     buffer: Tensor
     """uint8."""
 
-    @classmethod
-    def pack(cls, value: Any) -> "Parcel":
-        """Copy the tensors of a value, all on the CPU, into a buffer."""
-        return Parcels.pack({"": value})[""]
-
     def open(self) -> Any:
         """Return the value; its tensors are views of the buffer."""
         return map_tensors(self.contents, lambda slot: _view(self.buffer, slot))

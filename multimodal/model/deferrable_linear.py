@@ -31,18 +31,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.context_parallel import reduce_scatter_single
 from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of, is_engine_linear, splits_inputs
-from multimodal.model.collectives import Arriving, RankLink, TensorParallelWaits, sequence_parts, sum_rows
+from multimodal.model.collectives import Arriving, RankLink, TensorParallelWaits, gather_for_products, sequence_parts, sum_rows
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
 
 
@@ -283,10 +277,7 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
     adapter = adapter_of(linear)
     assert adapter is not None
     inner = deferrable_linear(rows, adapter.down, None) * adapter.scale
-    group, is_cut = linear.tp_group, linear.sequence_parallel
-    if linear.tp_size > 1 and splits_inputs(linear):
-        exchange = reduce_scatter_to_sequence_parallel_region if is_cut else reduce_from_tensor_model_parallel_region
-        inner = exchange(inner, group=group)
-    elif linear.tp_size > 1:
-        inner = (gather_from_sequence_parallel_region if is_cut else copy_to_tensor_model_parallel_region)(inner, group=group)
+    if linear.tp_size > 1:
+        exchange = sum_rows if splits_inputs(linear) else gather_for_products
+        inner = exchange(inner, RankLink(linear.tp_group, linear.sequence_parallel))
     return product + deferrable_linear(inner, adapter.up, None), rest[0] if rest else None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, row_sums, take_rows
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.units.items import Grid
@@ -219,8 +219,7 @@ class LengthArrays:
     @cached_property
     def num_tokens(self) -> Integers:
         """[num_samples] tokens of each sample inside the LLM."""
-        before = row_starts(self.num_llm_tokens)
-        return self.num_text_tokens + before[self.item_starts[1:]] - before[self.item_starts[:-1]]
+        return self.num_text_tokens + row_sums(self.item_starts, self.num_llm_tokens)
 
     @cached_property
     def sample_of_item(self) -> Integers:

@@ -13,6 +13,7 @@ LARGE_TILES_BYTES = 130 * 1024
 SHORTEST_LIMIT = 16
 """Blocks below which work is not cut: the best published sub-blocks have 16 to 32 (Cornstarch, thesis 3.3.2.2)."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Size of the persistent grid; more programs than fit at once would only queue."""
 ITEMS_PER_PROGRAM = 4
 """Fewest of the longest items in a program's share of the work; taken longest first, all programs end within one item."""
 
@@ -36,8 +37,6 @@ class KernelOptions:
     key_value_gradient: TileSizes
     max_blocks_per_item: int | None = SHORTEST_LIMIT
     """Intra-GPU balancing: longest sub-block in blocks; None runs rows whole, unbalanced."""
-    programs_per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR
-    """Size of the persistent grid; more programs than fit at once would only queue."""
 
 
 def choose_options(

@@ -22,7 +22,13 @@ from multimodal.attention.triton_kernels.backward import (
     query_gradient_kernel,
 )
 from multimodal.attention.triton_kernels.forward import forward_kernel, join_outputs_kernel
-from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options, longest_item
+from multimodal.attention.triton_kernels.options import (
+    PROGRAMS_PER_MULTIPROCESSOR,
+    KernelOptions,
+    TileSizes,
+    choose_options,
+    longest_item,
+)
 from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 
@@ -216,7 +222,7 @@ def _grid(
     """Return the number of programs to launch, and the constants that depend on it."""
     num_tickets = len(work.items) * (block_size // tiles.rows) * heads
     is_dynamic = options.max_blocks_per_item is not None
-    num_programs = min(num_tickets, _num_multiprocessors(device) * options.programs_per_multiprocessor)
+    num_programs = min(num_tickets, _num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR)
     sizes = {"TILE_ROWS": tiles.rows, "TILE_COLUMNS": tiles.columns, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     return (num_programs if is_dynamic else num_tickets), {"IS_DYNAMIC": is_dynamic, **sizes}
 

@@ -328,8 +328,7 @@ class Unit:
     def num_output_tokens(self, grid: Grid) -> int:
         """Number of tokens that leave an encoder for an item with this grid, with those that end rows in the LLM."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
-        num_row_ends = grid[0] if self.image is not None and self.image.has_row_ends else 0
-        return self.num_outputs(self.item_input.num_tokens(grid)) + num_row_ends
+        return self.item_input.num_output_tokens(grid) if self.queries is None else self.queries.num_queries
 
     def num_outputs(self, num_tokens: int) -> int:
         """Number of tokens that leave an encoder for an item with this many tokens inside."""

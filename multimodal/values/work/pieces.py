@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
+from multimodal.values.action import Action, ActionKind, Coverage, Place
 from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace
 from multimodal.values.arrays.rows import Bools, Bytes, Integers, row_starts
 from multimodal.values.backward_need import BackwardNeed
@@ -321,13 +321,10 @@ class Pieces:
     def _coverage(self, kind: int, stage: int, microbatch: int, part: int) -> Coverage:
         if part < 0:
             return None
-        unit, replica, index = self.stage_keys[stage]
-        if kind != REDUCTION:
-            cut = self.cuts.segments.get(Place(unit, replica, index, microbatch))
-            if cut is None:
-                return SampleSubset(part)
-            return (cut.forwards if kind == FORWARD else cut.backwards)[part]
-        return self._reductions(unit, replica, index)[part]
+        if kind == REDUCTION:
+            return self._reductions(*self.stage_keys[stage])[part]
+        place = Place(*self.stage_keys[stage], microbatch)
+        return (self.cuts.forwards(place) if kind == FORWARD else self.cuts.backwards(place))[part]
 
 
 def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int) -> UnitPieces:

@@ -11,7 +11,7 @@ from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, b
 from multimodal.attention.block_attention import attend_by_blocks
 from multimodal.attention.block_summary import count_block_workloads, list_blocks
 from multimodal.attention.core_attention import choose_attention
-from multimodal.attention.device_values import DerivedValues, Parcel, map_tensors, tensors_of
+from multimodal.attention.device_values import DerivedValues, Parcels, map_tensors, tensors_of
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths, build_packed_mask
 from multimodal.values.errors import DataError, ModelError
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, random_masks
@@ -101,7 +101,7 @@ DTYPES = (torch.uint8, torch.int32, torch.int64, torch.float64, torch.bool)
 def test_a_parcel_gives_back_what_was_packed(sizes: list[tuple[int, int, torch.dtype]]) -> None:
     tensors = [torch.randint(0, 2, (rows, columns)).to(dtype) for rows, columns, dtype in sizes]
     value = {"all": tuple(tensors), "again": tensors[-1:] and tensors[-1], "name": (1, "two", None)}
-    parcel = Parcel.pack(value)
+    parcel = Parcels.pack({"": value})[""]
     found = parcel.open()
     assert not any(isinstance(each, torch.Tensor) for each in tensors_of(parcel.contents)) and found["name"] == value["name"]
     assert all(torch.equal(mine, other) and mine.dtype == other.dtype for mine, other in zip(found["all"], tensors, strict=True))
@@ -126,7 +126,7 @@ def test_all_that_attention_reads_of_items_is_prepared() -> None:
     packed = PackedLengths(lengths=(40, 30), items=(ItemSpan(3, 20, "vision"),))
     choice = choose_attention("blocks", rule=rule, shape=AttentionShape(), is_shared=False)
     choice.prepare(packed)
-    opened = Parcel.pack(packed).open()
+    opened = Parcels.pack({"": packed})[""].open()
     assert opened.lengths == packed.lengths
     mask = opened.mask(rule)
     inputs = draw_inputs(packed.mask(rule))[:3]

@@ -6,11 +6,9 @@ from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.block_summary import BlockLists
 from multimodal.attention.triton_kernels.work_list import DIRECT, OrderedBlocks, WorkList, order_blocks, plan_work_list
 from tests.unit.attention.mask_cases import random_masks
-from tests.unit.without_kernels import without_kernels
 
 ROWS = st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=8)
 """Per row, whether each of its blocks is full."""
-ORDERED_FIELDS = ("row_starts", "full_ends", "blocks")
 
 
 def lists_of(rows: list[list[bool]]) -> BlockLists:
@@ -66,17 +64,3 @@ def test_full_entries_need_no_mask(mask: AttentionMask) -> None:
             seen[queries, keys] = visible[queries, keys]
             assert entry >= full_end or (visible[queries, keys].all() and visible[queries, keys].size == mask.block_size**2)
     assert np.array_equal(seen, visible)
-
-
-@given(rows=ROWS, limit=st.none() | st.integers(1, 5), tokens=st.tuples(st.integers(0, 90), st.integers(0, 90)))
-def test_kernels_and_references_agree(rows: list[list[bool]], limit: int | None, tokens: tuple[int, int]) -> None:
-    sizes = {"num_row_tokens": tokens[0], "num_column_tokens": tokens[1], "block_size": 10}
-    found = order_blocks(lists_of(rows), **sizes)
-    expected = without_kernels(order_blocks)(lists_of(rows), **sizes)
-    work = plan_work_list(found, max_blocks_per_item=limit)
-    expected_work = without_kernels(plan_work_list)(expected, max_blocks_per_item=limit)
-    assert work.num_slots == expected_work.num_slots
-    for value, other, names in ((found, expected, ORDERED_FIELDS), (work, expected_work, ("items", "split_rows"))):
-        for name in names:
-            assert getattr(value, name).dtype == np.int32
-            assert np.array_equal(getattr(value, name), getattr(other, name))
