@@ -158,7 +158,7 @@ class _LayerRun:
 def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
     """Return a call of a layer's core attention alone, as often as its forward calls it; None if it has none."""
     (index,) = stage.layer_range
-    attention = kind_of(stage.unit, index).core_attention(stage.layers[str(index)])
+    attention = stage.core_attention(index)
     if attention is None:
         return None
     shape, tp = stage.unit.transformer, stage.groups.tp.size()

@@ -1,7 +1,7 @@
 """The backends of attention, by name, and the mask that all take: computed once, shared by all layers of a stage."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
 from types import MappingProxyType
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from multimodal.attention.bitfield import ACROSS_ITEMS_BIT, BitfieldMask
 from multimodal.attention.block_summary import BlockLists, list_blocks
-from multimodal.attention.device_values import DerivedValues
+from multimodal.attention.device_values import DerivedValues, HoldsTensors
 from multimodal.values.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class MaskTensors:
+class MaskTensors(HoldsTensors):
     """The tokens of a mask on a device; every tensor is [num_tokens]."""
 
     bits: Tensor
@@ -42,11 +42,6 @@ class MaskTensors:
         """Evaluate the rule of `bitfield.py` of every token here and every one of `keys`: [num_tokens, num_keys], bool."""
         return elementwise_sees(self.map_tensors(lambda tensor: tensor[:, None]), keys)
 
-    def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":
-        """Return the same mask with every tensor changed."""
-        tensors = {name: change(getattr(self, name)) for name in ("bits", "key_bits", "sample_ids", "item_ids", "positions")}
-        return replace(self, **tensors)
-
 
 def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
     """Evaluate the rule of `bitfield.py` for pairs of tokens; the tensors of both sides must broadcast."""
@@ -59,7 +54,7 @@ def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
 
 
 @dataclass(eq=False)
-class AttentionMask:
+class AttentionMask(HoldsTensors):
     """The keys that each query attends to. Keys are all tokens; queries are all tokens or, with context parallelism, some blocks.
 
     tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
@@ -112,10 +107,6 @@ class AttentionMask:
         if self.query_blocks is None:
             return self.keys_on(device)
         return self.derived.on(device, "queries", lambda: _to_tensors(self.tokens, self.query_positions))
-
-    def map_tensors(self, change: Callable[[Any], Any]) -> "AttentionMask":
-        """Return the same mask with the tensors of its derived forms changed."""
-        return replace(self, derived=self.derived.map_tensors(change))
 
 
 def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors:

@@ -5,9 +5,9 @@ alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ class Slot(NamedTuple):
     start: int
     shape: torch.Size
     dtype: torch.dtype
+
+
+class HoldsTensors:
+    """Base of dataclasses with tensors in their fields."""
+
+    __slots__ = ()
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Self:
+        """Return the same values with every tensor changed, such as copied to a device."""
+        changed = {each.name: map_tensors(getattr(self, each.name), change) for each in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **changed)  # type: ignore[type-var]
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -50,7 +61,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 @dataclass
-class DerivedValues:
+class DerivedValues(HoldsTensors):
     """Values by name, each derived once and then kept on the device that last asked for it."""
 
     _values: dict[Hashable, Any] = field(default_factory=dict)
@@ -69,10 +80,6 @@ class DerivedValues:
             self._values[name] = build()
         value: Value = self._values[name]
         return value
-
-    def map_tensors(self, change: Callable[[Any], Any]) -> "DerivedValues":
-        """Return the same values with their tensors changed."""
-        return DerivedValues(map_tensors(self._values, change))
 
 
 class Parcel(NamedTuple):

@@ -1,8 +1,8 @@
 """The sequences of a packed microbatch and their mask, in the form that megatron-core's layers pass to core attention."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from multimodal.attention.attention_backend import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
-from multimodal.attention.device_values import DerivedValues, map_tensors
+from multimodal.attention.device_values import DerivedValues, HoldsTensors
 from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 
 
@@ -55,7 +55,7 @@ class MaskRule:
 
 
 @dataclass
-class PackedLengths(PackedSeqParams):
+class PackedLengths(HoldsTensors, PackedSeqParams):
     """Lengths of the sequences packed one after another along the token dimension, and the items in them.
 
     `qkv_format` stays "sbhd": the rotary frequencies are given per token, so megatron-core's layers treat the packed tokens as
@@ -129,10 +129,6 @@ class PackedLengths(PackedSeqParams):
             torch.from_numpy(cut),
             torch.from_numpy(np.argsort(np.concatenate((cut, whole)))),
         )
-
-    def map_tensors(self, change: Callable[[Any], Any]) -> "PackedLengths":
-        """Return the same lengths with the tensors of all derived values changed."""
-        return replace(self, windows=map_tensors(self.windows, change), derived=self.derived.map_tensors(change))
 
 
 class ItemParts(NamedTuple):

@@ -51,7 +51,7 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
         order = needed[np.argsort(replicas[needed], kind="stable")]
         placed[name] = placed[name].rearranged(order, row_starts(np.bincount(replicas, minlength=pipelines.size)))
         busy += lane_seconds(plan, name, seconds, replicas)
-    return Assignment.of_arrays(placed)
+    return Assignment(placed)
 
 
 def lane_seconds(plan: Plan, unit: str, seconds: Floats, replicas: Integers) -> Floats:

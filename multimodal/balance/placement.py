@@ -66,7 +66,7 @@ def _place_units(
         items = arrays.items_of(unit.name)[atoms]
         placed[unit.name] = PlacedAtoms(arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items], *starts)
     of_llm = PlacedAtoms(arrays.sample_ids[llm.atoms], np.full(len(llm.atoms), -1), *llm[1:])
-    return Assignment.of_arrays({**placed, graph.backbone.name: of_llm, **place_generators(of_llm, graph=graph, plan=plan)})
+    return Assignment({**placed, graph.backbone.name: of_llm, **place_generators(of_llm, graph=graph, plan=plan)})
 
 
 def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict[str, PlacedAtoms]:
@@ -87,7 +87,7 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
     for unit in graph.generators:
         busy = arrays.sample_ids[arrays.sample_of_item[arrays.items_of(unit.name)]]
         placed[unit.name] = placed[unit.name].with_samples(busy)
-    return Assignment.of_arrays(placed)
+    return Assignment(placed)
 
 
 def as_computed(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> Assignment:
@@ -106,7 +106,7 @@ def order_by_need(assignment: Assignment, *, graph: ModelGraph) -> Assignment:
         order = np.lexsort((needed_at(assignment, graph, unit.name), placed.replica_of_microbatch))
         if (np.diff(order) < 0).any():
             ordered = placed.rearranged(order, placed.microbatch_starts)
-            assignment = Assignment.of_arrays({**assignment.placed, unit.name: ordered})
+            assignment = Assignment({**assignment.placed, unit.name: ordered})
     return assignment
 
 
@@ -127,7 +127,7 @@ def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
     if not plan.units_with_shared_experts:
         return assignment
     evened = {name: assignment.placed[name].with_even_counts() for name in plan.units_with_shared_experts}
-    return Assignment.of_arrays({**assignment.placed, **evened})
+    return Assignment({**assignment.placed, **evened})
 
 
 def order_by_time(groups: Groups) -> Microbatches:

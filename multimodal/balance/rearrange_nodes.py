@@ -187,7 +187,7 @@ class NodeArrangement:
                 starts, chosen = take_rows(old.microbatch_starts, np.arange(old.num_microbatches), permutation)
                 placed[unit.name] = old.rearranged(chosen, starts)
             before, after = before + stays, after + min(stays, moves)
-        return (assignment if after == before else Assignment.of_arrays(placed)), NodeBytes(before, after)
+        return (assignment if after == before else Assignment(placed)), NodeBytes(before, after)
 
     def _nodes(self, unit: UnitPlan, *, stage: int) -> Integers:
         """Return the node of each replica's stage: the last one sends the outputs, the first one takes them."""

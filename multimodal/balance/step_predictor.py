@@ -102,7 +102,7 @@ class StepPrediction:
         fills = self.schedules.builder.runs_segments and not self.costs.options.hides_waits
         dealt = (deal_by_idle_time(self.costs, fills_waits=fills, largest_first=each) for each in (False, True))
         own = {name: self.assignment.placed[name] for name in self.schedules.plan.units_with_shared_experts}
-        return tuple(Assignment.of_arrays({**each.placed, **own}) if own else each for each in dealt if each is not None)
+        return tuple(Assignment({**each.placed, **own}) if own else each for each in dealt if each is not None)
 
     @property
     def is_simulated(self) -> bool:

@@ -121,7 +121,7 @@ class AssignedLoads:
         """Most tokens of a microbatch whose keys and values are gathered over context parallel ranks."""
         if unit not in self._dealers:
             return self.fullest(unit)[replica].cut.num_tokens
-        cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.assignment.units[unit][replica]]
+        cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.assignment.placed[unit].replicas[replica]]
         return max((add_loads(parts).num_tokens for parts in cut), default=0)
 
     def _busiest(self, unit: str, atoms: Microbatch) -> ComputedLoad:

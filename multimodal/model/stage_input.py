@@ -1,13 +1,13 @@
 """Inputs of a stage in addition to the activations of the stage before it."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multimodal.attention.device_values import map_tensors
+from multimodal.attention.device_values import HoldsTensors
 from multimodal.attention.packed_lengths import ItemSpan, PackedLengths, Windows, order_by_window
 from multimodal.cost.token_shares import RankShare, WholeItemShares
 from multimodal.model.latents import ItemsMade, NoisePath
@@ -15,7 +15,7 @@ from multimodal.values.model_graph import Unit
 
 
 @dataclass(frozen=True)
-class PackedInput:
+class PackedInput(HoldsTensors):
     """One packed microbatch as a unit's stages see it; all tensors on the stage's device.
 
     With context parallelism, `lengths` and `items` describe the whole microbatch, from which the mask is derived; all else
@@ -100,10 +100,6 @@ class PackedInput:
     def with_kept_rows(self) -> "PackedInput":
         """Return the same input with the rows of all tokens that the encoder keeps: dropped ones have a last place below 0."""
         return replace(self, kept_rows=(self.positions[:, -1] >= 0).nonzero()[:, 0])
-
-    def map_tensors(self, change: Callable[[Any], Any]) -> "PackedInput":
-        """Return the same input with every tensor changed, such as copied to a device."""
-        return replace(self, **{each.name: map_tensors(getattr(self, each.name), change) for each in fields(self)})
 
     @property
     def own_lengths(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.cost.engine_limits import ADAPTED_SEGMENTS, NARROW_PRODUCT, LayerUse
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, is_engine_linear, share_adapter
@@ -284,6 +285,11 @@ class UnitStage(MegatronModule):
     def recomputes(self, index: int) -> bool:
         """Return True if backwards recompute a layer's forward."""
         return LAYER_KINDS[self.unit.layers[index]].recomputes and self.options.recompute == "full"
+
+    def core_attention(self, index: int) -> CoreAttention | None:
+        """Return the module in which a layer's tokens attend; None if they do not, or only in windows, in linear time."""
+        attention = getattr(self.layers[str(index)], "self_attention", None)
+        return attention.core_attention if attention is not None and isinstance(attention.core_attention, CoreAttention) else None
 
     def _layer_segments(self, index: int) -> Segments:
         if (segments := kind_of(self.unit, index).segments(self.layers[str(index)])) is not None:

@@ -56,7 +56,7 @@ def cut_finely(shape: StepShape, units: Collection[str], *, lanes: Collection[in
     segments: dict[Place, SegmentCut] = {}
     for name in sorted(units):
         for replica, each in enumerate(shape.plan.units[name].replicas):
-            for stage in each.virtual_stages if shape.lanes_of(name, replica, 0)[0] in lanes else ():
+            for stage in each.virtual_stages if shape.plan.lanes_of_stage(name, replica, 0)[0] in lanes else ():
                 key = name, replica, stage.index
                 bounds = tuple(range(1, count_segments(shape.graph.unit(name), stage.layers)))
                 cut = SegmentCut(len(bounds) + 1, bounds, bounds if shape.backward_need(*key).has_backward else ())
@@ -71,7 +71,7 @@ def count_fine_pieces(shape: StepShape, units: Collection[str]) -> dict[int, int
     for name in units:
         for replica, each in enumerate(shape.plan.units[name].replicas):
             num_segments = sum(count_segments(shape.graph.unit(name), stage.layers) for stage in each.virtual_stages)
-            counts[shape.lanes_of(name, replica, 0)[0]] += 2 * num_segments * shape.num_microbatches(name, replica)
+            counts[shape.plan.lanes_of_stage(name, replica, 0)[0]] += 2 * num_segments * shape.num_microbatches(name, replica)
     return counts
 
 

@@ -1,12 +1,11 @@
 """Assignments, the places of samples: unit -> replica -> ordered microbatches -> atoms."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, NumberedMicrobatches, in_subset_order
-from multimodal.values.arrays.placed_atoms import Atom, Microbatch, PlacedAtoms, PlacedUnits, Replicas
+from multimodal.values.arrays.placed_atoms import Atom, Microbatch, PlacedAtoms, Replicas
 from multimodal.values.arrays.routes import Route, RouteEnds, Routes, build_routes
 from multimodal.values.arrays.rows import integers
 from multimodal.values.model_graph import ModelGraph, Role
@@ -16,27 +15,23 @@ from multimodal.values.shape import StepShape
 __all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Assignment:
     """The placement of one global batch; units may group the same data differently."""
 
-    units: Mapping[str, Replicas] = field(default_factory=dict)
-    """unit -> replica -> ordered microbatches -> atoms; kept as arrays, of which objects are made when asked for."""
+    placed: Mapping[str, PlacedAtoms]
+    """The placement as arrays, by unit."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.units, PlacedUnits):
-            placed = {unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in self.units.items()}
-            object.__setattr__(self, "units", PlacedUnits(placed))
-
-    @classmethod
-    def of_arrays(cls, placed: Mapping[str, PlacedAtoms]) -> "Assignment":
-        """Build from the arrays of each unit."""
-        return cls(PlacedUnits(placed))
+    def __init__(self, placed: Mapping[str, PlacedAtoms | Replicas] | None = None) -> None:
+        """placed: arrays, or objects: unit -> replica -> ordered microbatches -> atoms."""
+        units = (placed or {}).items()
+        arrays = {unit: each if isinstance(each, PlacedAtoms) else PlacedAtoms.of_replicas(each) for unit, each in units}
+        object.__setattr__(self, "placed", arrays)
 
     @property
-    def placed(self) -> Mapping[str, PlacedAtoms]:
-        """The placement as arrays, by unit."""
-        return cast(PlacedUnits, self.units).placed
+    def units(self) -> Mapping[str, Replicas]:
+        """The placement as objects: unit -> replica -> ordered microbatches -> atoms. O(atoms)."""
+        return {unit: placed.replicas for unit, placed in self.placed.items()}
 
     def num_microbatches(self, unit: str, replica: int) -> int:
         """Microbatches that this replica processes."""

@@ -220,7 +220,7 @@ def _misplaced(lanes: Sequence[Lane], shape: StepShape, numbers: Mapping[Action,
                 dialect = "lowered" if lowered else "compute"
                 fix = "remove it" if action.covers is None else "let the parts of a place cover all of it once"
                 problem = f"unknown action: no such action belongs to this step in the {dialect} dialect; {fix}"
-            elif index not in (wanted := shape.lanes_of(*action[1:4])):
+            elif index not in (wanted := shape.plan.lanes_of_stage(*action[1:4])):
                 where = ", ".join(map(str, wanted))
                 problem = f"wrong lane: it stands in lane {index} but belongs to lane {where}; move it there"
             elif action in first:

@@ -1,14 +1,13 @@
 """The shape of a step: everything that its schedule depends on, and nobody's samples."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any
 
 import numpy as np
 
 from multimodal.values.action import Action, Coverage, LayerRange
-from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, in_subset_order
+from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, PickledAlone, in_subset_order
 from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
@@ -17,7 +16,7 @@ from multimodal.values.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
-class StepShape:
+class StepShape(PickledAlone):
     """The shape of one step: its model and plan, its numbers of microbatches, the routes between these, and the cuts of its work.
 
     Steps of equal shapes have the same schedules. `values/work/step_work.py` numbers the work of a shape.
@@ -32,10 +31,6 @@ class StepShape:
     cuts: Cuts = UNCUT
     forward_only: bool = False
     """Leave backwards and reductions out (evaluation)."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields alone: values derived from them are larger, and can be derived again."""
-        return StepShape, tuple(getattr(self, column.name) for column in fields(self))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StepShape):
@@ -84,10 +79,6 @@ class StepShape:
         if self.forward_only:
             return BackwardNeed.NONE
         return self._need_of_layers(unit, self.plan.virtual_stage(unit, replica, stage).layers)
-
-    def lanes_of(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
-        """Return the lanes that together execute a virtual stage."""
-        return self.plan.lanes_of_stage(unit, replica, stage)
 
     def num_microbatches(self, unit: str, replica: int) -> int:
         """Return the number of microbatches of a replica."""

@@ -97,7 +97,7 @@ class FillWithWeightGradients:
     def __call__(self, schedule: Schedule) -> Schedule:
         lanes = []
         for lane in schedule.lanes:
-            is_alone = all(len(schedule.shape.lanes_of(*action.place[:3])) == 1 for action in lane.actions)
+            is_alone = all(len(schedule.shape.plan.lanes_of_stage(*action.place[:3])) == 1 for action in lane.actions)
             fills = (is_alone and self._fills(lane.actions, index) for index in range(len(lane.actions) - 1))
             modes = (*(SlotMode.FILLS_WAIT if each else SlotMode.IN_LINE for each in fills), SlotMode.IN_LINE)
             lanes.append(Lane(lane.ranks, tuple(map(Slot, lane.actions, modes))))

@@ -31,7 +31,6 @@ from multimodal.data.sample_source import NUM_FRAMES, SampleSource
 from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.model.layers.layer_kind import HeadOutput
-from multimodal.model.layers.registry import kind_of
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ConfigError, DataError, require_package
@@ -58,7 +57,7 @@ class KeyValueCache:
         self._known: dict[tuple[int, ...], _Known] = {}
         self._before: Sequence[tuple[Tensor, Tensor]] = ()
         self._behind: list[tuple[Tensor, Tensor]] = []
-        attentions = (kind_of(llm.unit, index).core_attention(llm.layers[str(index)]) for index in llm.layer_range)
+        attentions = map(llm.core_attention, llm.layer_range)
         self._hooks = [each.register_forward_hook(self._attend, with_kwargs=True) for each in attentions if each is not None]
 
     def __enter__(self) -> "KeyValueCache":

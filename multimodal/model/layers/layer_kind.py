@@ -230,10 +230,6 @@ class LayerKind:
         """Return random inputs for profiling, in addition to hidden states: fields of PackedInput, and `item_embeddings`."""
         return {}, None
 
-    def core_attention(self, layer: Module) -> Module | None:
-        """Return the module that computes core attention, for profiling; None if tokens do not attend."""
-        return None
-
 
 class CarriedStates(NamedTuple):
     """The hidden states that are passed on from layer to layer inside a unit."""

@@ -135,10 +135,6 @@ class TransformerKind(LayerKind):
         """A gated first MLP layer stacks [gate; up]."""
         return 2 if module == "linear_fc1" and unit.transformer.is_gated else 1
 
-    def core_attention(self, layer: Module) -> Module | None:
-        """Return megatron-core's `core_attention`."""
-        return layer.self_attention.core_attention  # type: ignore[union-attr, return-value]
-
 
 def accumulates_in_engine(options: BuildOptions) -> bool:
     """Return True if Transformer Engine's products add weight gradients to float32 buffers themselves."""

@@ -78,9 +78,6 @@ class WindowedTransformerKind(TransformerKind):
         """Derive masks and the other inputs of attention, for windows."""
         super().prepare(packed.window_sequences, context)
 
-    def core_attention(self, layer: Module) -> None:
-        """Return None: its time is linear in tokens, like that of products."""
-
 
 class SlidingTransformerKind(TransformerKind):
     """A transformer layer of the LLM whose tokens attend to the last ones before them."""

@@ -44,13 +44,23 @@ def build_zb_h1(shape: StepShape) -> Schedule:
 def build_in_memory(shape: StepShape, *, costs: StepCosts, splits_backwards: bool = False) -> Schedule:
     """Build eager 1F1B or ZB-H1 with as many microbatches in flight as memory has room for, in the compute dialect.
 
-    `costs` gives the bytes that microbatches keep and the memory of a rank. Of several depths that fit, including that of the
-    schedule itself, the one with the shortest step is taken (`build_within_memory`). This serves assignments that make some
-    gradients late (Entrain 4.5.3); with enough memory it removes a part of ZB-H1's bubble (ZB-H2 of the same paper).
+    `costs` gives the bytes that microbatches keep and the memory of a rank. Of the schedules that keep up to 1, 2 and 4 times as
+    many as they need, as far as memory has room for it, the one with the shortest step is taken. This serves assignments that
+    make some gradients late (Entrain 4.5.3); with enough memory it removes a part of ZB-H1's bubble (ZB-H2 of the same paper).
     """
     limits = forward_limits(shape)
     stored = storage_limits(shape, limits) if splits_backwards else {}
-    return build_within_memory(shape, stored or limits, costs=costs, build=lambda scaled: _build(shape, limits, stored, scaled))
+    room = factors_within_memory(shape, stored or limits, costs=costs)
+
+    def build(most: float) -> Schedule:
+        return _build(shape, limits, stored, lambda stage, limit: math.floor(min(most, room[stage]) * limit))
+
+    def duration(schedule: Schedule) -> float:
+        seconds = costs.of_pieces(schedule.work, np.arange(schedule.work.num_computed)).seconds
+        return execute_lanes(schedule, seconds=seconds).duration_seconds
+
+    factors = sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED})
+    return min(map(build, factors), key=duration)
 
 
 def _build(
@@ -166,28 +176,6 @@ _TRIED = (1.0, 2.0, 4.0)
 """Factors that are tried, since too many forwards ahead delay backwards."""
 
 
-def build_within_memory(
-    shape: StepShape,
-    limits: Mapping[StageKey, int],
-    *,
-    costs: StepCosts,
-    build: Callable[[Callable[[StageKey, int], int]], Schedule],
-) -> Schedule:
-    """Return the shortest of the schedules that keep up to 1, 2 and 4 times `limits` as far as memory has room for it.
-
-    limits: the microbatches that each stage keeps at least; build: makes a schedule from a function that scales a stage's limit.
-    """
-    room = factors_within_memory(shape, limits, costs=costs)
-
-    def duration(schedule: Schedule) -> float:
-        seconds = costs.of_pieces(schedule.work, np.arange(schedule.work.num_computed)).seconds
-        return execute_lanes(schedule, seconds=seconds).duration_seconds
-
-    factors = sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED})
-    built = (build(lambda stage, limit, most=most: math.floor(min(most, room[stage]) * limit)) for most in factors)  # type: ignore[misc]
-    return min(built, key=duration)
-
-
 def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:
     """Return, for each stage, the largest of `FACTORS` that its lanes' memory allows for the limits of all of their stages.
 
@@ -201,7 +189,7 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
     for stage, kept in kept_by_stage(shape, costs):
         sums = np.append(0, np.cumsum(np.sort(kept)[::-1]))
         counts = np.floor(np.array(FACTORS) * limits[stage]).astype(np.int64)
-        needed[list(shape.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
+        needed[list(shape.plan.lanes_of_stage(*stage))] += sums[np.minimum(counts, len(kept))]
     room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(len(needed))])
     of_lane = np.maximum(np.count_nonzero(needed <= room[:, None], axis=1) - 1, 0)
     # Replicas between which samples travel, directly or not, share a group.
@@ -212,7 +200,7 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
     least: dict[int, int] = {}
     for stage in shape.stages:
         group = groups[stage[:2]]
-        least[group] = min(least.get(group, len(FACTORS)), *of_lane[list(shape.lanes_of(*stage))].tolist())
+        least[group] = min(least.get(group, len(FACTORS)), *of_lane[list(shape.plan.lanes_of_stage(*stage))].tolist())
     return {stage: FACTORS[least[groups[stage[:2]]]] for stage in shape.stages}
 
 

@@ -90,7 +90,7 @@ def _room_by_memory(shape: StepShape, costs: StepCosts) -> dict[StageKey, float]
     kept, lane_of = Counter[int](), dict[StageKey, int]()
     for stage, sizes in kept_by_stage(shape, costs):
         if stage[0] in apart:
-            lane_of[stage] = lane = shape.lanes_of(*stage)[0]
+            lane_of[stage] = lane = shape.plan.lanes_of_stage(*stage)[0]
             kept[lane] += int(sizes.max())
     free = {lane: MEMORY_SHARE * costs.memory_bytes - costs.static_bytes(lane) for lane, size in kept.items() if size}
     return {key: free[lane] // kept[lane] for key, lane in lane_of.items() if lane in free}

@@ -36,7 +36,7 @@ def fill(schedule: Schedule, *, splits: bool = True) -> Schedule:
 
 def _fill_lane(lane: Lane, shape: StepShape, receiving: Collection[Action], *, splits: bool) -> Lane:
     """Fill one lane; receiving: the actions that need a message."""
-    if any(len(shape.lanes_of(*action[1:4])) > 1 for action in lane.actions):
+    if any(len(shape.plan.lanes_of_stage(*action[1:4])) > 1 for action in lane.actions):
         return lane
     slots: list[Slot] = []
     for position, slot in enumerate(lane.slots):
@@ -185,7 +185,7 @@ def defer_receives(schedule: Schedule) -> Schedule:
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     for lane in times:
-        if any(len(shape.lanes_of(*event.action[1:4])) > 1 for event in lane):
+        if any(len(shape.plan.lanes_of_stage(*event.action[1:4])) > 1 for event in lane):
             continue
         needs = {event.action: work.needs_of(event.action, lowered=False) for event in lane}
         starts |= _fill_gaps(lane, {action: max(map(ends.__getitem__, needed), default=0.0) for action, needed in needs.items()})

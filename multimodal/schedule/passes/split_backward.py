@@ -70,7 +70,7 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
             if starts[subset] == starts[backward]:
                 replaced[backward].insert(-1, subset)
                 continue
-            for lane in shape.lanes_of(*subset[1:4]):
+            for lane in shape.plan.lanes_of_stage(*subset[1:4]):
                 added[lane].append(subset)
     lanes = [
         Lane(lane.ranks, tuple(Slot(new) for action in lane.actions for new in replaced.get(action, [action])))

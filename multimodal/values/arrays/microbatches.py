@@ -1,7 +1,7 @@
 """The microbatches of units: how many each replica has, and numbers for all of them; no samples."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,7 +27,14 @@ def in_subset_order(consumers: Iterable[MicrobatchPlace]) -> tuple[MicrobatchPla
     return tuple(sorted(consumers, key=lambda each: (each.microbatch, each.replica, each.unit)))
 
 
-class CountedMicrobatches:
+class PickledAlone:
+    """Base of dataclasses that pickle their fields alone: values derived from them are larger, and can be derived again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, column.name) for column in fields(self))  # type: ignore[arg-type]
+
+
+class CountedMicrobatches(PickledAlone):
     """Facts that follow from the number of microbatches of each replica."""
 
     microbatch_starts: Integers
@@ -64,9 +71,6 @@ class MicrobatchCounts(CountedMicrobatches):
     """The number of microbatches of each replica of a unit."""
 
     microbatch_starts: Integers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MicrobatchCounts, (self.microbatch_starts,)
 
 
 class NumberedMicrobatches:

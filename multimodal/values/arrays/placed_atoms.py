@@ -1,10 +1,10 @@
 """The placed atoms of one unit as arrays, so that thousands of replicas need no object for each sample."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,9 +45,6 @@ class PlacedAtoms(CountedMicrobatches):
         columns = np.array(list(chain.from_iterable(microbatches)), np.int64).reshape(-1, 2)
         samples, items = np.ascontiguousarray(columns[:, 0]), np.ascontiguousarray(columns[:, 1])
         return cls(samples, items, row_starts(list(map(len, microbatches))), row_starts(list(map(len, replicas))))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PlacedAtoms, (self.sample_ids, self.item_indices, self.atom_starts, self.microbatch_starts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlacedAtoms):
@@ -97,30 +94,6 @@ class PlacedAtoms(CountedMicrobatches):
         sizes = np.bincount(self.microbatch_of_atom[is_kept], minlength=self.num_microbatches)
         counts = np.bincount(self.replica_of_microbatch[sizes > 0], minlength=self.num_replicas)
         return PlacedAtoms(self.sample_ids[is_kept], self.item_indices[is_kept], row_starts(sizes[sizes > 0]), row_starts(counts))
-
-
-class PlacedUnits(Mapping[str, Replicas]):
-    """unit -> replica -> ordered microbatches -> atoms, as arrays; objects of a unit are made when they are first read."""
-
-    def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
-        self.placed = placed
-
-    def __getitem__(self, unit: str) -> Replicas:
-        return self.placed[unit].replicas
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.placed)
-
-    def __len__(self) -> int:
-        return len(self.placed)
-
-    def __eq__(self, other: object) -> bool:
-        return self.placed == other.placed if isinstance(other, PlacedUnits) else super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 NO_ATOMS = PlacedAtoms(integers(()), integers(()), integers((0,)), integers((0,)))

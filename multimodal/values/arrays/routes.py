@@ -1,14 +1,14 @@
 """Routes: the atoms that microbatches of one unit hand to those of the next; arrays, made into objects only on request."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from multimodal.values.arrays.microbatches import MicrobatchPlace, NumberedMicrobatches
+from multimodal.values.arrays.microbatches import MicrobatchPlace, NumberedMicrobatches, PickledAlone
 from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, PlacedAtoms
 from multimodal.values.arrays.rows import Integers, integers, order_by, row_starts, take_rows
 
@@ -23,16 +23,13 @@ class Route(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class RouteEnds:
+class RouteEnds(PickledAlone):
     """The microbatches that hand something to each other, ordered by source, then target; not what they hand over."""
 
     microbatches: NumberedMicrobatches
     sources: Integers
     """[num_routes] numbers of microbatches, ascending."""
     targets: Integers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, column.name) for column in fields(self))
 
     @cached_property
     def sources_of(self) -> Mapping[MicrobatchPlace, tuple[MicrobatchPlace, ...]]:

@@ -334,10 +334,10 @@ def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int
     num_reductions = np.array([_num_reductions(shape, unit, stage) for stage in range(len(needs))], np.int64).reshape(grid)
     is_by_layer = np.array([(unit, stage) in cuts.reduced_by_layer for stage in range(len(needs))], bool)
     num_subsets = np.zeros(counted.num_microbatches, np.int64)
-    for microbatch, number in _own(cuts.num_subsets, unit, counted):
+    for microbatch, number in _numbered_places(cuts.num_subsets, unit, counted):
         num_subsets[number] = cuts.num_subsets[microbatch]
     num_ranges = np.ones((2, len(needs), counted.num_microbatches), np.int64)
-    for place, number in _own(cuts.segments, unit, counted):
+    for place, number in _numbered_places(cuts.segments, unit, counted):
         if place.stage < len(needs):
             cut = cuts.segments[place]
             num_ranges[:, place.stage, number] = len(cut.forward) + 1, len(cut.backward) + 1
@@ -381,7 +381,7 @@ def _num_reductions(shape: StepShape, unit: str, stage: int) -> list[int]:
     ]
 
 
-def _own(places: Iterable[AnyPlace], unit: str, counted: MicrobatchCounts) -> Iterator[tuple[AnyPlace, int]]:
+def _numbered_places(places: Iterable[AnyPlace], unit: str, counted: MicrobatchCounts) -> Iterator[tuple[AnyPlace, int]]:
     """Yield the places in a unit that exist, with the numbers of their microbatches."""
     for place in places:
         if place.unit == unit and place.replica < counted.num_replicas and place.microbatch < counted.counts[place.replica]:
@@ -396,6 +396,6 @@ def _splits(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -
                 stages[stage, replica] = True
         return stages[:, counted.replica_of_microbatch]
     found = np.zeros((num_stages, counted.num_microbatches), bool)
-    for place, number in _own(cuts.split, unit, counted):
+    for place, number in _numbered_places(cuts.split, unit, counted):
         found[place.stage, number] = True
     return found

@@ -45,7 +45,7 @@ def is_valid(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
     except ScheduleError:
         return False
     expected = step_work(step).actions if lowered else step_work(step).computed
-    owners = {action: set(step.lanes_of(*action[1:4])) for action in expected}
+    owners = {action: set(step.plan.lanes_of_stage(*action[1:4])) for action in expected}
     if any(set(each.actions) != {action for action in expected if lane in owners[action]} for lane, each in enumerate(lanes)):
         return False
     for lane in lanes:

@@ -53,7 +53,7 @@ def check_numbers(schedule: Schedule) -> None:
     assert {key for entry in entries for key in entry.takes} == {key for entry in entries for key in entry.gives}
     assert [work.stages[stage] for stage in work.stage_numbers] == [action[1:4] for action in work.actions]
     lanes = rows(*work.lanes_of(np.arange(len(work.actions))))
-    assert lanes == [list(step.lanes_of(*action[1:4])) for action in work.actions]
+    assert lanes == [list(step.plan.lanes_of_stage(*action[1:4])) for action in work.actions]
     assert work.resources.tolist() == [RESOURCE_NUMBERS[action.kind.resource] for action in work.actions]
     collective_of, *members = work.collective_rows
     for number, (action, collective) in enumerate(zip(work.actions, collective_of.tolist(), strict=True)):
@@ -106,7 +106,7 @@ def unequal() -> StepShape:
 @given(step=placed_cases())
 def test_an_assignment_of_arrays_is_the_one_of_objects(step: PlacedCase) -> None:
     given_objects = step.assignment
-    arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
+    arrays = Assignment({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
     for other in (arrays, pickle.loads(pickle.dumps(arrays)), Assignment(dict(arrays.units))):
         assert other == given_objects and dict(other.units) == dict(given_objects.units)
         for place in step.shape.microbatches:
