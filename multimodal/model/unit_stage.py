@@ -175,11 +175,8 @@ class UnitStage(MegatronModule):
 
     def num_rows(self, num_tokens: int) -> int:
         """Return the rows of this rank's hidden states between layers; num_tokens: of its tensor parallel group."""
-        rows = self._num_padded_rows(num_tokens)
+        rows = self.context.input_context.num_padded_rows(num_tokens)
         return rows // self.groups.tp.size() if self.config.sequence_parallel else rows
-
-    def _num_padded_rows(self, num_tokens: int) -> int:
-        return self.context.input_context.num_padded_rows(num_tokens)
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage on hidden states, [rows, 1, channels] with `width_behind` channels, or None on the first stage.
@@ -233,7 +230,7 @@ class UnitStage(MegatronModule):
             dtype = self.options.rotary_dtype
             batch = replace(batch, patches=encode_images(batch.patches, made, self.unit.image, dtype=dtype))
         frequencies = self.frequencies(batch)
-        lengths = batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))
+        lengths = batch.packed or pack_lengths(batch, self.context.input_context.num_padded_rows(batch.num_tokens))
         local = self.frequencies(batch, base) if (base := self.unit.transformer.rotary_local_base) is not None else None
         weight = self.shared_embedding_weight
         return StagePass(batch, item_embeddings, frequencies, lengths, weight, self.num_step_tokens, local)
@@ -244,7 +241,7 @@ class UnitStage(MegatronModule):
         if index == 0:
             embedded = kind.run(layer, hidden, given)
             assert isinstance(embedded, Tensor)
-            padded = pad_rows(embedded, self._num_padded_rows(given.batch.num_tokens))
+            padded = pad_rows(embedded, self.context.input_context.num_padded_rows(given.batch.num_tokens))
             return share_rows(padded, self.link) if self.config.sequence_parallel else padded
         is_repeated = self.recomputes(index) and torch.is_grad_enabled()
         if is_repeated and (hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters())):
@@ -320,7 +317,7 @@ class UnitStage(MegatronModule):
             scaling=shape.rotary_scaling,
             divisors=frequency_divisors(*factors, short_length=short, lengths=lengths, dtype=dtype),
         )
-        return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
+        return pad_rows(frequencies, self.context.input_context.num_padded_rows(batch.num_tokens))
 
     def _sequence_lengths(self, batch: PackedInput) -> Tensor:
         """Return [num_tokens]: the length of each token's sequence, where rotary positions depend on it."""

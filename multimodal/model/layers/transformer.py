@@ -60,7 +60,8 @@ class TransformerKind(LayerKind):
         options, is_local = context.options, context.implementation == "local"
         has_head_norms, spans_heads = context.config.qk_layernorm, context.unit.transformer.qk_norm_spans_heads
         spec = _local_spec(options.num_overlapped_parts) if is_local else _transformer_engine_spec(has_head_norms)
-        choice, attention = self._choice(context.input_context), spec.submodules.self_attention
+        choice = attention_choice(context.input_context, window=self.window(context.unit))
+        attention = spec.submodules.self_attention
         attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
         if spans_heads or (has_head_norms and is_local):
             attention.submodules.q_layernorm = attention.submodules.k_layernorm = AllHeadsNorm if spans_heads else Norm
@@ -111,10 +112,7 @@ class TransformerKind(LayerKind):
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
         """Derive masks and the other inputs of attention."""
-        self._choice(context).prepare(packed)
-
-    def _choice(self, context: InputContext) -> AttentionChoice:
-        return attention_choice(context, window=self.window(context.unit))
+        attention_choice(context, window=self.window(context.unit)).prepare(packed)
 
     def window(self, unit: Unit) -> int | None:
         """Return the number of tokens that the LLM's tokens attend to in the layer; None: all before them."""
