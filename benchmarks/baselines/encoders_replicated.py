@@ -22,7 +22,7 @@ from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchPlace, NumberedMicrobatches
 from multimodal.values.arrays.routes import Routes
 from multimodal.values.arrays.rows import integers
-from multimodal.values.assignment import Assignment
+from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.schedule import Lane, Schedule, lane_of
@@ -81,17 +81,17 @@ def repeat_encoders(original: StepShape, assignment: Assignment) -> tuple[Assign
     microbatch right before their stage's forward, and its backward, if there is one, right after their stage's backward; so do
     encoders whose results only their own stage uses.
     """
-    units = dict(assignment.units)
+    placed = dict(assignment.placed)
     for encoder in (unit.name for unit in original.graph.encoders):
         copies = range(original.plan.units[encoder].data_parallel_size)
         rows = [_microbatches_of_copy(encoder, copy, original) for copy in copies]
-        units[encoder] = tuple(tuple(map(assignment.atoms, row)) for row in rows)
+        placed[encoder] = PlacedAtoms.of_replicas([list(map(assignment.atoms, row)) for row in rows])
 
     def build(shape: StepShape) -> Schedule:
         lanes = (_LaneWithEncoders(lane, original) for lane in build_one_f_one_b(original).lanes)
         return place_reductions(Schedule.of_lanes(shape, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
 
-    return _RepeatedAssignment(units, assignment), build
+    return _RepeatedAssignment(placed, assignment), build
 
 
 @dataclass(frozen=True)
