@@ -116,12 +116,9 @@ def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageK
     """Return the number of microbatches in flight below which a stage runs no backward while it has forwards left.
 
     It equals the limit: then the order does not depend on the effect of frozen, slow or starved stages on the builder's clock. If
-    every lane holds all stages of its replica of every unit, there is no pipeline to fill, and the floor is 0.
+    every rank holds the whole model, there is no pipeline to fill, and the floor is 0.
     """
-    replicas = [replica for unit in plan.units.values() for replica in unit.replicas]
-    is_pipeline = any(len({plan.lane_of_rank[rank] for rank in replica.ranks}) > 1 for replica in replicas)
-    holders = [{plan.lane_of_rank[rank] for replica in unit.replicas for rank in replica.ranks} for unit in plan.units.values()]
-    return limits if is_pipeline or any(lanes != holders[0] for lanes in holders) else {}
+    return {} if plan.is_whole_on_every_rank else limits
 
 
 def microbatch_spans(shape: StepShape, *, depths: Depths) -> dict[StageKey, int]:
