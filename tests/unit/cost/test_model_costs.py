@@ -153,9 +153,8 @@ def test_replicas_that_share_weights_compute_together():
     lengths = [
         replace(sample, items=(ItemLengths("vision", 40 * (4 if sample.sample_id == 1 else 1), 10),)) for sample in LENGTHS
     ]
-    uneven = replace(
-        ASSIGNMENT, units={**ASSIGNMENT.units, "vision": (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))}
-    )
+    vision = (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))
+    uneven = Assignment({**ASSIGNMENT.placed, "vision": vision})
     shape = uneven.shape(GRAPH, PLAN)
     apart, together = (
         replace(COSTS, shape=shape, assignment=uneven, lengths=lengths, options=RunOptions(zero_stage=stage)) for stage in (1, 3)
