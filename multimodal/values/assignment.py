@@ -1,7 +1,7 @@
 """Assignments, the places of samples: unit -> replica -> ordered microbatches -> atoms."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 
 from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, NumberedMicrobatches, in_subset_order
@@ -15,17 +15,19 @@ from multimodal.values.shape import StepShape
 __all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class Assignment:
     """The placement of one global batch; units may group the same data differently."""
 
-    placed: Mapping[str, PlacedAtoms]
+    placement: InitVar[Mapping[str, PlacedAtoms | Replicas]]
+    """It as arrays, or as objects: unit -> replica -> ordered microbatches -> atoms."""
+    placed: Mapping[str, PlacedAtoms] = field(init=False)
     """The placement as arrays, by unit."""
 
-    def __init__(self, placed: Mapping[str, PlacedAtoms | Replicas] | None = None) -> None:
-        """placed: arrays, or objects: unit -> replica -> ordered microbatches -> atoms."""
-        units = (placed or {}).items()
-        arrays = {unit: each if isinstance(each, PlacedAtoms) else PlacedAtoms.of_replicas(each) for unit, each in units}
+    def __post_init__(self, placement: Mapping[str, PlacedAtoms | Replicas]) -> None:
+        arrays = {
+            unit: each if isinstance(each, PlacedAtoms) else PlacedAtoms.of_replicas(each) for unit, each in placement.items()
+        }
         object.__setattr__(self, "placed", arrays)
 
     @property
