@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.baselines.one_grid import with_replicas
 from multimodal.plan.planners.allowed_sizes import (
@@ -96,7 +96,7 @@ def repeat_encoders(original: StepShape, assignment: Assignment) -> tuple[Assign
 
 @dataclass(frozen=True)
 class _RepeatedAssignment(Assignment):
-    original: Assignment = field(default_factory=Assignment)
+    original: Assignment
 
     def routes(self, graph: ModelGraph) -> Routes:
         """Return the original's routes: no unit takes repeated results. They come behind those that a replica has itself."""
