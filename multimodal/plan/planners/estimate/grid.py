@@ -148,7 +148,7 @@ def chain_pieces(request: PlanningRequest, size: StageSize) -> tuple[Piece, ...]
     """List the layers of all units as one chain."""
     pieces = []
     for unit in request.graph.units:
-        own, num_sharers = (size, 1) if unit.module is None else (StageSize(1), size.tensor * size.context)
+        own, num_sharers = (size, 1) if unit.module is None else (StageSize(1), size.num_ranks)
         of_unit = layer_times(request, unit.name, own)
         for first, end in unit_pieces(unit):
             forward, backward = (sum(seconds[first:end]) / num_sharers for seconds in of_unit)

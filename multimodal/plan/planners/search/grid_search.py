@@ -164,7 +164,7 @@ def _lane_bytes(request: PlanningRequest, grid: Grid, lane: int) -> float:
         own, kept = range_bytes(request, piece.unit, (piece.layers,), piece.size, layout.weight_copies)
         static += own
         # A module's replicas in a stage take its microbatches in turn.
-        taken = math.prod(piece.size) / math.prod(grid.shape.size)
+        taken = piece.size.num_ranks / grid.shape.size.num_ranks
         of_chunks[chunk] += taken * kept / piece.size.tensor * heavy[piece.unit]
         working = max(working, working_bytes(request, piece.unit, piece.size))
     return static + working + float((states @ of_chunks).max())
