@@ -208,6 +208,8 @@ def shuffled(indices: Integers, *, seed: int) -> Integers:
 @lru_cache(maxsize=8)
 def _turns(weights: tuple[float, ...]) -> tuple[Integers, Integers, Integers]:
     """Return each turn's owner in one round, [num_turns]; turns of each; those before each turn, [num_turns, num_parts]."""
+    if len(weights) == 1:  # which may be 0
+        return np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 1), np.int64)
     total = math.fsum(weights)
     shares = [max(1, round(_TURNS * weight / total)) for weight in weights]
     divisor = math.gcd(*shares)

@@ -27,13 +27,14 @@ from megatron.runtime.step.step import Step
 from multimodal.attention import context_parallel
 from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import ItemParts, PackedLengths
+from multimodal.cost.layers.layer import Exchange
 from multimodal.model import deferrable_linear, expert_mlp
 from multimodal.model.collectives import Arriving
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.layers import transformer_segments
 from multimodal.model.layers.backbone_ends import LanguageHead
 from multimodal.model.layers.generator_ends import GeneratorProjector
-from multimodal.model.layers.layer_kind import Exchange, StagePass
+from multimodal.model.layers.layer_kind import LayerPart, StagePass
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
@@ -284,16 +285,16 @@ def rows_of_other_ranks(right: Any, share: torch.Tensor, product: torch.Tensor, 
 
 
 def without(exchange: Exchange, *, is_backward: bool) -> Error:
-    def started(right: Any, self: Exchange, tensor: torch.Tensor, link: Any, **options: Any) -> Any:
-        skips = self is exchange and options.get("is_backward", False) is is_backward
+    def started(right: Any, self: LayerPart, tensor: torch.Tensor, link: Any, **options: Any) -> Any:
+        skips = self.behind is exchange and options.get("is_backward", False) is is_backward
         return Arriving(tensor) if skips else right(self, tensor, link, **options)
 
-    return replaced(Exchange, "start", started)
+    return replaced(LayerPart, "start", started)
 
 
-def swapped_on_one_rank(right: Any, self: Exchange, tensor: torch.Tensor, link: Any, **options: Any) -> Any:
+def swapped_on_one_rank(right: Any, self: LayerPart, tensor: torch.Tensor, link: Any, **options: Any) -> Any:
     """One rank gives the rows of its sums in another order than the others."""
-    swaps = self is Exchange.SUMMED and dist.get_rank() == 1 and not options.get("is_backward", False)
+    swaps = self.behind is Exchange.SUM and dist.get_rank() == 1 and not options.get("is_backward", False)
     return right(self, tensor.flip(0) if swaps else tensor, link, **options)
 
 
@@ -422,9 +423,9 @@ ERRORS: Mapping[str, Mapping[str, Error]] = {
         "rows are taken for another rank's": replaced(deferrable_linear, "reduce_scatter_single", rows_of_other_ranks)
     },
     "inside waits": {
-        "a collective at the end of a forward piece is left out": without(Exchange.SUMMED, is_backward=False),
-        "a collective at the end of a backward piece is left out": without(Exchange.GATHERED, is_backward=True),
-        "a collective at the end of a forward piece is swapped on one rank": replaced(Exchange, "start", swapped_on_one_rank),
+        "a collective at the end of a forward piece is left out": without(Exchange.SUM, is_backward=False),
+        "a collective at the end of a backward piece is left out": without(Exchange.GATHER, is_backward=True),
+        "a collective at the end of a forward piece is swapped on one rank": replaced(LayerPart, "start", swapped_on_one_rank),
         "gradients of the residual stream stop between pieces": replaced(SegmentPass, "_retreat", without_residual_gradients),
         "biases are left out at a cut": replaced(
             transformer_segments, "_residual_sum", lambda right, layer, add, branch, bias, residual: residual + branch

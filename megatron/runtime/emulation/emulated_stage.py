@@ -128,7 +128,7 @@ class EmulatedStage(UnitStage):
 
     def _finish(self, output: Tensor, batch: PackedInput) -> Tensor | HeadOutput:
         assert isinstance(batch, EmulatedInput)
-        if self.unit.role is Role.ENCODER:
+        if self.unit.role is Role.ENCODER or not self.is_last:
             return output
         is_correct = None if self.training or not self.unit.is_causal else torch.zeros(0, dtype=torch.bool)
         return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
