@@ -1,6 +1,7 @@
 """A generator's first and last layer, or in place of all its layers a denoiser of the diffusers library."""
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,7 +137,7 @@ class GeneratorProjectorKind(LayerKind):
         return {"condition_rows": rows, **random_path(context, num_tokens, num_sequences)}, given
 
 
-class GeneratorLoss(torch.nn.Module):
+class GeneratorLoss(torch.nn.Module, ABC):
     """Base of the last layers of generators, which predict patches, or the noise - patches of a flow."""
 
     waits: TensorParallelWaits | None = None
@@ -146,9 +147,9 @@ class GeneratorLoss(torch.nn.Module):
         self.image, self.flow, self.group = context.unit.image, context.unit.flow, context.groups.tp
         self.is_sequence_sharded = context.config.sequence_parallel
 
+    @abstractmethod
     def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
         """Return the values of the patches of this rank, [num_patches, patch_channels]; hidden: as in `forward`."""
-        raise NotImplementedError
 
     def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Sum the errors of patches, or of noise - patches; hidden: [num_tokens (padded and / tp), 1, hidden_size]."""

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import product
 
-from multimodal.plan.planners.planning_request import BLOCK_SIZE, CONTEXT_PARALLEL_SIZES, PlanningRequest, StageSize
+from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
+from multimodal.plan.planners.planning_request import CONTEXT_PARALLEL_SIZES, PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role
 
@@ -17,7 +18,7 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Microbatch sizes that a planner may choose from if the user leaves the size open."""
 MOST_MICRO_BATCH_TOKENS = 32_768
 """Most average tokens of a unit for microbatches of several samples; beyond, efficiency no longer improves."""
-LEAST_PART_TOKENS = 8 * BLOCK_SIZE
+LEAST_PART_TOKENS = 8 * DEFAULT_BLOCK_SIZE
 
 
 def tensor_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...]:
@@ -59,13 +60,13 @@ def context_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ..
         return (fixed,)
     average = request.default_micro_batch_size * request.loads.mean[unit][0]
     largest = max(average, request.loads.of_samples[unit][:, 0].max())
-    shares = int(largest / request.least_share_tokens), int(average / BLOCK_SIZE)
+    shares = int(largest / request.least_share_tokens), int(average / DEFAULT_BLOCK_SIZE)
     most = min(request.most_context_parallel, request.num_gpus, *shares)
     described = request.graph.unit(unit)
     longest = 0 if described.is_causal else request.loads.longest_items.get(unit, 0)
     parts = min(longest / max(1.0, average), longest / LEAST_PART_TOKENS, request.most_context_parallel, request.num_gpus)
     most = max(most, math.ceil(parts))
-    if described.role is Role.ENCODER and BLOCK_SIZE % described.merge_factor:
+    if described.role is Role.ENCODER and DEFAULT_BLOCK_SIZE % described.merge_factor:
         most = 1
     return tuple(size for size in CONTEXT_PARALLEL_SIZES if size <= max(1, most))
 

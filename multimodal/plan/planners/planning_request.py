@@ -18,6 +18,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
+from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.schedule.builders import BUILDERS
@@ -30,10 +31,8 @@ from multimodal.values.sample_lengths import LengthBatch, SampleLengths, draw_le
 
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 """Context parallel sizes that a planner may choose from if sequences are long."""
-BLOCK_SIZE = 128
-"""Default number of tokens that are dealt to context parallel ranks at a time."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
-LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
+LEAST_SHARE_TOKENS = 32 * DEFAULT_BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""

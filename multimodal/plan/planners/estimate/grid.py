@@ -122,16 +122,16 @@ class Grid(Candidate):
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
     """Yield every tp, cp, pp and dp that is allowed; raises PlanError if units, other than modules, cannot share tp and dp."""
     graph = request.graph
-    names, modules = ([unit.name for unit in graph.units if (unit.module is None) == is_cut] for is_cut in (True, False))
     fixed = request.fixed(graph.backbone.name).pipeline_parallel_size
-    data_sizes_of_modules = [data_parallel_sizes(request, name) for name in modules]
+    names = [unit.name for unit in graph.units if unit.module is None]
     data_sizes = shared_data_parallel_sizes(request, names)
+    data_sizes_of_modules = [data_parallel_sizes(request, unit.name) for unit in graph.units if unit.module is not None]
     num_pieces = sum(len(unit_pieces(unit)) for unit in graph.units)
     for size in shared_stage_sizes(request, names):
         ranks = size.num_ranks
         for num_stages in (fixed,) if fixed else range(1, min(num_pieces, request.num_gpus // ranks) + 1):
             for data in largest_fitting(data_sizes, gpus_per_replica=num_stages * ranks, num_gpus=request.num_gpus):
-                is_even = all(data * ranks in sizes for sizes in data_sizes_of_modules)
+                is_even = all(data * ranks in sizes for sizes in data_sizes_of_modules)  # every replica gets as many microbatches
                 if is_even and request.allows_num_gpus(num_stages * ranks * data):
                     yield GridShape(size, num_stages, data, num_pieces)
 

@@ -6,16 +6,17 @@ from itertools import product
 from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
+from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
+from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.prediction import Prediction, judge_run
 from multimodal.values.errors import NothingFitsError, PlanError
 from multimodal.values.validate import validate_plan
 
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
-FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
+FALLBACK_SHARE_TOKENS = 8 * DEFAULT_BLOCK_SIZE
 """Fewest tokens of context parallel ranks if nothing fits otherwise."""
 MARGIN = 0.98
 """Factor on the next round's limit, to end slightly below it."""
