@@ -2,6 +2,7 @@
 
 `HAPPENINGS`, in the environment of a run, lists RANK:PLACE:STEP:EVENT with spaces between them. Each happens once, just before
 the rank comes to the place in that step or in a recovery from it; in elastic runs, but for `all`, to a node's first processes.
+EVENT: the name of a signal, WAIT (for ever), or JOIN and a node's number: a lost node returns, and the rank waits until it has.
 """
 
 import os
@@ -29,6 +30,8 @@ PLACES: dict[str, tuple[Any, str]] = {
 """`copy` is in a recovery."""
 current_step = 0
 nodes_have_joined = threading.Event()
+members: list[Member] = []
+"""This process's, in an elastic run."""
 
 
 class Work:
@@ -40,8 +43,10 @@ def wait_forever() -> None:
     Work.wait()
 
 
-EVENTS: dict[str, Callable[[], object]] = {"WAIT": wait_forever, "JOIN": nodes_have_joined.wait}
-"""What is none of the signals that a rank can send itself; JOIN: a node has returned."""
+def wait_for_return(node: str) -> None:
+    """Let a node return that is lost for the first time; no rank leaves before: all have agreed to go on after the last step."""
+    members[0].ledger.set_flag(f"return/{node}/0")
+    nodes_have_joined.wait()
 
 
 class Happening(NamedTuple):
@@ -56,8 +61,10 @@ class Happening(NamedTuple):
         return current_step == self.step and (self.rank == "all" or (is_first and self.rank == os.environ["RANK"]))
 
     def happen(self) -> None:
-        if self.event in EVENTS:
-            EVENTS[self.event]()
+        if self.event == "WAIT":
+            wait_forever()
+        elif self.event.startswith("JOIN"):
+            wait_for_return(self.event.removeprefix("JOIN"))
         else:
             signal.raise_signal(signal.Signals[f"SIG{self.event}"])
 
@@ -70,6 +77,7 @@ def plant(happenings: str) -> None:
         listed.append(Happening(rank, place, int(step), event))
 
     def tell(member: Member, has_joined: bool) -> None:
+        members[:] = [member]
         (nodes_have_joined.set if has_joined else nodes_have_joined.clear)()
 
     Member.nodes_have_joined = property(lambda member: nodes_have_joined.is_set(), tell)  # type: ignore[assignment]

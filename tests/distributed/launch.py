@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,6 +217,7 @@ def _serve_forks(listener: int, is_needed: int) -> None:
     try:
         if is_needed not in select.select([listener, is_needed], [], [])[0]:
             sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+            threading.excepthook = threading.__excepthook__
             logging.getLogger().handlers.clear()
             sys.modules.pop("pretrain_mllm", None)  # it says what is to be warned of
             forkserver.main(listener, is_needed, _PRELOADED)

@@ -63,16 +63,14 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
 
     In the last one a survivor waits for a message that its connections' end does not end: it goes on in the same process.
     """
-    happenings = "3:forward:3:KILL all:step:5:JOIN 0:norm:6:KILL 2:copy:6:KILL"
-    happenings += " 4:reduction:10:KILL 5:reduction:10:WAIT all:step:12:JOIN"
+    happenings = "3:forward:3:KILL all:step:5:JOIN3 0:norm:6:KILL 2:copy:6:KILL"
+    happenings += " 4:reduction:10:KILL 5:reduction:10:WAIT all:step:12:JOIN0"
     flags, environment = ("--balance", "disttrain", "--measure-interval", 4), {CALLS: str(tmp_path)}
     with running(tmp_path, inputs, Nodes(6), happenings=happenings, environment=environment, flags=flags) as run:
         run.wait_for_step(4)
         waiting = run.processes(5)
-        run.let_return(3)
         run.wait_for_step(11)
         assert run.processes(5) == waiting
-        run.let_return(0)
         output = check(run, inputs)
     assert_recorded_calls_end(tmp_path, 6)
     assert output.count("goes on after step") >= 4
@@ -98,10 +96,7 @@ def test_replicas_that_differ_become_alike_and_differ_again(tmp_path: Path, inpu
     The second time, all ranks have updated, and the first one has not reported.
     """
     nodes = Nodes(5, sizes=(2, 3), replicas=(2, 3))
-    with running(tmp_path, inputs, nodes, happenings="4:forward:4:KILL all:step:6:JOIN 0:report:13:KILL") as run:
-        run.wait_for_step(5)
-        run.let_return(4)
-        run.wait_until(lambda: "with 5 nodes" in run.output, "return of the node")
+    with running(tmp_path, inputs, nodes, happenings="4:forward:4:KILL all:step:6:JOIN4 0:report:13:KILL") as run:
         output = check(run, inputs)
     assert output.count("with 4 nodes") >= 2
 

@@ -79,8 +79,15 @@ class Member:
         self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_with_frozen_store)
         for work in (self._beat, self._listen):
             ledger = open_ledger(self._address, self._port, self._token)
-            threading.Thread(target=work, args=(ledger,), daemon=True).start()
+            threading.Thread(target=self._keep_up, args=(work, ledger), daemon=True).start()
         threading.Thread(target=self._store_watch.watch, daemon=True).start()
+
+    def _keep_up(self, work: Callable[[Ledger], None], ledger: Ledger) -> None:
+        """Do the work of a thread; ends this process if it fails, as without it all would wait for this rank."""
+        try:
+            work(ledger)
+        except Exception as problem:
+            self._ending.fail(problem)
 
     def open_store(self) -> Store:
         """Open another connection to the store."""
@@ -242,7 +249,7 @@ def is_waiting(thread: threading.Thread) -> bool:
     if frame is None:
         return False
     path = frame.f_code.co_filename
-    line = linecache.getline(path, frame.f_lineno)
+    line = linecache.getline(path, frame.f_lineno or 0)  # between lines there is none, though its type has it
     return f"{os.sep}distributed{os.sep}" in path or any(sign in line for sign in _SIGNS_OF_WAITING)
 
 

@@ -271,6 +271,32 @@ def test_a_thread_stands_still_only_while_it_waits_for_others(pipe):
     assert find_standstill(waiting) is None
 
 
+def test_a_thread_between_lines_waits_for_nothing(monkeypatch):
+    frame = SimpleNamespace(f_code=member.is_waiting.__code__, f_lineno=None)
+    monkeypatch.setattr(sys, "_current_frames", lambda: {None: frame, threading.get_ident(): frame})
+    assert find_standstill(threading.current_thread()) is None
+
+
+def test_a_process_ends_if_it_can_no_longer_listen(monkeypatch):
+    """Else it would hear of no loss, and the others would wait for it."""
+    port, problem, failed = free_port(), TypeError("a fault"), threading.Event()
+    kept = keep("127.0.0.1", port)
+
+    def next_signal(*args: object, **options: object) -> None:
+        raise problem
+
+    def fail(found: BaseException) -> None:
+        assert found is problem
+        failed.set()
+
+    monkeypatch.setattr(Ledger, "next_signal", next_signal)
+    environ = {"BRAID_NODE": "0", "BRAID_INCARNATION": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    listening = Member({**environ, "BRAID_ELASTIC_TOKEN": TOKEN}, timeout_seconds=60, ending=SimpleNamespace(fail=fail))
+    assert failed.wait(20)
+    listening.finish()
+    del kept
+
+
 Connect = Callable[[], list[socket.socket]]
 
 
