@@ -35,6 +35,7 @@ def recording_nodes() -> Iterator[None]:
 
     def training(self: Any, *args: Any) -> None:
         train(self, *args)
+        self._member.finish()  # the end of another node does not end this one before it has written
         Path(os.environ[CALLS], os.environ["BRAID_NODE"]).write_bytes(pickle.dumps(recorder.events))
 
     def leaving(self: Member, problem: Exception) -> None:
