@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -279,20 +280,12 @@ def test_a_thread_between_lines_waits_for_nothing(monkeypatch):
 
 def test_a_process_ends_if_it_can_no_longer_listen(monkeypatch):
     """Else it would hear of no loss, and the others would wait for it."""
-    port, problem, failed = free_port(), TypeError("a fault"), threading.Event()
+    port, failures = free_port(), SimpleQueue()
     kept = keep("127.0.0.1", port)
-
-    def next_signal(*args: object, **options: object) -> None:
-        raise problem
-
-    def fail(found: BaseException) -> None:
-        assert found is problem
-        failed.set()
-
-    monkeypatch.setattr(Ledger, "next_signal", next_signal)
+    monkeypatch.setattr(Ledger, "next_signal", lambda *args, **options: 1 / 0)
     environ = {"BRAID_NODE": "0", "BRAID_INCARNATION": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    listening = Member({**environ, "BRAID_ELASTIC_TOKEN": TOKEN}, timeout_seconds=60, ending=SimpleNamespace(fail=fail))
-    assert failed.wait(20)
+    listening = Member({**environ, "BRAID_ELASTIC_TOKEN": TOKEN}, timeout_seconds=60, ending=SimpleNamespace(fail=failures.put))
+    assert isinstance(failures.get(timeout=20), ZeroDivisionError)
     listening.finish()
     del kept
 
