@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -311,8 +312,7 @@ def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connec
     with connections.opening():
         own = connect()
     received: list[bytes] = []
-    thread = threading.Thread(target=lambda: received.append(own[2].recv(1)))
-    thread.start()
+    thread = start(lambda: received.append(own[2].recv(1)))
     connections.cut()
     thread.join(20)
     assert received == [b""]
@@ -367,9 +367,8 @@ def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up():
     """Which of the two connects, their addresses decide: in a few tries both cases come up."""
     for number in range(6):
         connections, store = Connections(), dist.PrefixStore(str(number), dist.HashStore())
-        thread = threading.Thread(target=make_group, args=(store, 0), daemon=True)
         with pytest.raises(CutError), connections.opening():
-            thread.start()
+            thread = start(partial(make_group, store, 0))
             make_group(LeavingStore(store), 1)
             for _ in range(400):
                 connections.cut()
@@ -386,10 +385,7 @@ def test_groups_whose_threads_wait_are_dropped_without_a_wait():
     def make(rank: int) -> None:
         groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=3))
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    for thread in [start(partial(make, rank)) for rank in range(2)]:
         thread.join()
     work = groups[0].allreduce([torch.ones(1)])
     forgotten: list[object] = [groups.pop(0)]
