@@ -122,7 +122,7 @@ class Comparison:
             best = self.fresh.step_seconds(self.templates.num_nodes)
             return self.samples_per_step * span.num_nodes / self.templates.num_nodes / best if best else 0.0
         if name == "fresh plan":
-            seconds = self.fresh.step_seconds(span.num_nodes, fault_tolerance=self.templates.fault_tolerance)
+            seconds = self.fresh.step_seconds(span.num_nodes, fault_tolerance=self.templates.tolerance.fault_tolerance)
         return self.samples_per_step / seconds if seconds else 0.0
 
     def least_share(self, *, fault_tolerance: int) -> float | None:
@@ -165,7 +165,7 @@ def simulate(flags: argparse.Namespace) -> Comparison:
 
 def report(compared: Comparison) -> dict[str, Any]:
     """Return the JSON object of a comparison."""
-    kept = compared.templates.fault_tolerance
+    kept = compared.templates.tolerance.fault_tolerance
     return {
         "num_nodes": compared.templates.num_nodes,
         "least_nodes": compared.templates.fewest_nodes,
@@ -201,7 +201,7 @@ def print_comparison(compared: Comparison) -> None:
     for name, each in {"ideal": ideal, "fresh plan": compared.mean("fresh plan"), **found}.items():
         means.add_row(name, f"{each:.4g}", f"{each / ideal:.3f}" if ideal else "-")
     console.print(means)
-    kept = compared.templates.fault_tolerance
+    kept = compared.templates.tolerance.fault_tolerance
     for name, tolerance in ((f"fault tolerance {kept}", kept), ("no fault tolerance", 0)):
         if (least := compared.least_share(fault_tolerance=tolerance)) is not None:
             console.print(f"while steps are run, at least {least:.4f} of the throughput of the best fresh plan with {name}")

@@ -183,9 +183,11 @@ def draw_plans(predictions: Mapping[str, Prediction], path: str | Path) -> None:
 def report_templates(templates: TemplateSet) -> dict[str, Any]:
     """Return the JSON object of a set."""
     times = templates.times
-    names = ["num_nodes", "gpus_per_node", "fault_tolerance", "replicas_per_copy", "fewest_nodes"]
-    names += ["micro_batch_size", "num_microbatches", "recompute_granularity"]
+    names = ["fewest_nodes", "micro_batch_size", "num_microbatches", "recompute_granularity"]
     return {
+        "num_nodes": templates.num_nodes,
+        "gpus_per_node": templates.gpus_per_node,
+        **asdict(templates.tolerance),
         **{name: getattr(templates, name) for name in names},
         "units": {unit.name: unit.num_layers for unit in templates.chain},
         "iteration_seconds": templates.step_seconds,

@@ -22,7 +22,7 @@ from multimodal.plan.planners.estimate.step_estimate import choose_candidates, u
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, balanced_layout, unit_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.stable_batch import NUM_TRIALS, POOL_SIZE, replica_allocation, stable_batch_size
+from multimodal.plan.stable_batch import NUM_TRIALS, POOL_SIZE, proportional_gpus, stable_batch_size
 from multimodal.values.model_graph import Role, Unit
 
 BALANCE = "entrain"
@@ -40,9 +40,9 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     """
     work, block = sample_work(request), gpu_block(request)
     batch_sizes = {
-        data: stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data, block=block)
+        data: stable_batch_size(work, num_gpus=num_blocks)
         for data in shared_data_parallel_sizes(request, request.graph.unit_names)
-        if request.num_gpus // data // block >= len(request.graph.units)
+        if (num_blocks := request.num_gpus // data // block) >= len(request.graph.units)
     }
     candidates = (each for data, size in batch_sizes.items() for each in _candidates(request, work, size, data))
     chosen, seconds = choose_candidates(request, candidates, seconds=iteration_seconds, least_seconds=lambda *_: 0.0)[0]
@@ -59,11 +59,11 @@ def _candidates(
     request: PlanningRequest, work: Mapping[str, NDArray[np.float64]], batch_size: int, data: int
 ) -> Iterator[Candidate]:
     """Yield every parallelism of the GPUs that the work of one batch of this size gives to each unit of a replica."""
-    graph = request.graph
+    graph, block = request.graph, gpu_block(request)
     rows = np.random.default_rng(1).integers(0, len(next(iter(work.values()))), batch_size)
     proportions = {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
-    gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data, block=gpu_block(request))
-    layouts = [list(_factorisations(request, unit, gpus[unit.name], data)) for unit in graph.units]
+    blocks = proportional_gpus(proportions, fewest=dict.fromkeys(work, 1), num_gpus=request.num_gpus // data // block)
+    layouts = [list(_factorisations(request, unit, block * blocks[unit.name], data)) for unit in graph.units]
     for choice in itertools.product(*layouts):
         yield Candidate(dict(zip(graph.unit_names, choice, strict=True)))
 

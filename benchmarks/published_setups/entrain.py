@@ -119,6 +119,4 @@ def _dip_run(setup: Setup) -> PlannedRun:
 
 def _profiling_batch(setup: Setup, cluster: Cluster) -> int:
     request = setup.request(cluster)
-    return stable_batch_size(
-        sample_work(request), num_gpus=NUM_GPUS, data_parallel_size=DATA_PARALLEL_SIZE, block=gpu_block(request)
-    )
+    return stable_batch_size(sample_work(request), num_gpus=NUM_GPUS // DATA_PARALLEL_SIZE // gpu_block(request))

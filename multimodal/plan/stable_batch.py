@@ -16,12 +16,6 @@ LARGEST_BATCH = 1 << 16
 """The largest batch to try: no batch is large enough if the proportions are on the border between two allocations."""
 
 
-def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
-    """Divide a replica's GPUs, in blocks, in proportion to work, one at least (Entrain's ProportionalAllocation)."""
-    blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
-    return {unit: block * count for unit, count in blocks.items()}
-
-
 def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:
     """Divide GPUs in proportion to work, but at least `fewest` to each unit; the largest remainders are rounded up."""
     lifted: set[str] = set()
@@ -43,12 +37,13 @@ def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpu
     return gpus
 
 
-def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> int:
-    """Return b_min: random batches of this many samples keep giving the same allocation (Entrain, Alg. 2).
+def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int) -> int:
+    """Return b_min: random batches of this many samples keep dividing a replica's GPUs alike (Entrain, Alg. 2).
 
-    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement. Doubles the size from
-    `FIRST_SIZE` until `NUM_TRIALS` trials agree with a reference draw, or it reaches `LARGEST_BATCH`. O(NUM_TRIALS x b_min) per
-    size.
+    work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; num_gpus: a replica's GPUs, or
+    blocks of them, which are divided in proportion to work, one at least (Entrain's ProportionalAllocation). Doubles the size
+    from `FIRST_SIZE` until `NUM_TRIALS` trials agree with a reference draw, or it reaches `LARGEST_BATCH`. O(NUM_TRIALS x b_min)
+    per size.
     """
     random = np.random.default_rng(0)
     columns = np.stack(list(work.values()))
@@ -56,7 +51,7 @@ def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int,
     def draw(size: int) -> dict[str, int]:
         rows = random.integers(0, columns.shape[1], size)
         means = dict(zip(work, columns[:, rows].mean(axis=1).tolist(), strict=True))
-        return replica_allocation(means, num_gpus=num_gpus, data_parallel_size=data_parallel_size, block=block)
+        return proportional_gpus(means, fewest=dict.fromkeys(work, 1), num_gpus=num_gpus)
 
     size = FIRST_SIZE
     while size < LARGEST_BATCH:

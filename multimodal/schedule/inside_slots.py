@@ -6,7 +6,6 @@ available when it ends. So lane orders and the simulator only deal with whole co
 start when the wait is over, and run beside the next interval, which is prolonged if they take longer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -156,7 +155,8 @@ class PieceCollectives(NamedTuple):
         shared = np.flatnonzero(np.array(sizes)[units] > 1)
         replicas = np.where(np.array([plan.is_unlike for plan in plans])[units], work.replicas[pieces], 0)  # others are alike
         columns = (units, indices, replicas, work.kinds[pieces].astype(np.int64), firsts[pieces], lasts[pieces])
-        keys = _as_one_number([each[shared] for each in columns])
+        counts = [each[shared] + 1 for each in columns]  # columns are -1 or more
+        keys = np.ravel_multi_index(counts, [1 + each.max(initial=0) for each in counts])
         _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
         layers = StageLayers(work.graph, work.plan, vocab_size=0)
         for number, example in enumerate(examples.tolist()):
@@ -175,10 +175,3 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
     covers = action.covers if isinstance(action.covers, SegmentRange) else None
     unit = layers.graph.unit(action.unit)
     return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, unit=unit)
-
-
-def _as_one_number(columns: Sequence[Integers]) -> Integers:
-    found = np.zeros_like(columns[0])
-    for column in columns:
-        found = found * (2 + column.max(initial=0)) + column + 1  # values are -1 or more
-    return found

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
-from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
+from multimodal.plan.planners.templates import template_set as sets
 from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, Started, read_log
 from tests.distributed.small_run import working_flags, write_working_files
 from tools.launch import free_port
@@ -38,19 +38,19 @@ def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: 
     graph = read_model(model)
     num_layers = sum(len(unit.layers) for unit in graph.units)
     replicas = nodes.replicas or nodes.sizes[:1] * (nodes.count // nodes.sizes[0])
-    chain = tuple(ChainUnit(unit.name, len(unit.layers)) for unit in graph.units)
-    instances = tuple(Instance(size, num_microbatches // len(replicas)) for size in replicas)
-    templates = tuple(PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes)
-    counts = (nodes.count, nodes.gpus, nodes.fault_tolerance, 1, num_microbatches, None)
-    found = TemplateSet(*counts, chain, (1000,) * num_layers, instances, templates, nodes.replicas_per_copy)
+    chain = tuple(sets.ChainUnit(unit.name, len(unit.layers)) for unit in graph.units)
+    instances = tuple(sets.Instance(size, num_microbatches // len(replicas)) for size in replicas)
+    templates = tuple(sets.PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes)
+    counts = (nodes.count, nodes.gpus, sets.Tolerance(nodes.fault_tolerance, nodes.replicas_per_copy), 1, num_microbatches, None)
+    found = sets.TemplateSet(*counts, chain, (1000,) * num_layers, instances, templates)
     found.to_file(path)
 
 
-def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[TemplateStage, ...]:
+def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[sets.TemplateStage, ...]:
     num_stages = num_nodes * gpus
     bounds = [0, *range(num_layers - num_stages, num_layers - 1), num_layers]
     return tuple(
-        TemplateStage(first, end - 1, 1, index // gpus, 0.001, 0.002) for index, (first, end) in enumerate(pairwise(bounds))
+        sets.TemplateStage(first, end - 1, 1, index // gpus, 0.001, 0.002) for index, (first, end) in enumerate(pairwise(bounds))
     )
 
 

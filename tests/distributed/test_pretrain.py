@@ -15,8 +15,8 @@ from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.generation.drawing import make_item
 from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.training.plan_steps import measured_after
+from multimodal.plan.planners.templates import template_set as sets
 from multimodal.plan.planners.templates.template_plan import plan_instances
-from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from tests.distributed.conftest import Once
 from tests.distributed.launch import REPOSITORY, Launched, launch
 from tests.distributed.launch import train as launch_training
@@ -148,18 +148,18 @@ def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> N
     assert "1.5 epochs are 2 steps" in launched.output and "step 2 done" in launched.output
 
 
-def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate:
+def template(nodes: int, *stages: tuple[int, int, int, int]) -> sets.PipelineTemplate:
     """stages: first layer, last layer, GPUs, node."""
-    return PipelineTemplate(nodes, 1, 1.0, tuple(TemplateStage(*stage, 1.0, 2.0) for stage in stages))
+    return sets.PipelineTemplate(nodes, 1, 1.0, tuple(sets.TemplateStage(*stage, 1.0, 2.0) for stage in stages))
 
 
 def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(tmp_path: Path, alone: Alone) -> None:
     """One replica on two nodes and one on one; the first stage of each holds the encoder and the LLM's first layers."""
-    chain, instances = (ChainUnit("vision", 3), ChainUnit("llm", 6)), (Instance(2, 2), Instance(1, 1))
+    chain, instances = (sets.ChainUnit("vision", 3), sets.ChainUnit("llm", 6)), (sets.Instance(2, 2), sets.Instance(1, 1))
     cut = (template(1, (0, 5, 1, 0), (6, 8, 1, 0)), template(2, (0, 4, 2, 0), (5, 6, 1, 1), (7, 8, 1, 1)))
     batch = {"micro_batch_size": 1, "num_microbatches": 3, "recompute_granularity": None}
-    sizes = {"num_nodes": 3, "gpus_per_node": 2, "fault_tolerance": 1, "layer_bytes": (1,) * 9, **batch}
-    templates = TemplateSet(**sizes, chain=chain, instances=instances, templates=cut)
+    sizes = {"num_nodes": 3, "gpus_per_node": 2, "tolerance": sets.Tolerance(1), "layer_bytes": (1,) * 9, **batch}
+    templates = sets.TemplateSet(**sizes, chain=chain, instances=instances, templates=cut)
     plan = plan_instances(templates, templates.instances, llm="llm")
     assert [replica.ranks for replica in plan.units["vision"].replicas] == [(0, 1), (4,)]
     assert plan.units["llm"].is_unlike and plan.units["llm"].microbatch_shares == (2, 1)

@@ -170,16 +170,15 @@ def read_templates(config: RunConfig, graph: ModelGraph) -> "TemplateSet":
             f"the templates of --plan {path} count on recomputing {wanted_recompute or 'nothing'}, the run recomputes "
             f"{training.recompute_granularity or 'nothing'}; {fix}, or plan them anew"
         )
-    tolerance = config.parallelism.fault_tolerance
-    if tolerance is None:
+    asked, kept = config.parallelism.fault_tolerance, templates.tolerance.fault_tolerance
+    if asked is None:
         return templates
-    if tolerance > templates.fault_tolerance:
+    if asked > kept:
         raise ConfigError(
-            f"--fault-tolerance {tolerance} needs {tolerance + 1} replicas at all times, but the templates of --plan {path} keep "
-            f"{templates.fault_tolerance + 1}; plan them with --fault-tolerance {tolerance}, or ask for at most "
-            f"{templates.fault_tolerance}"
+            f"--fault-tolerance {asked} needs {asked + 1} replicas at all times, but the templates of --plan {path} keep "
+            f"{kept + 1}; plan them with --fault-tolerance {asked}, or ask for at most {kept}"
         )
-    return replace(templates, fault_tolerance=tolerance)
+    return replace(templates, tolerance=replace(templates.tolerance, fault_tolerance=asked))
 
 
 def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:

@@ -294,7 +294,7 @@ class ElasticRun:
         how = f"{copies} copies of the optimizer state, each shared by {count // copies} or more of {count} replicas"
         if copies == count:
             how = f"{count} replica{'s each keep' if count > 1 else ' keeps'} all of the optimizer state"
-        tolerated = templates.fault_tolerance
+        tolerated = templates.tolerance.fault_tolerance
         return (
             f"elastic: {tolerated} node{'s' * (tolerated != 1)} may be lost at once, down to {templates.fewest_nodes}; {how}: "
             f"{kept * size:.1f} MiB on rank 0, {whole * size / count:.1f} if all shared one"

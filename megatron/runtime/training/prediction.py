@@ -204,7 +204,7 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
     chosen = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
     work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in chosen], BalanceOptions())
     flops = {name: sum_floats_by(work.of_unit(name).samples, np.add(*work.flops(name)), len(chosen)) for name in graph.unit_names}
-    stable = stable_batch_size(flops, num_gpus=plan.num_ranks, data_parallel_size=num_replicas)
+    stable = stable_batch_size(flops, num_gpus=plan.num_ranks // num_replicas)
     if stable <= batch_size:
         return None
     shown = f"{LARGEST_BATCH} samples or more" if stable >= LARGEST_BATCH else f"{stable} samples"

@@ -102,7 +102,9 @@ def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity
     batches = request.loads.drawn_batches(request.global_batch_size, count, part.share)
     keeps_all = math.isinf(BUILDERS[run.schedule].in_flight)
     steps = [_of_batch(batch, part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
-    num_ranks, update = sum(map(len, part.plan.lanes)), _update_seconds(run, request)
+    layers = StageLayers(request.graph, run.plan, request.vocab_size)
+    update = StageCosts(request.layer_costs, layers, request.run_options(run)).update_seconds()
+    num_ranks = sum(map(len, part.plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * update
     kinds = steps[0].bubble_seconds
     return Prediction(
@@ -248,12 +250,6 @@ def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:
     arrays = compiled.arrays
     work = np.where(arrays.kinds == NodeKind.COMPUTE, node_seconds, 0.0)[arrays.lane_nodes]
     return np.bincount(compiled.lane_of_entry, work, arrays.num_lanes).astype(np.float64)
-
-
-def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
-    """Return the optimizer's seconds, which the simulation leaves out."""
-    layers = StageLayers(request.graph, run.plan, request.vocab_size)
-    return StageCosts(request.layer_costs, layers, request.run_options(run)).update_seconds()
 
 
 def _step_costs(

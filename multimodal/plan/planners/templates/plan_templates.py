@@ -90,7 +90,7 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
             found = TemplateSet(
                 num_nodes=num_nodes,
                 gpus_per_node=request.cluster.gpus_per_node,
-                fault_tolerance=tolerance.fault_tolerance,
+                tolerance=tolerance,
                 micro_batch_size=request.default_micro_batch_size,
                 num_microbatches=request.num_microbatches,
                 recompute_granularity=recompute,
@@ -98,7 +98,6 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
                 layer_bytes=layer_bytes(chain.request),
                 instances=start.instances,
                 templates=templates,
-                replicas_per_copy=tolerance.replicas_per_copy,
             )
             return found, start.step_seconds
         problem = problem or _too_few_nodes(chain, num_nodes)

@@ -135,10 +135,10 @@ class ChainUnit:
 class Tolerance:
     """The number of nodes that may be lost at once, and the replicas that share each copy of the optimizer state."""
 
-    fault_tolerance: int
+    fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
     """f: f + 1 copies of the state are kept, on different nodes."""
-    replicas_per_copy: int = 1
-    """Fewest replicas that share a copy."""
+    replicas_per_copy: int = field(default=1, metadata=_COUNT)
+    """Fewest replicas that share a copy; 1: every replica has all of the state."""
 
     @property
     def fewest_replicas(self) -> int:
@@ -158,8 +158,8 @@ class TemplateSet(FileValue):
     has_short_lists: ClassVar = True
     num_nodes: int = field(metadata=_COUNT)
     gpus_per_node: int = field(metadata=_COUNT)
-    fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
-    """Nodes that may be lost at once: there is always one more replica."""
+    tolerance: Tolerance = field(metadata={"inline": True})
+    """The losses that the run survives."""
     micro_batch_size: int = field(metadata=_COUNT)
     num_microbatches: int = field(metadata=_COUNT)
     recompute_granularity: str | None
@@ -168,8 +168,6 @@ class TemplateSet(FileValue):
     """Bytes of weights and optimizer state of each layer of the chain, which nodes copy."""
     instances: tuple[Instance, ...] = field(metadata={"min_entries": 1})
     templates: tuple[PipelineTemplate, ...] = field(metadata={"min_entries": 1})
-    replicas_per_copy: int = field(default=1, metadata=_COUNT)
-    """Fewest replicas that share a copy of the optimizer state; f + 1 copies are kept; 1: every replica has all of it."""
 
     def __post_init__(self) -> None:
         sizes = [template.nodes for template in self.templates]
@@ -210,11 +208,6 @@ class TemplateSet(FileValue):
         return self.templates[-1].nodes
 
     @property
-    def tolerance(self) -> Tolerance:
-        """The losses that the run survives."""
-        return Tolerance(self.fault_tolerance, self.replicas_per_copy)
-
-    @property
     def fewest_replicas(self) -> int:
         """Fewest replicas at any time: those of f + 1 copies of the state."""
         return self.tolerance.fewest_replicas
@@ -222,7 +215,7 @@ class TemplateSet(FileValue):
     @property
     def num_state_copies(self) -> int:
         """Copies of the optimizer state that are kept: f + 1, or one on every replica."""
-        return self.fault_tolerance + 1 if self.replicas_per_copy > 1 else EVERY_REPLICA
+        return self.tolerance.fault_tolerance + 1 if self.tolerance.replicas_per_copy > 1 else EVERY_REPLICA
 
     @property
     def fewest_nodes(self) -> int:

@@ -127,7 +127,7 @@ def test_overlapped_tensor_parallelism_is_predicted_to_help_where_products_are_l
 def test_varied_samples_need_larger_batches_and_the_batch_is_stable():
     random = np.random.default_rng(3)
     work = {"vision": random.exponential(1.0, 500), "llm": random.exponential(2.2, 500)}
-    size = stable_batch_size(work, num_gpus=16, data_parallel_size=1)
+    size = stable_batch_size(work, num_gpus=16)
     assert 8 < size < LARGEST_BATCH and NUM_TRIALS == 59, "as the paper says"
 
     def allocation() -> tuple[int, ...]:

@@ -180,11 +180,11 @@ def templates(
     *stages: tuple[template_set.TemplateStage, ...], num_nodes: int, fault_tolerance: int, gpus: int = 1
 ) -> template_set.TemplateSet:
     """Return a set whose smallest template is used at first."""
-    least = 1 + max(each.node for each in stages[0])
+    least, tolerance = 1 + max(each.node for each in stages[0]), template_set.Tolerance(fault_tolerance)
     made = tuple(template_set.PipelineTemplate(least + index, 4, 0.1, each) for index, each in enumerate(stages))
     instances = tuple(template_set.Instance(least, 8 // (num_nodes // least)) for _ in range(num_nodes // least))
     chain = (template_set.ChainUnit("vision", 3), template_set.ChainUnit("llm", 4))
-    return template_set.TemplateSet(num_nodes, gpus, fault_tolerance, 1, 8, None, chain, (1000,) * 7, instances, made)
+    return template_set.TemplateSet(num_nodes, gpus, tolerance, 1, 8, None, chain, (1000,) * 7, instances, made)
 
 
 ONE_NODE = templates((stage(0, 4), stage(5, 6)), num_nodes=4, fault_tolerance=1, gpus=2)

@@ -37,7 +37,7 @@ def check(one, before, lost, joined, found):
     assert sorted(nodes) == sorted(there)
     sizes = {template.nodes for template in one.templates.templates}
     assert sizes.issuperset(len(each.nodes) for each in found.pipelines)
-    assert len(found.pipelines) > one.templates.fault_tolerance
+    assert len(found.pipelines) > one.templates.tolerance.fault_tolerance
     assert sum(each.num_microbatches for each in found.pipelines) == one.templates.num_microbatches
     assert min(each.num_microbatches for each in found.pipelines) >= 1
     held, wanted = held_layers(one, before), held_layers(one, found.pipelines)
@@ -64,7 +64,7 @@ def test_any_losses_and_returns_leave_a_run_that_uses_all_nodes(data):
         next_node += len(joined)
         found = one.reconfigure(pipelines, lost=lost, joined=joined)
         check(one, pipelines, lost, joined, found)
-        if len(lost) <= one.templates.fault_tolerance:
+        if len(lost) <= one.templates.tolerance.fault_tolerance:
             assert not found.missing_layers
         pipelines = found.pipelines
 
