@@ -65,18 +65,12 @@ def _place_units(
         atoms, *starts = place_encoder(needed, work, unit.name, plan.units[unit.name])
         items = arrays.items_of(unit.name)[atoms]
         placed[unit.name] = PlacedAtoms(arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items], *starts)
-    of_llm = PlacedAtoms(arrays.sample_ids[llm.atoms], np.full(len(llm.atoms), -1), *llm[1:])
-    return Assignment({**placed, graph.backbone.name: of_llm, **place_generators(of_llm, graph=graph, plan=plan)})
-
-
-def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict[str, PlacedAtoms]:
-    """Deal the LLM's microbatches (`order_by_time`) round robin to every generator's replicas. O(samples)."""
-    groups = Groups(np.arange(len(llm.sample_ids)), llm.atom_starts, llm.microbatch_starts)
-    placed: dict[str, PlacedAtoms] = {}
-    for unit in graph.generators:
-        dealt = deal(*order_by_time(groups), num_replicas=plan.units[unit.name].data_parallel_size)
-        placed[unit.name] = PlacedAtoms(llm.sample_ids[dealt.atoms], llm.item_indices[dealt.atoms], *dealt[1:])
-    return placed
+    of_samples = {graph.backbone.name: llm}
+    for unit in graph.generators:  # the LLM's microbatches, round robin
+        of_samples[unit.name] = deal(*order_by_time(llm), num_replicas=plan.units[unit.name].data_parallel_size)
+    for name, (samples, *starts) in of_samples.items():
+        placed[name] = PlacedAtoms(arrays.sample_ids[samples], np.full(len(samples), -1), *starts)
+    return Assignment(placed)
 
 
 def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Sequence[SampleLengths]) -> Assignment:

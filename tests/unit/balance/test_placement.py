@@ -11,7 +11,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork, list_items
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.placement import Groups, drop_idle_samples, follow_llm, place_every_unit, place_generators
+from multimodal.balance.placement import Groups, drop_idle_samples, follow_llm, place_every_unit
 from multimodal.cost.flops import unit_flops
 from multimodal.cost.unit_load import item_load, sample_load
 from multimodal.kernels import kernels
@@ -46,21 +46,21 @@ def plan(build_plan):
     return build_plan(llm=2, painter=1, engraver=3)
 
 
-@pytest.fixture(scope="module")
-def generators(plan):
-    placed = place_generators(PlacedAtoms.of_replicas(LLM), graph=GRAPH, plan=plan)
-    return {unit: atoms.replicas for unit, atoms in placed.items()}
+def place(llm: Any, plan: Any) -> Assignment:
+    atoms = PlacedAtoms.of_replicas(llm)
+    groups = Groups(atoms.sample_ids, atoms.atom_starts, atoms.microbatch_starts)
+    return follow_llm(groups, BatchWork(GRAPH, LENGTHS, BalanceOptions()), plan=plan)
 
 
 def test_a_generator_keeps_the_llms_placement_where_replicas_have_unequally_many_microbatches(build_plan) -> None:
     llm = (((Atom(0),),), ((Atom(1),), (Atom(2),)), ((Atom(3),), (Atom(4),)))
-    placed = place_generators(PlacedAtoms.of_replicas(llm), graph=GRAPH, plan=build_plan(llm=3, painter=3, engraver=1))
-    assert placed["painter"].replicas == llm
-    assert placed["engraver"].replicas == (tuple((Atom(sample),) for sample in (0, 1, 3, 2, 4)),)
+    placed = place(llm, build_plan(llm=3, painter=3, engraver=1)).units
+    assert placed["painter"] == llm
+    assert placed["engraver"] == (tuple((Atom(sample),) for sample in (0, 1, 3, 2, 4)),)
 
 
-def test_samples_without_work_are_dropped_and_so_are_empty_microbatches(plan, generators) -> None:
-    assignment = Assignment({"llm": LLM, **generators})
+def test_samples_without_work_are_dropped_and_so_are_empty_microbatches(plan) -> None:
+    assignment = place(LLM, plan)
     kept = drop_idle_samples(assignment, graph=GRAPH, lengths=LENGTHS)
     assert kept.units["llm"] == LLM
     assert kept.units["painter"] == (((Atom(0),), (Atom(2), Atom(3))),)
