@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -38,19 +39,13 @@ BALANCE = BalanceReport(
 Run = Callable[..., list[str]]
 
 
-def _pixel() -> bytes:
+def _saved(what: Any, *how: str) -> bytes:
     file = io.BytesIO()
-    Image.new("L", (1, 1)).save(file, "PNG")
+    what.save(file, *how)
     return file.getvalue()
 
 
-def _clip() -> bytes:
-    file = io.BytesIO()
-    Sound(np.zeros(160, np.float32)).save(file)
-    return file.getvalue()
-
-
-PIXEL = _pixel()
+PIXEL = _saved(Image.new("L", (1, 1)), "PNG")
 
 
 @pytest.fixture
@@ -127,22 +122,11 @@ def test_the_log_names_its_numbers(run: Run, tmp_path: Path) -> None:
     assert (first["step"], second["step"], first["loss"], first["assign_wait_ms"]) == (1, 2, 1.5, 3.0)
     assert (first["num_consumed_samples"], second["num_consumed_samples"], first["memory_bytes"]) == (8, 16, 2_500_000_000)
     assert last == {"step": 2, "evaluation": "held out", "loss": 1.0, "generator_loss": 0.0, "token_accuracy": 0.5}
-    assert first["imbalance"]["vision"] == {
-        "before_balancing": {
-            "busiest_replica_over_mean": 1.62,
-            "busiest_microbatch_over_mean": 2.0,
-            "microbatch_std_over_mean": 0.3,
-            "longest_over_mean_replica": 1.0,
-            "longest_over_mean_microbatch": 1.0,
-        },
-        "after_balancing": {
-            "busiest_replica_over_mean": 1.08,
-            "busiest_microbatch_over_mean": 1.31,
-            "microbatch_std_over_mean": 0.1,
-            "longest_over_mean_replica": 1.0,
-            "longest_over_mean_microbatch": 1.0,
-        },
-    }
+    names = ("busiest_replica_over_mean", "busiest_microbatch_over_mean", "microbatch_std_over_mean")
+    names += ("longest_over_mean_replica", "longest_over_mean_microbatch")
+    values = {"before_balancing": (1.62, 2.0, 0.3, 1.0, 1.0), "after_balancing": (1.08, 1.31, 0.1, 1.0, 1.0)}
+    expected = {when: dict(zip(names, each, strict=True)) for when, each in values.items()}
+    assert first["imbalance"]["vision"] == expected
 
 
 @pytest.mark.parametrize("flag", ["tensorboard_dir", "report_dir", "log_json"])
@@ -205,7 +189,7 @@ def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest
     logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board", report_dir=tmp_path)
     drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", PIXEL)
     answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog"), drawn]
-    answers.append(SampleAnswer("say one", "0.01 s of sound", "", _clip()))
+    answers.append(SampleAnswer("say one", "0.01 s of sound", "", _saved(Sound(np.zeros(160, np.float32)))))
     with closing(Reporter(logging, train_iters=4, first_step=0)) as reporter:
         reporter.samples(2, answers)
     assert capsys.readouterr().out.splitlines() == [
