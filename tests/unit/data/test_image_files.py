@@ -7,7 +7,7 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -97,15 +97,14 @@ def test_a_jpeg_has_the_size_that_pillow_reads() -> None:
     options = ({}, {"progressive": True}, {"exif": turned}, {"comment": b"of any length"}, {"restart_marker_blocks": 1})
     for image in (Image.new("RGB", (30, 17)), Image.new("L", (1, 300)), Image.new("CMYK", (9, 8))):
         for chosen in options:
-            image.save(content := io.BytesIO(), "JPEG", **chosen)
-            content.seek(0)
-            assert _size_of_jpeg(content) == image.size
-            frame = content.getvalue().index(b"\xff\xc2" if "progressive" in chosen else b"\xff\xc0")
-            lossless = bytearray(content.getvalue())
+            content = saved(image, "JPEG", **chosen)
+            assert _size_of_jpeg(io.BytesIO(content)) == image.size
+            frame = content.index(b"\xff\xc2" if "progressive" in chosen else b"\xff\xc0")
+            lossless = bytearray(content)
             lossless[frame + 1] = 0xC3
             assert _size_of_jpeg(io.BytesIO(lossless)) is None
             with pytest.raises(DataError, match="cannot be decoded"):
-                read_image_size("image", content=io.BytesIO(content.getvalue()[: frame + 7]), where="line 3")
+                read_image_size("image", content=io.BytesIO(content[: frame + 7]), where="line 3")
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "TIFF"])
@@ -143,9 +142,9 @@ def test_a_bomb_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_image_size(str(path), where="line 3")
 
 
-def saved(image: Image.Image, kind: str = "PNG") -> bytes:
+def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     content = io.BytesIO()
-    image.save(content, format=kind)
+    image.save(content, kind, **options)
     return content.getvalue()
 
 
