@@ -135,8 +135,8 @@ def _is_longer(after: Schedule, before: Schedule) -> bool:
     return timeline_of_unit_costs(after).duration_seconds > timeline_of_unit_costs(before).duration_seconds
 
 
-def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
-    """Return per lane the events of a compute-dialect schedule under unit costs, in the order of its actions.
+def action_times(schedule: Schedule) -> dict[Action, TimelineEvent]:
+    """Return the event of each action of a compute-dialect schedule under unit costs: the same times in all of its lanes.
 
     Raises ScheduleError if the schedule cannot finish.
     """
@@ -146,10 +146,7 @@ def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
             "the schedule cannot finish, so nothing in it can be moved; validate it first\n"
             + show_slots(schedule.lanes, marked=stuck)
         )
-    events: list[dict[Action, TimelineEvent]] = [{} for _ in schedule.lanes]
-    for event in execution.events:
-        events[event.lane][event.action] = event
-    return tuple(tuple(events[index][action] for action in lane.actions) for index, lane in enumerate(schedule.lanes))
+    return {event.action: event for event in execution.events}
 
 
 def duration_of(schedule: Schedule, *, seconds: Floats | None = None) -> float:
@@ -181,14 +178,14 @@ def defer_receives(schedule: Schedule) -> Schedule:
     lanes at once, an order that suits one may stop another). The result may keep more activations, but never takes longer: if
     moving does not pay, the schedule stays as it is. O(actions x window + dependencies).
     """
-    shape, work, times = schedule.shape, schedule.work, lane_times(schedule)
-    ends = {event.action: event.end_seconds for lane in times for event in lane}
-    starts = {event.action: event.start_seconds for lane in times for event in lane}
-    for lane in times:
-        if any(len(shape.plan.lanes_of_stage(*event.action[1:4])) > 1 for event in lane):
+    shape, work, times = schedule.shape, schedule.work, action_times(schedule)
+    starts = {action: event.start_seconds for action, event in times.items()}
+    for lane in schedule.lanes:
+        if any(len(shape.plan.lanes_of_stage(*action[1:4])) > 1 for action in lane.actions):
             continue
-        needs = {event.action: work.needs_of(event.action, lowered=False) for event in lane}
-        starts |= _fill_gaps(lane, {action: max(map(ends.__getitem__, needed), default=0.0) for action, needed in needs.items()})
+        needs = {action: work.needs_of(action, lowered=False) for action in lane.actions}
+        ready = {action: max((times[need].end_seconds for need in needed), default=0.0) for action, needed in needs.items()}
+        starts |= _fill_gaps([times[action] for action in lane.actions], ready)
     moved = sort_lanes(schedule.lanes, shape, starts.__getitem__)
     return moved if duration_of(moved) <= duration_of(schedule) else schedule
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from multimodal.schedule.execute_lanes import unit_cost, unit_costs
-from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes, lane_times, sort_lanes
+from multimodal.schedule.passes.move_actions import action_times, duration_of, keeps_earlier_passes, sort_lanes
 from multimodal.values.action import BACKWARDS, Action, ActionKind, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.arrays.rows import Floats
@@ -51,23 +51,20 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
     """Cut these microbatches' backwards, the last stage's first: a subset in one stage needs that of the next stage."""
     shape = schedule.shape
     cut_work = step_work(shape.with_cuts(replace(shape.cuts, num_subsets={**shape.cuts.num_subsets, **num_subsets})))
-    times = lane_times(schedule)
-    starts = {event.action: event.start_seconds for lane in times for event in lane}
-    ends = {event.action: event.end_seconds for lane in times for event in lane}
+    times = action_times(schedule)
     replaced: dict[Action, list[Action]] = {}
     added: dict[int, list[Action]] = defaultdict(list)
-    whole = (action for action in starts if action.kind in BACKWARDS and action.covers is None)
+    whole = (action for action in times if action.kind in BACKWARDS and action.covers is None)
     backwards = [action for action in whole if action.microbatch_place in num_subsets]
     for backward in sorted(backwards, key=lambda action: -action.stage):
         subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[backward.microbatch_place])]
         num_early = 0 if backward.kind is ActionKind.WEIGHT_GRADIENT else len(subsets) - 1
         replaced[backward] = subsets[num_early:]
-        for subset in replaced[backward]:
-            starts[subset], ends[subset] = starts[backward], ends[backward]
+        times |= dict.fromkeys(replaced[backward], times[backward])
         for subset in subsets[:num_early]:
-            starts[subset] = max(ends[need] for need in cut_work.needs_of(subset, lowered=False))
-            ends[subset] = starts[subset] + unit_cost(backward, shape)
-            if starts[subset] == starts[backward]:
+            start = max(times[need].end_seconds for need in cut_work.needs_of(subset, lowered=False))
+            times[subset] = times[backward]._replace(start_seconds=start, end_seconds=start + unit_cost(backward, shape))
+            if start == times[backward].start_seconds:
                 replaced[backward].insert(-1, subset)
                 continue
             for lane in shape.plan.lanes_of_stage(*subset[1:4]):
@@ -76,4 +73,4 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
         Lane(lane.ranks, tuple(Slot(new) for action in lane.actions for new in replaced.get(action, [action])))
         for lane in schedule.lanes
     ]
-    return sort_lanes(lanes, shape, starts.__getitem__, added)
+    return sort_lanes(lanes, shape, lambda action: times[action].start_seconds, added)

@@ -176,8 +176,7 @@ class StepWork:
     @cached_property
     def _hand_overs(self) -> Integers:
         """The needs between stages for what a computation hands over: activations and their gradients."""
-        stages = np.repeat(self.computed_stages, np.diff(self.need_starts))
-        found = np.flatnonzero(self.computed_stages[self.needs] != stages)
+        found = np.flatnonzero(self.computed_stages[self.needs] != self.computed_stages[self.need_owners])
         return found[_IS_SENT[self.kinds[self.needs[found]]] & _IS_SENT[self.kinds[self.need_owners[found]]]]
 
     def messages_of(self, pieces: Integers) -> list[tuple[tuple[MessageKey, ...], tuple[MessageKey, ...]]]:
