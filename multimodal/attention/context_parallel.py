@@ -6,7 +6,7 @@ returns the gradients by reduce-scatter while the next group is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from multimodal.attention.attention_backend import AttentionBackend, AttentionMask
 from multimodal.cost.layers.collectives import count_groups_at_once
 from multimodal.cost.token_shares import BlockShares
-from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -36,8 +35,11 @@ class ContextGroup:
     shares: BlockShares
     gathered_rows: Tensor
     """[num_tokens]: see `BlockShares.gathered_rows`; on the device."""
-    groups_at_once: int = 0
-    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. 0: as in the costs."""
+
+    def groups_at_once(self, key: Tensor) -> int:
+        """Return the key heads that are gathered at once: more make fewer, larger messages, and take more memory."""
+        num_rows = self.shares.num_rows * self.shares.num_ranks
+        return count_groups_at_once(key.shape[1], bytes_per_group=num_rows * 2 * key.shape[2] * key.element_size())
 
 
 def attend_across_ranks(
@@ -55,16 +57,10 @@ def attend_across_ranks(
 
     query: [num_local, heads, channels]; key, value: [num_local, groups, channels], of this rank's tokens in the order of the
     sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: attend again in the backward, and keep
-    nothing. Returns [num_local, heads, channels]. Raises ConfigError if the heads cannot be gathered in such groups.
+    nothing. Returns [num_local, heads, channels].
     """
-    num_groups, at_once = key.shape[1], context.groups_at_once
-    if not at_once:
-        num_rows = context.shares.num_rows * context.shares.num_ranks
-        at_once = count_groups_at_once(num_groups, bytes_per_group=num_rows * 2 * key.shape[2] * key.element_size())
-    if num_groups % at_once:
-        raise ConfigError(f"{num_groups} key heads cannot be gathered {at_once} at a time; choose a divisor of them")
     attend_to_group = partial(attend, mask=mask, softmax_scale=softmax_scale)
-    context, is_kept = replace(context, groups_at_once=at_once), torch.is_grad_enabled() and query.requires_grad and not recompute
+    is_kept = torch.is_grad_enabled() and query.requires_grad and not recompute
     return _ContextAttention.apply(query, key, value, context, attend_to_group, is_kept)
 
 
@@ -141,14 +137,14 @@ def detached(tensor: Tensor) -> Tensor:
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
     """Cut the query heads by the key heads of each step."""
-    return tensor.split(tensor.shape[1] // key.shape[1] * context.groups_at_once, dim=1)
+    return tensor.split(tensor.shape[1] // key.shape[1] * context.groups_at_once(key), dim=1)
 
 
 def _gather_groups(
     key: Tensor, value: Tensor, context: ContextGroup, *, rooms: Sequence[Callable[[], Tensor]] = ()
 ) -> Iterator[Tensor]:
     """Yield every step's keys beside its values, of all ranks, one gather ahead; rooms: return the memory for each step."""
-    size = context.groups_at_once
+    size = context.groups_at_once(key)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
     coming = [_start_gather(*steps[0], context)]
     for step, following in enumerate((*steps[1:], None)):
@@ -164,7 +160,7 @@ def _gather_groups(
 
 def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
     shares = context.shares
-    local = key.new_zeros(shares.num_rows, 2 * context.groups_at_once, key.shape[2])
+    local = key.new_zeros(shares.num_rows, 2 * key.shape[1], key.shape[2])
     torch.cat((key, value), dim=1, out=local[: key.shape[0]])
     gathered = key.new_empty(shares.num_ranks * shares.num_rows, *local.shape[1:])
     return all_gather_single(gathered, local, group=context.group, async_op=True), gathered

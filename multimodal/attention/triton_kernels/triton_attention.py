@@ -4,6 +4,7 @@ On a CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1), whic
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,21 +95,11 @@ class _TritonAttention(torch.autograd.Function):
         rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(channels)
         partial = query.new_empty(heads, rows, padded, dtype=torch.float32)
         partial_log_sums = query.new_empty(heads, rows, dtype=torch.float32)
-        grid, sizes = _grid(work, heads, options.forward, mask.block_size, options, query.device)
-        forward_kernel[(grid,)](
-            query, key, value, output, log_sums, partial, partial_log_sums, *_mask_arguments(mask, query.device),
-            work.blocks, work.items, _counter(query.device), scale * LOG2_E, *_strides(query, key, value),
-            num_queries, mask.num_keys, len(work.items) * (mask.block_size // options.forward.rows) * heads, heads, rows,
-            HEADS_PER_GROUP=heads // key.shape[1], **_constants(query, mask), **sizes,
-        )  # fmt: skip
-        if len(work.split_rows):
-            tile = min(64, mask.block_size)
-            join_outputs_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
-                partial, partial_log_sums, work.split_rows, output, log_sums, num_queries, heads, rows,
-                CHANNELS=channels, PADDED_CHANNELS=padded, BLOCK=mask.block_size, TILE_ROWS=tile,
-            )  # fmt: skip
-        ctx.save_for_backward(query, key, value, output, log_sums)
         ctx.mask, ctx.scale, ctx.options = mask, scale, options
+        tensors = query, key, value, output, log_sums, partial, partial_log_sums
+        _launch(forward_kernel, tensors, ctx, work, options.forward, heads=heads, scales=(scale * LOG2_E,))
+        _join(join_outputs_kernel, (partial, partial_log_sums), (output, log_sums), work, mask.block_size)
+        ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
     @staticmethod
@@ -125,46 +116,70 @@ class _TritonAttention(torch.autograd.Function):
         )  # fmt: skip
         shared = (query, key, value, output_gradient, log_sums, deltas)
         rows = _row_work(mask, options.max_blocks_per_item, query.device)
-        (query_gradient,) = _gradients(
-            query_gradient_kernel, shared, (query,), rows, mask, ctx.scale, options, options.query_gradient
-        )
+        (query_gradient,) = _gradients(query_gradient_kernel, shared, (query,), ctx, rows, options.query_gradient)
         columns = _column_work(mask, options.max_blocks_per_item, query.shape[1] // key.shape[1], query.device)
         key_gradient, value_gradient = _gradients(
-            key_value_gradient_kernel, shared, (key, value), columns, mask, ctx.scale, options, options.key_value_gradient
+            key_value_gradient_kernel, shared, (key, value), ctx, columns, options.key_value_gradient
         )
         return query_gradient, key_gradient, value_gradient, None, None, None
 
 
 def _gradients(
-    kernel: Any,
-    shared: tuple[Tensor, ...],
-    inputs: tuple[Tensor, ...],
-    work: _Work,
-    mask: AttentionMask,
-    scale: float,
-    options: KernelOptions,
-    tiles: TileSizes,
+    kernel: Any, shared: tuple[Tensor, ...], inputs: tuple[Tensor, ...], ctx: Any, work: _Work, tiles: TileSizes
 ) -> list[Tensor]:
     """Return the gradients of these inputs; shared: query, key, value, output's gradient, sums of exponentials, deltas."""
-    query, key, value = shared[:3]
-    heads = inputs[0].shape[1]
-    rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(query.shape[2])
+    heads, channels = inputs[0].shape[1:]
+    shape = heads, work.num_slots * ctx.mask.block_size, triton.next_power_of_2(channels)
     gradients = [tensor.new_empty(tensor.shape) for tensor in inputs]
-    partials = [query.new_empty(heads, rows, padded, dtype=torch.float32) for _ in inputs]
-    grid, sizes = _grid(work, heads, tiles, mask.block_size, options, query.device)
-    kernel[(grid,)](
-        *shared, *gradients, *partials, *_mask_arguments(mask, query.device),
-        work.blocks, work.items, _counter(query.device), scale * LOG2_E, scale, *_strides(query, key, value),
-        mask.num_queries, mask.num_keys, len(work.items) * (mask.block_size // tiles.rows) * heads, heads, rows,
-        HEADS_PER_GROUP=query.shape[1] // key.shape[1], **_constants(query, mask), **sizes,
-    )  # fmt: skip
-    tile = min(64, mask.block_size)
-    for partial, gradient in zip(partials, gradients, strict=True) if len(work.split_rows) else ():
-        join_gradients_kernel[(len(work.split_rows) * (mask.block_size // tile), heads)](
-            partial, work.split_rows, gradient, len(gradient), heads, rows,
-            CHANNELS=query.shape[2], PADDED_CHANNELS=padded, BLOCK=mask.block_size, TILE_ROWS=tile,
-        )  # fmt: skip
+    partials = [tensor.new_empty(shape, dtype=torch.float32) for tensor in inputs]
+    scales = ctx.scale * LOG2_E, ctx.scale
+    _launch(kernel, (*shared, *gradients, *partials), ctx, work, tiles, heads=heads, scales=scales)
+    for partial, gradient in zip(partials, gradients, strict=True):
+        _join(join_gradients_kernel, (partial,), (gradient,), work, ctx.mask.block_size)
     return gradients
+
+
+def _launch(
+    kernel: Any, tensors: Sequence[Tensor], ctx: Any, work: _Work, tiles: TileSizes, *, heads: int, scales: tuple[float, ...]
+) -> None:
+    """Launch programs for the tickets of a work list.
+
+    tensors: query, key, value and the others that only this kernel takes; heads: for each of which there are all tickets.
+    """
+    query, key, value = tensors[:3]
+    mask: AttentionMask = ctx.mask
+    num_tickets = len(work.items) * (mask.block_size // tiles.rows) * heads
+    is_dynamic = ctx.options.max_blocks_per_item is not None
+    num_programs = min(num_tickets, _num_multiprocessors(query.device) * PROGRAMS_PER_MULTIPROCESSOR)
+    channels = query.shape[2]
+    # Triton's interpreter multiplies bfloat16 as the integers in which it stores them.
+    is_interpreted = _IS_INTERPRETED and query.dtype == torch.bfloat16
+    types = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
+    kernel[(num_programs if is_dynamic else num_tickets,)](
+        *tensors, *_mask_arguments(mask, query.device), work.blocks, work.items,
+        torch.zeros(1, dtype=torch.int32, device=query.device), *scales,
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:2]),
+        mask.num_queries, mask.num_keys, num_tickets, heads, work.num_slots * mask.block_size,
+        HEADS_PER_GROUP=query.shape[1] // key.shape[1], CHANNELS=channels, PADDED_CHANNELS=triton.next_power_of_2(channels),
+        BLOCK=mask.block_size, WINDOW=mask.tokens.window or 0, IS_DYNAMIC=is_dynamic,
+        DOT_TYPE=triton.language.float32 if is_interpreted else types.get(query.dtype, triton.language.float32),
+        TILE_ROWS=tiles.rows, TILE_COLUMNS=tiles.columns, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+
+
+def _join(kernel: Any, parts: Sequence[Tensor], joined: Sequence[Tensor], work: _Work, block_size: int) -> None:
+    """Add up the parts of split rows, if there are any.
+
+    parts: the first one is [heads, num_slot_rows, padded channels]; joined: the first one is [num_tokens, heads, channels].
+    """
+    if not len(work.split_rows):
+        return
+    (heads, rows, padded), (num_tokens, _, channels) = parts[0].shape, joined[0].shape
+    tile = min(64, block_size)
+    kernel[(len(work.split_rows) * (block_size // tile), heads)](
+        *parts, work.split_rows, *joined, num_tokens, heads, rows,
+        CHANNELS=channels, PADDED_CHANNELS=padded, BLOCK=block_size, TILE_ROWS=tile,
+    )  # fmt: skip
 
 
 def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
@@ -198,35 +213,6 @@ def _stacked_ids(tokens: MaskTensors) -> Tensor:
     return torch.stack((tokens.sample_ids, tokens.item_ids, tokens.positions))
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
-
-
-def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
-    channels = query.shape[2]
-    # Triton's interpreter multiplies bfloat16 as the integers in which it stores them.
-    is_interpreted = _IS_INTERPRETED and query.dtype == torch.bfloat16
-    types = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
-    return {
-        "CHANNELS": channels,
-        "PADDED_CHANNELS": triton.next_power_of_2(channels),
-        "BLOCK": mask.block_size,
-        "WINDOW": mask.tokens.window or 0,
-        "DOT_TYPE": triton.language.float32 if is_interpreted else types.get(query.dtype, triton.language.float32),
-    }
-
-
-def _grid(
-    work: _Work, heads: int, tiles: TileSizes, block_size: int, options: KernelOptions, device: torch.device
-) -> tuple[int, dict[str, Any]]:
-    """Return the number of programs to launch, and the constants that depend on it."""
-    num_tickets = len(work.items) * (block_size // tiles.rows) * heads
-    is_dynamic = options.max_blocks_per_item is not None
-    num_programs = min(num_tickets, _num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR)
-    sizes = {"TILE_ROWS": tiles.rows, "TILE_COLUMNS": tiles.columns, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return (num_programs if is_dynamic else num_tickets), {"IS_DYNAMIC": is_dynamic, **sizes}
-
-
 def _choose_options(query: Tensor, *, mask: AttentionMask) -> KernelOptions:
     sizes: dict[str, Any] = {"dtype": query.dtype, "block_size": mask.block_size}
     if query.device.type == "cuda":
@@ -240,7 +226,3 @@ def _choose_options(query: Tensor, *, mask: AttentionMask) -> KernelOptions:
 
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _counter(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device=device)
