@@ -257,7 +257,7 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         return PackedSize(0), 0.0
     dtype = stage.options.params_dtype
-    membership = Membership(stage.unit.name, 0, 0, 0, groups)
+    membership = Membership(stage.unit.name, 0, 0, groups)
     gradients = UnitGradients({0: stage}, membership=membership, is_sharded=dtype != torch.float64)
     adamw = build_optimizer_config(lr=0.0, min_lr=0.0, weight_decay=0.01, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=dtype)
     ((_, optimizer),) = build_unit_optimizers(gradients, config=adamw)

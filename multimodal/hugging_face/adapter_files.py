@@ -17,7 +17,7 @@ from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.families import FAMILIES
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.hugging_face.safetensors_header import StoredTensor, read_header
-from multimodal.hugging_face.weight_names import Spelling, UnitNames, Weight, spelled
+from multimodal.hugging_face.weight_names import Spelling, UnitNames, spelled
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
@@ -281,7 +281,7 @@ def _own_modules(graph: ModelGraph, architecture: Architecture) -> Iterator[tupl
             is_end = index in (0, len(unit.layers) - 1)
             prefix = "" if is_end else names.prefix.format(index - 1)
             for entry in names.body if not is_end else names.first if index == 0 else names.last:
-                if isinstance(entry, Weight):
+                if entry.is_module:
                     for place, theirs in enumerate(entry.theirs):
                         own, key = OwnModule(unit.name, index, kind, entry.ours), prefix + theirs
                         for spelling in all_spellings(architecture):

@@ -68,9 +68,7 @@ class EncoderForm:
 
 
 def encoder_form(
-    name: str,
-    read_more: Callable[[Config, str], dict[str, Any]] = lambda config, where: {},
-    write_more: Callable[[Unit], dict[str, Any]] = lambda unit: {},
+    name: str, read_more: Callable[[Config, str], dict[str, Any]], write_more: Callable[[Unit], dict[str, Any]]
 ) -> EncoderForm:
     """Return the encoder of a row; the functions are those of `EncoderForm`."""
     row = FAMILIES["forms"][name]

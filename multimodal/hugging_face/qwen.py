@@ -11,7 +11,7 @@ from multimodal.hugging_face.qwen_forms import OMNI_VISION, QWEN2_5_VL, QWEN2_VL
 from multimodal.hugging_face.rotary_positions import rotary_entries
 from multimodal.hugging_face.text_families import decoder_names
 from multimodal.hugging_face.text_models import read_text_unit, write_model, write_placed_text
-from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight
+from multimodal.hugging_face.weight_names import UnitNames, Weight
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -107,7 +107,7 @@ def _vision_language(
 
 def _audio_names(norm: str, product: str) -> UnitNames:
     """Return the names of an encoder of sound; norm: behind its layers, product: the matrix behind that."""
-    products = Tensor("weight", f"{product}.weight"), Tensor("bias", f"{product}.bias")
+    products = Weight.parameter("weight", f"{product}.weight"), Weight.parameter("bias", f"{product}.bias")
     return WHISPER.names.inside(_AUDIO, (Weight("norm", (f"{_AUDIO}{norm}",)), *products))
 
 

@@ -6,7 +6,6 @@ keys and values, or of gate and up. So one table of names serves reading and wri
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any, NamedTuple
 
 from multimodal.values.model_graph import Unit
@@ -97,16 +96,16 @@ class Weight(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     merge: Merge = same
+    is_module: bool = True
+    """False for a parameter of ours that is no module's `weight` or `bias`, or has another name in the file."""
+
+    @classmethod
+    def parameter(cls, ours: str, theirs: str) -> "Weight":
+        """Return a row for a parameter that is one of their tensors."""
+        return cls(ours, (theirs,), is_module=False)
 
 
-class Tensor(NamedTuple):
-    """A parameter of ours that is no module's `weight` or `bias`, or has another name in the file."""
-
-    ours: str
-    theirs: str
-
-
-Names = tuple[Weight | Tensor, ...]
+Names = tuple[Weight, ...]
 
 
 @dataclass(frozen=True)
@@ -122,15 +121,10 @@ class UnitNames:
     def inside(self, prefix: str, last: Names | None = None) -> "UnitNames":
         """Return the names inside another model, where all begin with `prefix`; last: full names in the last layer, if others."""
 
-        def renamed(names: Names) -> Iterator[Weight | Tensor]:
-            for each in names:
-                if isinstance(each, Tensor):
-                    yield each._replace(theirs=prefix + each.theirs)
-                else:
-                    yield each._replace(theirs=tuple(prefix + name for name in each.theirs))
+        def renamed(names: Names) -> Names:
+            return tuple(each._replace(theirs=tuple(prefix + name for name in each.theirs)) for each in names)
 
-        last = tuple(renamed(self.last)) if last is None else last
-        return UnitNames(tuple(renamed(self.first)), self.body, last, prefix + self.prefix)
+        return UnitNames(renamed(self.first), self.body, renamed(self.last) if last is None else last, prefix + self.prefix)
 
 
 MERGES = {
@@ -146,7 +140,7 @@ def names_in(row: Mapping[str, Any]) -> UnitNames:
     def names(layer: str, merges: Mapping[str, str]) -> Names:
         modules = ((ours, tuple(theirs.split())) for ours, theirs in row.get(layer, {}).items())
         weights = (Weight(ours, theirs, MERGES[merges.get(ours) or _usual_merge(ours, theirs)]) for ours, theirs in modules)
-        return (*weights, *starmap(Tensor, row.get(f"{layer}_tensors", {}).items()))
+        return (*weights, *(Weight.parameter(*each) for each in row.get(f"{layer}_tensors", {}).items()))
 
     return UnitNames(names("first", {}), names("body", row.get("merges", {})), names("last", {}), row["prefix"])
 
@@ -172,11 +166,9 @@ def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> t
     module, _, tensor = name.rpartition(".")
     number = next((part for part in module.split(".") if part.isdigit()), "")
     for entry in table:
-        if isinstance(entry, Tensor):
-            if entry.ours == name:
-                return (Rows(prefix + entry.theirs, 0, 0, num_rows),)
-        elif entry.ours.format(number) == module:
-            keys = [f"{prefix}{theirs.format(number)}.{tensor}" for theirs in entry.theirs]
+        wanted, ending = (module, f".{tensor}") if entry.is_module else (name, "")
+        if entry.ours.format(number) == wanted:
+            keys = [prefix + theirs.format(number) + ending for theirs in entry.theirs]
             return tuple(entry.merge(unit, keys, num_rows))
     return ()
 

@@ -201,7 +201,9 @@ def gather_for_products(share: Tensor, link: RankLink) -> Tensor:
 
 
 def gather_rows(share: Tensor, link: RankLink) -> Tensor:
-    """Return the rows of all ranks, for the same computation on all; in the backward each rank takes its block."""
+    """Return the rows of all ranks, for the same computation on all; in the backward each rank takes its block, if it had one."""
+    if not link.is_sequence_parallel:
+        return share
     return _Collective.apply(share, link, RankLink.start_gathering, RankLink.take_block)
 
 

@@ -26,7 +26,7 @@ What is sent then has the adapter's rank for its width, where local layers add t
 only.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -221,27 +221,20 @@ class _Linear(torch.autograd.Function):
             rows = gathered.complete(gathering)
         if gradient is not None and gathered is not None:
             summing = gathered.start_summing(gradient)
-        found = WeightGradients() if rows is None else weight_gradients(ctx, rows, output_gradient, inner, inner_gradient)
+        found = {} if rows is None else weight_gradients(ctx, rows, output_gradient, inner, inner_gradient)
         if summing is not None and gathered is not None:
             gradient = gathered.complete(summing)
-        return gradient, found.weight, found.bias, None, None, None, found.down, found.up, None
-
-
-class WeightGradients(NamedTuple):
-    """The gradients of one product; None if a queue computes them later, or nothing is trained."""
-
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    down: Tensor | None = None
-    up: Tensor | None = None
+        of_weight, of_bias, of_down, of_up = map(found.get, ("weight", "bias", "down", "up"))
+        return gradient, of_weight, of_bias, None, None, None, of_down, of_up, None
 
 
 def weight_gradients(
-    ctx: Any, rows: Tensor, output_gradient: Tensor, inner: Tensor | None = None, inner_gradient: Tensor | None = None
-) -> WeightGradients:
+    ctx: Any, rows: Tensor, output_gradient: Tensor, inner: Tensor | None, inner_gradient: Tensor | None
+) -> dict[str, Tensor | None]:
     """Compute or queue the weight gradients of one product; ctx: of its function.
 
-    rows: all rows of the input; inner: the value between the adapter's two matrices, and its gradient.
+    rows: all rows of the input; inner: the value between the adapter's two matrices, and its gradient. Returns the gradients of
+    "weight", "bias", "down" and "up", without those that a queue computes later, or that are not trained.
     """
     pending: dict[str, LinearWeightGradient] = {}
     if ctx.needs_input_grad[1]:
@@ -253,9 +246,9 @@ def weight_gradients(
     if ctx.queue is not None:
         for each in pending.values():
             ctx.queue.put(each)
-        return WeightGradients()
+        return {}
     found: dict[str, Tensor | None] = {name: each.of_weight() for name, each in pending.items()}
-    return WeightGradients(**found, bias=pending["weight"].of_bias() if "weight" in pending else None)
+    return {**found, "bias": pending["weight"].of_bias() if "weight" in pending else None}
 
 
 def adapt_engine_linears(layer: Module) -> None:

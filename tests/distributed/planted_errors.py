@@ -323,7 +323,7 @@ ERRORS: Mapping[str, Mapping[str, Error]] = {
         "the loss is averaged over replicas": scaled_loss(
             lambda run, action, loss: 1 / len(run.step.assignment.units[action.unit])
         ),
-        "gradients are not summed over replicas": replaced(gradients, "start_gradient_reduction", lambda *_: lambda: None),
+        "gradients are not summed over replicas": replaced(UnitGradients, "_start_at_once", lambda *_: lambda: None),
         "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
         "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
         "packed samples attend to each other": replaced(CoreAttention, "_attend", across_samples),

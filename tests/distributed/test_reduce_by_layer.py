@@ -69,7 +69,7 @@ def run_counting(case: GradientCase) -> list[tuple[int, int]]:
     complete = ReductionByLayer.complete
 
     def counting(reduction: ReductionByLayer) -> Any:
-        counts.append((reduction.num_started, reduction.num_buckets))
+        counts.append((reduction.num_started, len(reduction.buckets)))
         return complete(reduction)
 
     with patch.object(ReductionByLayer, "complete", counting):

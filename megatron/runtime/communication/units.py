@@ -21,7 +21,6 @@ class Membership:
     unit: str
     replica_index: int
     stage_index: int
-    context_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
     ranks), ep (ranks that share experts), expt_dp (ranks that hold the same experts), embd (this rank and its counterpart with
@@ -34,7 +33,7 @@ class Membership:
     def is_first_holder(self) -> bool:
         """True if this rank is the first of those that hold the same weights: it counts, or writes, them for all."""
         if self.is_unlike:
-            return self.replica_index == 0 and self.context_parallel_rank == 0
+            return self.replica_index == 0 and self.groups.cp.rank() == 0
         return self.groups.dp_cp.rank() == 0
 
     @property
@@ -112,4 +111,4 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
         **dict.fromkeys(("pp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
         embd=book[ends] if ends else None,
     )
-    return Membership(model.name, replica_index, stage_index, context_rank, groups, unit.is_unlike)
+    return Membership(model.name, replica_index, stage_index, groups, unit.is_unlike)

@@ -30,9 +30,7 @@ class LaneRun(ABC):
         self.num_waits = 0
         """Waits for tensor parallel collectives in the last computation that had work inside."""
         self.is_filling = False
-        """True while work runs in a wait of another computation."""
-        self.is_inside = False
-        """True while that computation is the work's carrier, and waits for a collective."""
+        """True while work runs in a wait of another computation, its carrier."""
         self.held_back: list[Callable[[], None]] = []
         """Collectives of work inside a wait, which start when that wait is over."""
 
@@ -129,10 +127,10 @@ class LaneRun(ABC):
         """Run the work that fills a wait of the running computation; it must not inherit any of its context."""
         self.num_waits = number + 1
         for entry in self.inside.pop(number, ()):
-            self.is_filling = self.is_inside = True
+            self.is_filling = True
             with torch.enable_grad(), defer_weight_gradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
                 self.handle(entry)
-            self.is_filling = self.is_inside = False
+            self.is_filling = False
 
     def end_wait(self) -> None:
         """Start the collectives of the work in a wait, now that the wait is over and the links are free."""

@@ -169,7 +169,7 @@ class RunningStep(StepMessages):
 
     def _start_collective_behind(self, running: SegmentPass) -> None:
         """Start the collective that ends a piece: at once, or, for a piece inside a wait, when the wait is over."""
-        if self.is_inside:
+        if self.is_filling:
             self.held_back.append(running.start_collective)
         else:
             running.start_collective()

@@ -22,11 +22,9 @@ from megatron.runtime.gradients.scheduled_collectives import (
     ReductionByLayer,
     buckets_of_replicas,
     call_one_by_one,
-    finish_gradient_reduction,
     is_by_gloo_on_device,
     nothing_to_wait_for,
     overlapping,
-    start_gradient_reduction,
     start_parameter_gathering,
     sum_copies,
     sum_over_tokens,
@@ -112,13 +110,17 @@ class UnitGradients:
 
     def _start_at_once(self, stage_index: int, layers: LayerRange | None) -> Callable[[], None]:
         self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
-        return start_gradient_reduction(self.wrapped[stage_index])
+        with overlapping(self.wrapped[stage_index], "overlap_grad_reduce"):
+            self.wrapped[stage_index].start_grad_sync()  # reduce-scatters with a sharded optimizer
+        return partial(self._finish, stage_index)
 
     def _buckets(self, stage_index: int) -> Sequence[Bucket]:
         return list(buckets_of_replicas(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel))
 
     def _finish(self, stage_index: int) -> None:
-        finish_gradient_reduction(self.wrapped[stage_index])
+        """Wait for the reductions that were started."""
+        with overlapping(self.wrapped[stage_index], "overlap_grad_reduce"):
+            self.wrapped[stage_index].finish_grad_sync()
 
     def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
         trained = ((each, main_gradient(each)) for each in parameters if each.requires_grad)

@@ -39,9 +39,8 @@ class ReductionByLayer:
 
     def __init__(self, wrapped: DistributedDataParallel, *, buckets: Sequence[Bucket], finish: Callable[[], None]) -> None:
         """finish: waits for all buckets that were started."""
-        self._buckets, self._finish = buckets, finish
-        self._parameters = [bucket.parameters for bucket in buckets]
-        self._bucket_of = {each: index for index, parameters in enumerate(self._parameters) for each in parameters}
+        self.buckets, self._finish = buckets, finish
+        self._bucket_of = {each: index for index, bucket in enumerate(buckets) for each in bucket.parameters}
         self._missing: list[set[Parameter]] = []
         self.num_started = 0
         """Buckets whose reduction has started."""
@@ -52,21 +51,16 @@ class ReductionByLayer:
             # Hooks run in the order of their registration: the gradient is in its buffer by then.
             accumulator.register_hook(partial(_note, weakref.ref(self), weakref.ref(parameter)))
 
-    @property
-    def num_buckets(self) -> int:
-        """Number of collectives into which the reduction is cut."""
-        return len(self._buckets)
-
     def expect_last_backward(self) -> None:
         """Announce that the next backward through this stage completes its gradients; for several pieces, once is enough."""
         if self.is_expecting:
             return
-        self._missing = [set(parameters) for parameters in self._parameters]
+        self._missing = [set(bucket.parameters) for bucket in self.buckets]
         self.num_started, self.is_expecting = 0, True
 
     def complete(self) -> Callable[[], None]:
         """Start the buckets that the backward did not start, such as those of unused parameters; returns a wait for all."""
-        while self.num_started < self.num_buckets:
+        while self.num_started < len(self.buckets):
             self._start_next()
         self.is_expecting = False
         return self._finish
@@ -78,11 +72,11 @@ class ReductionByLayer:
         index = self._bucket_of[parameter]
         assert index >= self.num_started, "a gradient came after its bucket was reduced"
         self._missing[index].discard(parameter)
-        while self.num_started < self.num_buckets and not self._missing[self.num_started]:
+        while self.num_started < len(self.buckets) and not self._missing[self.num_started]:
             self._start_next()
 
     def _start_next(self) -> None:
-        self._buckets[self.num_started].start()
+        self.buckets[self.num_started].start()
         self.num_started += 1
 
 
@@ -131,19 +125,6 @@ def wrap_with_layer_buckets(
     wrapped.ddp_config.overlap_grad_reduce = False
     wrapped.ddp_config.bucket_size = None  # a stage's own; an optimizer requires all its stages to be configured alike
     return wrapped
-
-
-def start_gradient_reduction(wrapped: DistributedDataParallel) -> Callable[[], None]:
-    """Start summing gradients over replicas (reduce-scatter with a sharded optimizer); returns a function that waits for it."""
-    with overlapping(wrapped, "overlap_grad_reduce"):
-        wrapped.start_grad_sync()
-    return partial(finish_gradient_reduction, wrapped)
-
-
-def finish_gradient_reduction(wrapped: DistributedDataParallel) -> None:
-    """Wait for the reductions that were started."""
-    with overlapping(wrapped, "overlap_grad_reduce"):
-        wrapped.finish_grad_sync()
 
 
 def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], None]:

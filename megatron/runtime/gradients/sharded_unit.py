@@ -6,6 +6,7 @@ The layers of its stages gather their weights when they compute, in forward and 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,19 +89,16 @@ class ShardedStage:
     def before(self, layer: int, hidden: Tensor | None) -> Tensor | None:
         """Called before a layer's forward; hidden: its input, which marks where its backward ends."""
         self.enter(layer)
-        if hidden is not None and hidden.requires_grad and torch.is_grad_enabled():
-            return _OnBackward.apply(hidden, lambda: self.leave(layer))  # type: ignore[no-untyped-call]
-        return hidden
+        return None if hidden is None else _calling(partial(self.leave, layer), hidden)
 
     def after(self, layer: int, output: Tensor | HeadOutput) -> Tensor | HeadOutput:
         """Called after a layer's forward; its output marks where its backward begins."""
         self.leave(layer)
+        enter = partial(self.enter, layer)
         if isinstance(output, HeadOutput):
-            return output._replace(
-                loss_sum=self._mark_beginning(layer, output.loss_sum),
-                conditions=None if output.conditions is None else self._mark_beginning(layer, output.conditions),
-            )
-        return self._mark_beginning(layer, output)
+            conditions = None if output.conditions is None else _calling(enter, output.conditions)
+            return output._replace(loss_sum=_calling(enter, output.loss_sum), conditions=conditions)
+        return _calling(enter, output)
 
     def enter(self, layer: int) -> None:
         """Gather a layer's weights."""
@@ -112,11 +110,6 @@ class ShardedStage:
         assert self._pass is not None
         self._pass.leave(layer)
 
-    def _mark_beginning(self, layer: int, output: Tensor) -> Tensor:
-        if not (output.requires_grad and torch.is_grad_enabled()):
-            return output
-        return _OnBackward.apply(output, lambda: self.enter(layer))  # type: ignore[no-untyped-call]
-
     def _reached(self, layer: int) -> Callable[[Tensor], None]:
         """Return the hook of a layer's gradients: in a weight gradient, layers come in the order of the backward."""
         watcher = weakref.ref(self)  # objects that a parameter's hook refers to are never garbage collected
@@ -127,6 +120,13 @@ class ShardedStage:
                 current._pass.enter(layer)
 
         return reached
+
+
+def _calling(call: Callable[[], None], tensor: Tensor) -> Tensor:
+    """Return a tensor whose backward, if it has one, first calls a function."""
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    return _OnBackward.apply(tensor, call)  # type: ignore[no-untyped-call]
 
 
 class _OnBackward(torch.autograd.Function):

@@ -7,7 +7,7 @@ neither needs atomics on gradients, so results do not depend on the order in whi
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_kernels.forward import SIZES, load_tile, load_tokens, store_tile, tile_sees
+from multimodal.attention.triton_kernels.forward import SIZES, load_tile, load_tokens, store_tile, take_ticket, tile_sees
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -25,12 +25,8 @@ def query_gradient_kernel(
     query_gradient: like query, contiguous; partial: [heads, num_slot_rows, padded channels], float32, to be summed.
     """
     tiles: tl.constexpr = BLOCK // TILE_ROWS
-    check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     channels = tl.arange(0, PADDED_CHANNELS)
-    if IS_DYNAMIC:
-        ticket = tl.atomic_add(counter, 1)
-    else:
-        ticket = tl.program_id(0)
+    ticket = take_ticket(counter, tl.program_id(0), IS_DYNAMIC)
     while ticket < num_tickets:
         head = ticket % num_heads
         item = items + ticket // num_heads // tiles * 5
@@ -40,12 +36,10 @@ def query_gradient_kernel(
         begin, full_end, end, slot = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
         group = head // HEADS_PER_GROUP
         query_tile = load_tile(
-            query + head.to(tl.int64) * query_head_stride, start, channels, query_stride, num_queries, TILE_ROWS, True,
-            check_channels, CHANNELS,
+            query + head.to(tl.int64) * query_head_stride, start, channels, query_stride, num_queries, TILE_ROWS, True, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
         gradient_tile = load_tile(
-            output_gradient + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True,
-            check_channels, CHANNELS,
+            output_gradient + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
         first = head.to(tl.int64) * num_queries
         log_sum = tl.load(log_sums + first + rows, mask=rows < num_queries, other=0.0)
@@ -75,10 +69,7 @@ def query_gradient_kernel(
                 partial + head.to(tl.int64) * num_slot_rows * PADDED_CHANNELS, gradient * scale, slot * BLOCK + tile_start,
                 channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS, PADDED_CHANNELS,
             )  # fmt: skip
-        if IS_DYNAMIC:
-            ticket = tl.atomic_add(counter, 1)
-        else:
-            ticket += tl.num_programs(0)
+        ticket = take_ticket(counter, ticket + tl.num_programs(0), IS_DYNAMIC)
 
 
 @triton.jit
@@ -89,16 +80,13 @@ def _add_query_gradients(
     DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
-    check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     for step in range(begin * tiles, end * tiles):
         start = tl.load(blocks + step // tiles) * BLOCK + step % tiles * TILE_COLUMNS
         columns = start + tl.arange(0, TILE_COLUMNS)
-        key_tile = load_tile(
-            key_base, start, channels, key_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS
-        ).to(DOT_TYPE)
+        key_tile = load_tile(key_base, start, channels, key_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, CHANNELS).to(DOT_TYPE)
         value_tile = load_tile(
-            value_base, start, channels, value_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS
-        ).to(DOT_TYPE)
+            value_base, start, channels, value_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, CHANNELS
+        ).to(DOT_TYPE)  # fmt: skip
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale_log2
         if IS_PARTIAL:
             kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
@@ -130,12 +118,8 @@ def key_value_gradient_kernel(
     partial_key, partial_value: [groups, num_slot_rows, padded channels], float32, to be summed.
     """
     tiles: tl.constexpr = BLOCK // TILE_ROWS
-    check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     channels = tl.arange(0, PADDED_CHANNELS)
-    if IS_DYNAMIC:
-        ticket = tl.atomic_add(counter, 1)
-    else:
-        ticket = tl.program_id(0)
+    ticket = take_ticket(counter, tl.program_id(0), IS_DYNAMIC)
     while ticket < num_tickets:
         group = ticket % num_groups
         item = items + ticket // num_groups // tiles * 5
@@ -144,12 +128,10 @@ def key_value_gradient_kernel(
         rows = start + tl.arange(0, TILE_ROWS)
         begin, full_end, end, slot = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
         key_tile = load_tile(
-            key + group.to(tl.int64) * key_head_stride, start, channels, key_stride, num_keys, TILE_ROWS, True,
-            check_channels, CHANNELS,
+            key + group.to(tl.int64) * key_head_stride, start, channels, key_stride, num_keys, TILE_ROWS, True, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
         value_tile = load_tile(
-            value + group.to(tl.int64) * value_head_stride, start, channels, value_stride, num_keys, TILE_ROWS, True,
-            check_channels, CHANNELS,
+            value + group.to(tl.int64) * value_head_stride, start, channels, value_stride, num_keys, TILE_ROWS, True, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
         kinds, samples, members, positions = load_tokens(key_bits, key_ids, rows, num_keys, rows < num_keys)
         key_sum = tl.zeros([TILE_ROWS, PADDED_CHANNELS], tl.float32)
@@ -186,10 +168,7 @@ def key_value_gradient_kernel(
                 partial_value + first, value_sum, slot_start, channels, PADDED_CHANNELS, num_slot_rows, TILE_ROWS,
                 PADDED_CHANNELS,
             )  # fmt: skip
-        if IS_DYNAMIC:
-            ticket = tl.atomic_add(counter, 1)
-        else:
-            ticket += tl.num_programs(0)
+        ticket = take_ticket(counter, ticket + tl.num_programs(0), IS_DYNAMIC)
 
 
 @triton.jit
@@ -201,15 +180,14 @@ def _add_key_value_gradients(
 ):  # fmt: skip
     """Add the gradients from the listed blocks of queries of one head; tiles of weights are [keys, queries]."""
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
-    check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     for step in range(begin * tiles, end * tiles):
         start = tl.load(blocks + step // tiles) * BLOCK + step % tiles * TILE_COLUMNS
         columns = start + tl.arange(0, TILE_COLUMNS)
         query_tile = load_tile(
-            query_base, start, channels, query_stride, num_queries, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS
-        ).to(DOT_TYPE)
+            query_base, start, channels, query_stride, num_queries, TILE_COLUMNS, IS_PARTIAL, CHANNELS
+        ).to(DOT_TYPE)  # fmt: skip
         gradient_tile = load_tile(
-            gradient_base, start, channels, gradient_stride, num_queries, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS
+            gradient_base, start, channels, gradient_stride, num_queries, TILE_COLUMNS, IS_PARTIAL, CHANNELS
         ).to(DOT_TYPE)
         scores = tl.dot(key_tile, tl.trans(query_tile), input_precision="ieee") * scale_log2
         if IS_PARTIAL:
@@ -272,12 +250,10 @@ def delta_kernel(
     rows = start + tl.arange(0, TILE_ROWS)
     channels = tl.arange(0, PADDED_CHANNELS)
     tile = load_tile(
-        output + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True,
-        PADDED_CHANNELS != CHANNELS, CHANNELS,
+        output + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True, CHANNELS,
     )  # fmt: skip
     gradient = load_tile(
-        output_gradient + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True,
-        PADDED_CHANNELS != CHANNELS, CHANNELS,
+        output_gradient + head * CHANNELS, start, channels, num_heads * CHANNELS, num_queries, TILE_ROWS, True, CHANNELS,
     )  # fmt: skip
     found = tl.sum(tile.to(tl.float32) * gradient.to(tl.float32), 1)
     tl.store(deltas + head * num_queries + rows, found, mask=rows < num_queries)

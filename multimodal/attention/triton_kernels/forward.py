@@ -13,6 +13,14 @@ in the middle of training, each at another step."""
 
 
 @triton.jit
+def take_ticket(counter, own, IS_DYNAMIC: tl.constexpr):
+    """Return the next ticket of a program: of the counter if programs share it, else its own."""
+    if IS_DYNAMIC:
+        own = tl.atomic_add(counter, 1)
+    return own
+
+
+@triton.jit
 def load_tokens(bits, ids, rows, num_tokens, is_there):
     """Load the mask of a tile of tokens: bits (0 where there is no token, which sees nothing), samples, items, positions."""
     return (
@@ -35,19 +43,17 @@ def tile_sees(bits, samples, items, positions, key_bits, key_samples, key_items,
 
 
 @triton.jit
-def load_tile(
-    base, start, channels, stride, num_tokens,
-    TILE: tl.constexpr, CHECK_ROWS: tl.constexpr, CHECK_CHANNELS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+def load_tile(base, start, channels, stride, num_tokens, TILE: tl.constexpr, CHECK_ROWS: tl.constexpr, CHANNELS: tl.constexpr):
     """Load [TILE, channels] from row `start` on; zeros beyond the last token or channel."""
+    check_channels: tl.constexpr = channels.shape[0] != CHANNELS
     rows = tl.arange(0, TILE)
     # Only the scalar part of an address may need 64 bits.
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + channels[None, :])
-    if CHECK_ROWS and CHECK_CHANNELS:
+    if CHECK_ROWS and check_channels:
         tile = tl.load(pointers, mask=(start + rows < num_tokens)[:, None] & (channels < CHANNELS)[None, :], other=0.0)
     elif CHECK_ROWS:
         tile = tl.load(pointers, mask=(start + rows < num_tokens)[:, None], other=0.0)
-    elif CHECK_CHANNELS:
+    elif check_channels:
         tile = tl.load(pointers, mask=(channels < CHANNELS)[None, :], other=0.0)
     else:
         tile = tl.load(pointers)
@@ -82,10 +88,7 @@ def forward_kernel(
     """
     tiles: tl.constexpr = BLOCK // TILE_ROWS
     channels = tl.arange(0, PADDED_CHANNELS)
-    if IS_DYNAMIC:
-        ticket = tl.atomic_add(counter, 1)
-    else:
-        ticket = tl.program_id(0)
+    ticket = take_ticket(counter, tl.program_id(0), IS_DYNAMIC)
     while ticket < num_tickets:
         head = ticket % num_heads
         item = items + ticket // num_heads // tiles * 5
@@ -95,8 +98,7 @@ def forward_kernel(
         begin, full_end, end, slot = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
         group = head // HEADS_PER_GROUP
         query_tile = load_tile(
-            query + head.to(tl.int64) * query_head_stride, start, channels, query_stride, num_queries, TILE_ROWS, True,
-            PADDED_CHANNELS != CHANNELS, CHANNELS,
+            query + head.to(tl.int64) * query_head_stride, start, channels, query_stride, num_queries, TILE_ROWS, True, CHANNELS,
         ).to(DOT_TYPE)  # fmt: skip
         bits, samples, members, positions = load_tokens(query_bits, query_ids, rows, num_queries, rows < num_queries)
         maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -130,10 +132,7 @@ def forward_kernel(
                 TILE_ROWS, PADDED_CHANNELS,
             )  # fmt: skip
             tl.store(partial_log_sums + first + slot_start + tl.arange(0, TILE_ROWS), log_sum)
-        if IS_DYNAMIC:
-            ticket = tl.atomic_add(counter, 1)
-        else:
-            ticket += tl.num_programs(0)
+        ticket = take_ticket(counter, ticket + tl.num_programs(0), IS_DYNAMIC)
 
 
 @triton.jit
@@ -145,11 +144,10 @@ def _mix_tiles(
 ):  # fmt: skip
     """Mix in the values of the listed blocks; the mask is evaluated only where IS_PARTIAL."""
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
-    check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
     for step in range(begin * tiles, end * tiles):
         start = tl.load(blocks + step // tiles) * BLOCK + step % tiles * TILE_COLUMNS
         columns = start + tl.arange(0, TILE_COLUMNS)
-        key_tile = load_tile(key_base, start, channels, key_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS)
+        key_tile = load_tile(key_base, start, channels, key_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, CHANNELS)
         scores = tl.dot(query_tile, tl.trans(key_tile).to(DOT_TYPE), input_precision="ieee") * scale_log2
         if IS_PARTIAL:
             kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
@@ -166,9 +164,7 @@ def _mix_tiles(
         weights = tl.exp2(scores - pivot[:, None])
         shrink = tl.exp2(maximum - pivot)
         total = total * shrink + tl.sum(weights, 1)
-        value_tile = load_tile(
-            value_base, start, channels, value_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, check_channels, CHANNELS
-        )
+        value_tile = load_tile(value_base, start, channels, value_stride, num_keys, TILE_COLUMNS, IS_PARTIAL, CHANNELS)
         mixed = tl.dot(
             weights.to(value_base.dtype.element_ty).to(DOT_TYPE), value_tile.to(DOT_TYPE), mixed * shrink[:, None],
             input_precision="ieee",

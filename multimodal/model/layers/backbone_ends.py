@@ -222,11 +222,9 @@ class LanguageHead(torch.nn.Module):
         hidden: [num_rows, 1, hidden_size]; under sequence parallelism this rank's 1 / tp of the padded rows. Rows for generators
         (`batch.generator_rows`) are returned as `conditions`, [num_generator_rows, hidden_size]; None without generators.
         """
-        batch = given.batch
-        assert batch.target_rows is not None and batch.targets is not None
-        hidden, targets = self.norm(hidden), batch.targets
-        if self.is_sequence_sharded:
-            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
+        batch, targets = given.batch, given.batch.targets
+        assert batch.target_rows is not None and targets is not None
+        hidden = gather_rows(self.norm(hidden), RankLink(self.group, self.is_sequence_sharded, self.waits))
         conditions = None if batch.generator_rows is None else hidden.index_select(0, batch.generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, batch.target_rows), weight=given.shared_weight)
         logits = capped(logits[:, 0], self.softcap)

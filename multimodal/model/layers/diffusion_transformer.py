@@ -301,8 +301,7 @@ class DiffusionHead(GeneratorLoss):
 
     def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
         """hidden: with carried states behind its channels."""
-        if self.is_sequence_sharded:
-            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
+        hidden = gather_rows(hidden, RankLink(self.group, self.is_sequence_sharded, self.waits))
         path, rows = given.batch.path, given.batch.target_rows
         assert path is not None and self.image is not None
         hidden, *carried = hidden[:, 0].chunk(1 + self.num_carried, 1)

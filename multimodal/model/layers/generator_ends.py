@@ -182,9 +182,7 @@ class GeneratorHead(GeneratorLoss):
         """Map the hidden states of patches."""
         patches, rows = given.batch.patches, given.batch.target_rows
         assert patches is not None
-        hidden = self.norm(hidden)
-        if self.is_sequence_sharded:
-            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
+        hidden = gather_rows(self.norm(hidden), RankLink(self.group, self.is_sequence_sharded, self.waits))
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
         return deferrable_linear(hidden, self.weight, self.bias)
 
@@ -212,17 +210,11 @@ _CLASSES = "UNet2DConditionModel", "SD3Transformer2DModel", "DiTTransformer2DMod
 
 
 class Denoiser(GeneratorLoss):
-    """Assembles items from patches, and predicts those of one size together. Dropout is off."""
+    """Assembles items from patches, and predicts those of one size together."""
 
     def __init__(self, module: Module, context: LayerContext) -> None:
         super().__init__(context)
         self.module, self.wide = module, context.options.rotary_dtype
-
-    def train(self, mode: bool = True) -> "Denoiser":
-        """Keep the module in inference mode."""
-        super().train(mode)
-        self.module.eval()
-        return self
 
     def predict(self, hidden: Tensor, given: StagePass) -> Tensor:
         """hidden: [num_tokens (padded), 1, hidden_size], conditions before each item, and its last one in all of its patches."""

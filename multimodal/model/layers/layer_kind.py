@@ -93,11 +93,16 @@ class LayerContext:
         return torch.randn(*shape, device=torch.cuda.current_device(), dtype=self.options.params_dtype)
 
     def build_alike(self, build: Callable[[], Module]) -> Any:
-        """Build a module of another library with its own initial values, the same on all ranks, and place it on the device."""
+        """Build a module of another library with its own initial values, the same on all ranks, and place it on the device.
+
+        It stays in inference mode: dropout is off.
+        """
         seed = int.from_bytes(hashlib.sha256(self.unit.name.encode()).digest()[:7], "little")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.placed(build())
+            module = self.placed(build()).eval()
+        module.train = lambda mode=True: module
+        return module
 
     def placed(self, module: Module) -> Any:
         """Move a module to the device, in the type that the unit computes in; diffusers' own `to` warns without a reason."""

@@ -101,12 +101,10 @@ def _shape_of_one(item: ItemInput) -> tuple[tuple[int, ...], int]:
 
 def rename_keys(unit: Unit, keys: Iterable[str]) -> Mapping[str, str]:
     """Return the module's name for each tensor of a file -> the file's name, as versions of transformers rename tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
     assert unit.module is not None
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # older versions do not rename
-        return {key: key for key in keys}
     with torch.device("meta"):
         module = build_module(unit, unit.module)
     renamings = [each for each in get_model_conversion_mapping(module) if isinstance(each, WeightRenaming)]
@@ -118,7 +116,7 @@ _DYNAMIC_RANGE = 2.0
 
 
 class OpaqueEncoder(torch.nn.Module):
-    """Assembles items from tokens, and returns the hidden states of tokens in their order. Dropout is off."""
+    """Assembles items from tokens, and returns the hidden states of tokens in their order."""
 
     def __init__(self, module: Module, *, described: Opaque, item: ItemInput, unused: frozenset[str]) -> None:
         """unused: names of parameters in the module that no output depends on."""
@@ -126,12 +124,6 @@ class OpaqueEncoder(torch.nn.Module):
         self.module, self._item = module, item
         self.fixed = frozenset(f"module.{name}" for name in unused)
         self._before, self._after = find_callback(described.before_encoder), find_callback(described.after_encoder)
-
-    def train(self, mode: bool = True) -> "OpaqueEncoder":
-        """Keep the module in inference mode."""
-        super().train(mode)
-        self.module.eval()
-        return self
 
     def forward(self, _: None, given: StagePass) -> Tensor:
         """Compute all items; returns [num_tokens, 1, hidden_size]."""

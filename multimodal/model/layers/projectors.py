@@ -46,9 +46,7 @@ class MergedTokens(torch.nn.Module):
     def gather(self, hidden: Tensor, batch: PackedInput) -> Tensor:
         """hidden: [num_tokens (padded and / tp), 1, channels]; returns [num_kept_tokens, 1, channels] on every rank."""
         places, kept_rows = batch.positions, batch.kept_rows
-        if self.is_sequence_sharded:
-            hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
-        hidden = hidden[: len(places)]
+        hidden = gather_rows(hidden, RankLink(self.group, self.is_sequence_sharded, self.waits))[: len(places)]
         if self.drops_tokens:
             hidden = hidden[places[:, -1] >= 0] if kept_rows is None else hidden.index_select(0, kept_rows)
         return hidden

@@ -45,7 +45,7 @@ class MoeTransformerKind(TransformerKind):
         mlp = layer.mlp
         assert isinstance(mlp, ExpertMLP)
         wants_loss = mlp.experts_shape.aux_loss_coeff > 0 and mlp.router.weight.requires_grad and torch.is_grad_enabled()
-        mlp.sequences = _sequences(mlp, given, len(hidden)) if wants_loss else None
+        mlp.sequences = _sequences(layer, given, len(hidden)) if wants_loss else None
         mlp.num_step_tokens = given.num_step_tokens
         output = super().run(layer, hidden, given)
         mlp.sequences = None
@@ -54,14 +54,12 @@ class MoeTransformerKind(TransformerKind):
     segments = LayerKind.segments  # it is not cut
 
 
-def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
+def _sequences(layer: Any, given: StagePass, num_rows: int) -> RowSequences:
     """Return the sequences of this rank's rows; num_rows: of this rank."""
-    tensor = mlp.groups.tp
+    mlp: ExpertMLP = layer.mlp
     numbers = given.lengths.sequence_numbers(given.batch.positions.device)[: given.batch.num_tokens]
-    num_all = num_rows * (tensor.size() if mlp.is_sequence_parallel else 1)
-    padded = torch.nn.functional.pad(numbers, (0, num_all - len(numbers)), value=-1)
-    groups = [mlp.groups.cp, *([tensor] if mlp.is_sequence_parallel else [])]
-    own = padded.chunk(tensor.size())[tensor.rank()] if mlp.is_sequence_parallel else padded
+    own = _rows_of_rank(numbers + 1, layer, num_rows=num_rows) - 1  # of padding -1
+    groups = [mlp.groups.cp, *([mlp.groups.tp] if mlp.is_sequence_parallel else [])]
     return RowSequences(own, given.batch.lengths, tuple(group for group in groups if group.size() > 1))
 
 
