@@ -1,7 +1,6 @@
 """Balances the microbatches of encoders and LLM separately by deferring LLM work (Entrain 4.5)."""
 
 from collections.abc import Iterator
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +37,7 @@ def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:
     if work.options.microbatch_count is not MicrobatchCount.EFFECTIVE:
         yield most
     if work.options.microbatch_count is MicrobatchCount.PREDICTED:
-        yield from takewhile(lambda count: count > 1, (most >> halvings for halvings in range(1, most.bit_length())))
+        yield from (most >> halvings for halvings in range(1, most.bit_length() - 1))
     if work.options.microbatch_count is not MicrobatchCount.GIVEN:
         yield 1
 

@@ -99,7 +99,7 @@ def _choose(
         if not len(usable):
             return None
         last.append(np.array(usable)[options.argmax(axis=0)])
-        taken = np.maximum(options.max(axis=0), nothing)
+        taken = options.max(axis=0)
         found = int(taken[-1])
         if count >= least and found >= num_microbatches and (best is None or found > best[0]):
             best = found, count
