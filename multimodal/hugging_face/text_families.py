@@ -57,10 +57,6 @@ class TextFamily(NamedTuple):
     """The key of the rotary base of layers with windows, for families that have two."""
 
 
-def _lower_layers(config: Config) -> Iterable[int]:
-    return range(min(config["max_window_layers"], config["num_hidden_layers"]))
-
-
 def _every_sixth_layer(config: Config) -> Iterable[int]:
     pattern = config.get("sliding_window_pattern") or 6
     return range(pattern - 1, config["num_hidden_layers"], pattern)
@@ -68,7 +64,7 @@ def _every_sixth_layer(config: Config) -> Iterable[int]:
 
 _GLOBAL_LAYERS: Mapping[str, Callable[[Config], Iterable[int]]] = {
     "none": lambda config: (),
-    "lower": _lower_layers,
+    "lower": lambda config: range(min(config["max_window_layers"], config["num_hidden_layers"])),
     "every_second": lambda config: range(1, config["num_hidden_layers"], 2),
     "by_pattern": _every_sixth_layer,
 }

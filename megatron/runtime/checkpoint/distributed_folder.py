@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron.runtime.checkpoint.manifest import MANIFEST_NAME, read_newest
 from megatron.runtime.checkpoint.storage import MAKE_ROOM, TensorIndex, failing_together, read_index, read_tensors
-from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece
+from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece, pieces_by_key
 from multimodal.values.errors import CheckpointError
 
 
@@ -97,9 +97,7 @@ class _Writing(DefaultSavePlanner):
 class _Reading(DefaultLoadPlanner):
     def __init__(self, tensors: Iterable[HeldTensor]) -> None:
         super().__init__()
-        self._targets: dict[str, list[Piece]] = {}
-        for tensor in tensors:
-            self._targets.setdefault(tensor.key, []).extend(tensor.pieces)
+        self._targets = pieces_by_key(tensors)
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []

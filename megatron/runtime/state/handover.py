@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.runtime import platform
 from megatron.runtime.communication.gather_objects import gather_objects
 from megatron.runtime.state import held_tensors
-from megatron.runtime.state.held_tensors import Box, HeldTensor, Piece, TrainedState, model_tensors
+from megatron.runtime.state.held_tensors import Box, HeldTensor, TrainedState, model_tensors, pieces_by_key
 from multimodal.values.errors import CheckpointError
 
 _Boxes = Mapping[str, tuple[Box, ...]]
@@ -60,7 +60,7 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
                 f"rank {needing} needs {part.key}, elements {list(part.box.sizes)} at {list(part.box.offsets)}, which the ranks "
                 "that are left do not hold; resume from the last checkpoint (--load)"
             )
-    sources, targets = _pieces_by_key(held), _pieces_by_key(wanted)
+    sources, targets = pieces_by_key(held), pieces_by_key(wanted)
     for kind in sorted({_kind(key) for boxes in told for key in boxes}):
         outgoing: list[list[Tensor]] = [[] for _ in told]
         for receiver, boxes in enumerate(told):
@@ -110,16 +110,9 @@ def _exchange(
         yield part, content.clone().view(dtypes[part.key]).view(part.box.sizes)  # a copy is aligned for any dtype
 
 
-def _pieces_by_key(tensors: Iterable[HeldTensor]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.key, []).extend(tensor.pieces)
-    return found
-
-
 def _boxes_by_key(tensors: Iterable[HeldTensor]) -> _Boxes:
     """Return all rectangles, each once: a rank may hold a tensor and a copy of it."""
-    return {key: tuple(dict.fromkeys(piece.box for piece in pieces)) for key, pieces in _pieces_by_key(tensors).items()}
+    return {key: tuple(dict.fromkeys(piece.box for piece in pieces)) for key, pieces in pieces_by_key(tensors).items()}
 
 
 def _kind(key: str) -> str:

@@ -6,7 +6,7 @@ a gated MLP's two blocks), each contiguous in the rank's memory: it is written, 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
@@ -113,6 +113,14 @@ class HeldTensor:
         for piece in self.pieces:
             if common := piece.box.common(given.box):
                 piece.box.part_of(piece.values, common).copy_(given.box.part_of(given.values, common))
+
+
+def pieces_by_key(tensors: Iterable[HeldTensor]) -> dict[str, list[Piece]]:
+    """Return the pieces of tensors, some of which may have one key."""
+    found: dict[str, list[Piece]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.key, []).extend(tensor.pieces)
+    return found
 
 
 class _Parameter(NamedTuple):

@@ -6,7 +6,7 @@ On a CPU the kernels run only in Triton's interpreter (TRITON_INTERPRET=1), whic
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -30,21 +30,12 @@ from multimodal.attention.triton_kernels.options import (
     choose_options,
     longest_item,
 )
-from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
+from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 
 _IS_INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 LOG2_E = math.log2(math.e)
 DELTA_ROWS = 64
-
-
-class _Work(NamedTuple):
-    """A work list on a device."""
-
-    blocks: Tensor
-    items: Tensor
-    split_rows: Tensor
-    num_slots: int
 
 
 def attend_by_triton(
@@ -125,7 +116,7 @@ class _TritonAttention(torch.autograd.Function):
 
 
 def _gradients(
-    kernel: Any, shared: tuple[Tensor, ...], inputs: tuple[Tensor, ...], ctx: Any, work: _Work, tiles: TileSizes
+    kernel: Any, shared: tuple[Tensor, ...], inputs: tuple[Tensor, ...], ctx: Any, work: WorkList, tiles: TileSizes
 ) -> list[Tensor]:
     """Return the gradients of these inputs; shared: query, key, value, output's gradient, sums of exponentials, deltas."""
     heads, channels = inputs[0].shape[1:]
@@ -140,7 +131,7 @@ def _gradients(
 
 
 def _launch(
-    kernel: Any, tensors: Sequence[Tensor], ctx: Any, work: _Work, tiles: TileSizes, *, heads: int, scales: tuple[float, ...]
+    kernel: Any, tensors: Sequence[Tensor], ctx: Any, work: WorkList, tiles: TileSizes, *, heads: int, scales: tuple[float, ...]
 ) -> None:
     """Launch programs for the tickets of a work list.
 
@@ -167,7 +158,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _join(kernel: Any, parts: Sequence[Tensor], joined: Sequence[Tensor], work: _Work, block_size: int) -> None:
+def _join(kernel: Any, parts: Sequence[Tensor], joined: Sequence[Tensor], work: WorkList, block_size: int) -> None:
     """Add up the parts of split rows, if there are any.
 
     parts: the first one is [heads, num_slot_rows, padded channels]; joined: the first one is [num_tokens, heads, channels].
@@ -182,23 +173,21 @@ def _join(kernel: Any, parts: Sequence[Tensor], joined: Sequence[Tensor], work: 
     )  # fmt: skip
 
 
-def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> _Work:
+def _row_work(mask: AttentionMask, limit: int | None, device: torch.device) -> WorkList:
     sizes = mask.num_queries, mask.num_keys
     return mask.derived.on(device, ("row work", limit), lambda: _plan(mask.by_query, sizes, mask.block_size, limit))
 
 
-def _column_work(mask: AttentionMask, limit: int | None, heads_per_group: int, device: torch.device) -> _Work:
+def _column_work(mask: AttentionMask, limit: int | None, heads_per_group: int, device: torch.device) -> WorkList:
     # Every listed block is visited once per head of the group: shorter items keep the length of their work.
     length = None if limit is None else max(1, limit // heads_per_group)
     sizes = mask.num_keys, mask.num_queries
     return mask.derived.on(device, ("column work", length), lambda: _plan(mask.by_key, sizes, mask.block_size, length))
 
 
-def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None) -> _Work:
+def _plan(lists: BlockLists, sizes: tuple[int, int], block_size: int, limit: int | None) -> WorkList:
     blocks = order_blocks(lists, num_row_tokens=sizes[0], num_column_tokens=sizes[1], block_size=block_size)
-    work = plan_work_list(blocks, max_blocks_per_item=limit)
-    listed, items, split_rows = map(torch.from_numpy, (blocks.blocks, work.items, work.split_rows))
-    return _Work(listed, items, split_rows, work.num_slots)
+    return plan_work_list(blocks, max_blocks_per_item=limit)
 
 
 def _mask_arguments(mask: AttentionMask, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

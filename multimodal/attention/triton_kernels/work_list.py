@@ -7,9 +7,12 @@ afterwards. The C++ kernels plan it; without them there is no attention by Trito
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from multimodal.attention.block_summary import BlockLists
 from multimodal.kernels import kernels
@@ -30,13 +33,14 @@ class OrderedBlocks:
     """[num_entries]."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WorkList:
-    """Items in the order in which programs take them."""
+class WorkList(NamedTuple):
+    """Items in the order in which programs take them; tensors are int32."""
 
-    items: NDArray[np.int32]
+    blocks: Tensor
+    """[num_entries]: as in `OrderedBlocks`."""
+    items: Tensor
     """[num_items, 5]: row, first entry, end of its full entries, end of its entries, slot of its partial result or DIRECT."""
-    split_rows: NDArray[np.int32]
+    split_rows: Tensor
     """[num_split_rows, 3]: row, first slot, number of slots."""
     num_slots: int
 
@@ -57,5 +61,6 @@ def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) ->
     max_blocks_per_item: at least 1; None keeps rows whole and in order: a grid without balancing. Equal lengths keep the order of
     rows, whose neighbours share blocks. O(items).
     """
-    items, split_rows, num_slots = kernels.plan_work_list(blocks.row_starts, blocks.full_ends, max_blocks_per_item or 0)
-    return WorkList(items.reshape(-1, 5), split_rows.reshape(-1, 3), num_slots)
+    rows, splits, num_slots = kernels.plan_work_list(blocks.row_starts, blocks.full_ends, max_blocks_per_item or 0)
+    listed, items, split_rows = map(torch.from_numpy, (blocks.blocks, rows.reshape(-1, 5), splits.reshape(-1, 3)))
+    return WorkList(listed, items, split_rows, num_slots)
