@@ -28,13 +28,8 @@ Merge = Callable[[Unit, Sequence[str], int], Iterator[Rows]]
 """From a unit, the names of their tensors and the parameter's number of rows to the rows that make up the parameter."""
 
 
-def same(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """One tensor, unchanged."""
-    yield Rows(keys[0], 0, 0, num_rows)
-
-
 def stacked(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """Tensors with equal numbers of rows, stacked: [gate; up]."""
+    """Tensors with equal numbers of rows, stacked: [gate; up]; one alone is unchanged."""
     count = num_rows // len(keys)
     for index, key in enumerate(keys):
         yield Rows(key, 0, index * count, count)
@@ -95,7 +90,7 @@ class Weight(NamedTuple):
 
     ours: str
     theirs: tuple[str, ...]
-    merge: Merge = same
+    merge: Merge = stacked
     is_module: bool = True
     """False for a parameter of ours that is no module's `weight` or `bias`, or has another name in the file."""
 
@@ -129,7 +124,7 @@ class UnitNames:
 
 MERGES = {
     each.__name__: each
-    for each in (same, stacked, vocabulary, grouped_qkv, grouped_qkv_without_key_bias, fused_qkv, second_if_gated, modulation)
+    for each in (stacked, vocabulary, grouped_qkv, grouped_qkv_without_key_bias, fused_qkv, second_if_gated, modulation)
 }
 """Merges by their names in `families.yaml`."""
 
@@ -150,7 +145,7 @@ def _usual_merge(ours: str, theirs: Sequence[str]) -> str:
         return "vocabulary"
     if "linear_qkv" in ours:
         return "grouped_qkv" if len(theirs) > 1 else "fused_qkv"
-    return "stacked" if len(theirs) > 1 else "same"
+    return "stacked"
 
 
 def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:

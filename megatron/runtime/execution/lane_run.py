@@ -24,7 +24,7 @@ class LaneRun(ABC):
         self.broker, self.clock = broker, clock
         self.store = ActivationStore()
         self.collectives: dict[Action, Callable[[], None]] = {}
-        """Action -> function that waits for its collective, which has been started and not finished."""
+        """Action -> function that waits for its collective, which is called when that is needed, or at the step's end."""
         self.inside: dict[int, list[Entry]] = {}
         """Pieces to run inside the next computation in line, by the number of the wait that they fill."""
         self.num_waits = 0
@@ -137,10 +137,6 @@ class LaneRun(ABC):
         for start in self.held_back:
             start()
         self.held_back.clear()
-
-    def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
-        """Start a collective action of a stage; `start` returns a wait for it, called when needed or at the step's end."""
-        self.collectives[action] = start(action.stage)
 
     def finish_collective(self, action: Action) -> None:
         """Wait for a collective action, if it is under way; its event is the time for which the lane waited."""

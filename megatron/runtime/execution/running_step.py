@@ -110,16 +110,17 @@ class RunningStep(StepMessages):
 
     def gather_parameters(self, entry: Entry) -> None:
         """Start gathering a stage's parameters."""
-        self.start_collective(entry.action, self.executor.gradients[entry.action.unit].start_gathering)
+        action, unit = entry.action, self.executor.gradients[entry.action.unit]
+        self.collectives[action] = unit.start_gathering(action.stage)
 
     def reduce_gradients(self, entry: Entry) -> None:
         """Start a reduction, or finish one that a backward has begun; or, before that backward, prepare it."""
         action, unit = entry.action, self.executor.gradients[entry.action.unit]
         if self.step.shape.begins_early(action):
-            self.start_collective(action, unit.expect_last_backward)
+            self.collectives[action] = unit.expect_last_backward(action.stage)
         else:
             layers = action.covers if isinstance(action.covers, LayerRange) else None
-            self.start_collective(action, partial(unit.start_reduction, layers=layers))
+            self.collectives[action] = unit.start_reduction(action.stage, layers)
 
     def _forward_segments(self, entry: Entry) -> None:
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
