@@ -59,11 +59,13 @@ class SourceView(ABC):
 
 
 class SourceSubset(SourceView):
-    """Some samples of a source, such as those of one split, or those of a global batch, addressed by their ids."""
+    """Some samples of a source, such as those of one split, or those of a global batch, addressed by their ids; or all."""
 
-    def __init__(self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64] | Mapping[int, int]) -> None:
-        """indices: in `source`, of the samples in their order, or by their ids."""
-        self._source = source
+    def __init__(
+        self, source: SampleSource, indices: Sequence[int] | npt.NDArray[np.int64] | Mapping[int, int] | None = None
+    ) -> None:
+        """indices: in `source`, of the samples in their order, or by their ids; None: all, by the same indices."""
+        self._source, indices = source, range(len(source)) if indices is None else indices
         self._indices = indices if isinstance(indices, SplitPart | range | Mapping) else np.asarray(indices, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -107,20 +109,7 @@ class Mixture(JoinedSources):
         return replace(found, data_set=number, loss_weight=found.loss_weight * self._loss_weights[number])
 
 
-class _SameSamples(SourceView):
-    """The samples of one source under the same indices; subclasses change something of each."""
-
-    def __init__(self, source: SampleSource) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        return self._source, index
-
-
-class PassedItems(_SameSamples):
+class PassedItems(SourceSubset):
     """The same samples, with lengths of items in all units that they pass through."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
@@ -134,7 +123,7 @@ class PassedItems(_SameSamples):
         return replace(found, items=pass_items(self._graph, found.items))
 
 
-class AveragedSamples(_SameSamples):
+class AveragedSamples(SourceSubset):
     """The same samples, each with the mean of its tokens' losses in place of their sum, times its own weight."""
 
     def lengths(self, index: int) -> SampleLengths:
@@ -143,7 +132,7 @@ class AveragedSamples(_SameSamples):
         return replace(found, loss_weight=found.loss_weight / max(1, found.num_target_tokens))
 
 
-class BlankImages(_SameSamples):
+class BlankImages(SourceSubset):
     """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to test if a model uses its items."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
@@ -164,7 +153,7 @@ class BlankImages(_SameSamples):
         expect_items(self._source, kept)
 
 
-class ReadableItems(_SameSamples):
+class ReadableItems(SourceSubset):
     """The same samples, with empty items of the promised lengths in the place of those that cannot be read."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:

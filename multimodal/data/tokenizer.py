@@ -141,10 +141,10 @@ class HuggingFaceTokenizer:
             ) from problem
 
     @property
-    def special_spellings(self) -> dict[str, int]:
-        """The spellings of the file's special tokens, with their ids."""
+    def special_spellings(self) -> dict[int, str]:
+        """The ids of the file's special tokens, with their spellings."""
         added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+        return {token_id: token.content for token_id, token in added.items() if token.special}
 
     def id_of(self, token: str) -> int:
         """Return the id of a token; MISSING if the vocabulary lacks it."""

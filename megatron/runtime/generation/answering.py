@@ -159,7 +159,7 @@ class Answering:
         """
         question = self.question(index)
         before, items = self._inputs(index, num_tokens=len(question.token_ids))
-        special = (*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}).values())
+        special = (*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}))
         end = question.answer[-1] if question.answer[-1] in special else None
         options = {"do_sample": False, **options, "use_cache": False, "eos_token_id": end, "pad_token_id": end}
         torch.manual_seed(seed)

@@ -61,7 +61,7 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
     wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
     if MISSING in wrap:
         raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
-    special, spellings = tokenizer.special, {number: spelling for spelling, number in tokenizer.special_spellings.items()}
+    special, spellings = tokenizer.special, tokenizer.special_spellings
     found: dict[str, Placeholder] = {}
     for kind, (start, own, end) in ((kind, special.around(kind)) for kind in _KINDS):
         keys = f"{kind}_token_id", f"{kind}_token_index"
@@ -84,7 +84,7 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
 
 
 _HIDDEN = "\U0010fffd"
-"""A private-use character that encloses the number of a special token whose spelling a text contains."""
+"""A private-use character that encloses the id of a special token whose spelling a text contains."""
 _HIDDEN_TOKEN = re.compile(f"{_HIDDEN}(\\d+){_HIDDEN}")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
@@ -97,7 +97,7 @@ class ChatFormat:
 
         Raises ConfigError if an example cannot be rendered, or its answer be located behind the generation prompt.
         """
-        self._template, self._tokenizer = template, tokenizer
+        self._template, self._tokenizer, self._spellings = template, tokenizer, tokenizer.special_spellings
         # Compared as tokens: a space before an answer may be part of its first token.
         text, spans, prompt = self._template.render_example()
         tokens, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=False)
@@ -176,21 +176,16 @@ class ChatFormat:
         return self.placeholders[kind].spelling
 
     @cached_property
-    def _special(self) -> list[tuple[str, int]]:
-        return sorted(self._tokenizer.special_spellings.items(), key=lambda pair: -len(pair[0]))
-
-    @cached_property
     def _spelled(self) -> re.Pattern[str] | None:
-        spellings = "|".join(re.escape(spelling) for spelling, _ in self._special)
-        return re.compile(spellings) if spellings else None
+        longest_first = sorted(self._spellings.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def _hide(self, text: str) -> str:
-        """Replace spellings of special tokens in a text by their numbers between private-use characters."""
+        """Replace spellings of special tokens in a text by their ids between private-use characters."""
         text = text.encode(errors="replace").decode()
         if self._spelled is None:
             return text
-        numbers = {spelling: index for index, (spelling, _) in enumerate(self._special)}
-        return self._spelled.sub(lambda match: f"{_HIDDEN}{numbers[match[0]]}{_HIDDEN}", text)
+        return self._spelled.sub(lambda match: f"{_HIDDEN}{self._tokenizer.id_of(match[0])}{_HIDDEN}", text)
 
     def _with_times(self, text: str, spans: list[Span], items: Sequence[ItemSegment]) -> tuple[str, list[Span]]:
         """Repeat the placeholder of a video whose steps stand alone behind the time of each, as Qwen3-VL's processor does."""
@@ -198,7 +193,7 @@ class ChatFormat:
         if not any(item.times for item in videos) or "video" not in self.placeholders:
             return text, spans
         placeholder = self.placeholders["video"]
-        token = next(spelling for spelling, number in self._special if number == placeholder.token_id)
+        token = self._spellings[placeholder.token_id]
         found = [*re.finditer(re.escape(token), text)][: len(videos)]  # of others `_expanded` tells
         steps = ["".join(f"{time}{placeholder.spelling}" for time in item.times) or token for item in videos]
         text, moved = _replaced(text, found, steps[: len(found)])
@@ -209,7 +204,7 @@ class ChatFormat:
         matches = list(_HIDDEN_TOKEN.finditer(text))
         if not matches:
             return text, spans, {}
-        spelled = [self._special[int(match[1])][0] for match in matches]
+        spelled = [self._spellings[int(match[1])] for match in matches]
         shown, moved = _replaced(text, matches, spelled)
         literal = {moved(match.start()): new for match, new in zip(matches, spelled, strict=True)}
         return shown, [(moved(start), moved(end)) for start, end in spans], literal
@@ -218,12 +213,11 @@ class ChatFormat:
         self, token_ids: list[int], trained: list[bool], offsets: list[Span], literal: dict[int, str]
     ) -> tuple[list[int], list[bool]]:
         """Replace special tokens that come from spellings in a text by the tokens of their letters."""
-        special = set(self._tokenizer.special_spellings.values())
         ids: list[int] = []
         flags: list[bool] = []
         for token_id, is_trained, (start, end) in zip(token_ids, trained, offsets, strict=True):
             spelling = next((text for place, text in literal.items() if start <= place < end), None)
-            letters = self._tokenizer.encode(spelling) if spelling is not None and token_id in special else [token_id]
+            letters = self._tokenizer.encode(spelling) if spelling is not None and token_id in self._spellings else [token_id]
             ids += letters
             flags += [is_trained] * len(letters)
         return ids, flags

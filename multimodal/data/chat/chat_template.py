@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from multimodal.data.tokenizer import tokenizer_file
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.file_form import read_mapping, read_text
 
@@ -144,8 +145,7 @@ def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemp
     """Return the template beside a tokenizer's file or folder, or the `chosen` file, if any; raises ConfigError."""
     if chosen == NO_TEMPLATE:
         return None
-    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    tokens = {}
+    folder, tokens = tokenizer_file(tokenizer).parent, {}
     for path in (folder / name for name in _CONFIG_NAMES):
         for key, value in read_mapping(path, error=ConfigError).items() if path.is_file() else ():
             spelling = value.get("content") if isinstance(value, dict) else value

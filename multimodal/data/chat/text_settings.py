@@ -5,7 +5,6 @@ import importlib.metadata
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
@@ -27,8 +26,7 @@ class TextSettings:
         if self.tokenizer_type == "ByteTokenizer" or model is None or (template := self._template) is None:
             return build_tokenizer(self.tokenizer_type, model), None
         tokenizer = HuggingFaceTokenizer(model, adds_tokens=False)
-        folder = Path(model) if Path(model).is_dir() else Path(model).parent
-        return tokenizer, ChatFormat(template, tokenizer=tokenizer, folder=folder)
+        return tokenizer, ChatFormat(template, tokenizer=tokenizer, folder=tokenizer_file(model).parent)
 
     @property
     def digests(self) -> dict[str, str | None]:

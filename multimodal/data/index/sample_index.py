@@ -99,7 +99,7 @@ class SampleIndex:
     @property
     def num_cut(self) -> int:
         """Number of samples whose end was cut off."""
-        return self.summary["num_cut"]
+        return int(self.arrays["is_cut"].sum())
 
     def conversation(self, index: int) -> Conversation:
         """The tokens of a sample."""
@@ -166,7 +166,7 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         encoded = [text.encode(errors="surrogatepass") for text in texts]
         arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         arrays[f"{name[:-1]}_starts"] = row_starts([len(text) for text in encoded])
-    summary = {"format": FORMAT, "units": list(units), "skipped": dict(skipped), "num_cut": int(arrays["is_cut"].sum())}
+    summary = {"format": FORMAT, "units": list(units), "skipped": dict(skipped)}
     return SampleIndex(arrays, summary)
 
 
@@ -249,16 +249,13 @@ class _Joined:
         found = summary or {}
         self._units: dict[str, int] = {name: number for number, name in enumerate(found.get("units", ()))}
         self._skipped = Counter[str](found.get("skipped"))
-        self._num_cut: int = found.get("num_cut", 0)
         self.num_rows: dict[str, int] = found.get("num_rows") or dict.fromkeys(_ARRAYS, 0)
         """Name of an array -> its rows."""
 
     @property
     def summary(self) -> dict[str, Any]:
         """The summary of the index, and everything that this counts."""
-        units, skipped = list(self._units), dict(self._skipped)
-        found = {"format": FORMAT, "units": units, "skipped": skipped, "num_cut": self._num_cut}
-        return {**found, "num_rows": self.num_rows}
+        return {"format": FORMAT, "units": list(self._units), "skipped": dict(self._skipped), "num_rows": self.num_rows}
 
     @property
     def num_samples(self) -> int:
@@ -268,7 +265,6 @@ class _Joined:
     def next_rows(self, block: SampleIndex) -> dict[str, npt.NDArray[Any]]:
         """Return the rows of the next block, by name; those of the first one say where the first rows start, too."""
         self._skipped.update(block.skipped)
-        self._num_cut += block.num_cut
         rows = dict(block.arrays)
         units = [self._units.setdefault(name, len(self._units)) for name in block.summary["units"]]
         items = rows["items"] = rows["items"].copy()
@@ -309,8 +305,7 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
     """Raise ValueError for arrays that do not form an index; O(1)."""
     if not isinstance(summary, Mapping) or summary.get("format") != FORMAT:
         raise ValueError("an index of another format")
-    expected = {"units": list, "skipped": Mapping, "num_cut": int}
-    if not all(isinstance(summary.get(name), kind) for name, kind in expected.items()):
+    if not isinstance(summary.get("units"), list) or not isinstance(summary.get("skipped"), Mapping):
         raise ValueError("an index without its summary")
     if {name: str(array.dtype) for name, array in arrays.items()} != _ARRAYS:
         raise ValueError("an index with other arrays")
