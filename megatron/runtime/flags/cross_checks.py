@@ -133,7 +133,7 @@ def _problems_with_model(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
             "those of bytes; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model and the path of its tokenizer.json"
         )
     for flag in all_flags() if not graph.encoders else ():
-        if flag.name in ENCODER_FLAGS and flag.name in config.given and flag.value(config) != flag.default:
+        if flag.name in ENCODER_FLAGS and flag.name in config.given and value_of(config, flag.name) != flag.default:
             yield f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
     for name in config.training.declared_costs:
         if name not in graph.unit_names:

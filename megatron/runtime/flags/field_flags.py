@@ -37,8 +37,6 @@ class FieldFlag:
     """The documented spelling."""
     also: tuple[str, ...] = ()
     """Other spellings."""
-    group: str = ""
-    """The field of `RunConfig` that holds this one; empty for a unit's."""
     opposite: str | None = None
     """For booleans: the spelling that sets the default again, to overrule a configuration file."""
     parse: Callable[[str], Any] | None = None
@@ -55,10 +53,6 @@ class FieldFlag:
     bounds: Mapping[str, float] = field(default_factory=dict)
     """Names of `BOUNDS` -> their numbers."""
     is_input_path: bool = False
-
-    def value(self, config: RunConfig) -> Any:
-        """Return the value of a field that belongs to no unit."""
-        return getattr(getattr(config, self.group), self.name)
 
     def read(self, text: str) -> Any:
         """Parse one value's text; raises ArgumentTypeError, also for a number outside of the bounds."""
@@ -96,7 +90,7 @@ def _flags_while_registered(group_name: str, names: tuple[tuple[str, ...], ...])
     """List a group's flags; names: those that its fields take now."""
     group = GROUPS[group_name]
     hints, helps = _field_hints(group), field_docstrings(group)
-    return tuple(_field_flag(f, hints[f.name], helps[f.name], group_name) for f in fields(group) if "per_unit" not in f.metadata)
+    return tuple(_field_flag(f, hints[f.name], helps[f.name]) for f in fields(group) if "per_unit" not in f.metadata)
 
 
 _field_hints = cache(get_type_hints)
@@ -155,11 +149,10 @@ _PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> FieldFlag:
+def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
     metadata = field.metadata
     shared: dict[str, Any] = {
         "name": field.name,
-        "group": group,
         "help": metadata.get("off", help_text),
         "is_required": field.default is MISSING and field.default_factory is MISSING,
         "default": None if field.default is MISSING else field.default,

@@ -107,7 +107,7 @@ def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
     """List the flags that were given but have no effect; a switch or a 0 that is given as its default asks for none."""
     asking = set()
     for flag in all_flags():
-        value = flag.value(config)
+        value = value_of(config, flag.name)
         is_off = value in (None, ()) or (value == flag.default and (flag.parse is None or value == 0))
         if flag.name in config.given and not is_off:
             asking.add(flag.name)

@@ -23,10 +23,8 @@ _LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer
 class Progress:
     """The progress of the training."""
 
-    first_step: int
-    """Steps that were done before the run started."""
     step: int
-    reported_step: int = 0
+    reported_step: int
     saved_step: int | None = None
     evaluated_step: int | None = None
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
@@ -35,11 +33,6 @@ class Progress:
     """The largest activations of all ranks and steps."""
     stop: StopReason = StopReason.NONE
     """The reason for ending before the last step."""
-
-    @classmethod
-    def at(cls, step: int) -> "Progress":
-        """Return the progress of a run that starts with this many steps done."""
-        return cls(step, step, reported_step=step)
 
 
 def describe_run(run: Run) -> str:

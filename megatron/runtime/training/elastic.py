@@ -79,8 +79,6 @@ class ElasticRun:
         """True if the session has the state."""
         self._formed, self._pipelines = 0, tuple[Pipeline, ...]()
         self._waits = self._is_spare = False
-        self._is_first = False
-        """True if the reporter is that of rank 0."""
         self._times: dict[str, float] = {}
         self._old_groups: list[object] = []
         """Process groups of generations that have ended."""
@@ -212,15 +210,15 @@ class ElasticRun:
             return
         mine = None
         if self._held is not None and self._progress is not None:
-            mine = self._progress, run.trainer.scheduler.state_dict(), run.described_data, run.measured
-        progress, scheduler, run.described_data, run.measured = next(filter(None, gather_objects(mine)))
+            scheduler = run.trainer.scheduler.state_dict()
+            mine = self._progress, run.done_steps, scheduler, run.described_data, run.measured
+        progress, run.done_steps, scheduler, run.described_data, run.measured = next(filter(None, gather_objects(mine)))
         if mine is None:
             run.trainer.scheduler.num_steps = 0  # loading adds to it
             run.trainer.scheduler.load_state_dict(scheduler)
             run.trainer.outcome = Outcome(**verdict.outcome) if verdict.outcome else None
         evaluation = (None, None) if self._progress is None else self._progress.evaluation
         self._progress = replace(progress, step=verdict.done_steps, evaluation=evaluation)
-        run.done_steps = self._progress.first_step
         run.trainer.meet()
         if run.config.checkpoint.save is not None:
             claim_folder(run, attempt=verdict.generation)
@@ -239,7 +237,7 @@ class ElasticRun:
         run.trainer.scheduler.num_steps, run.measured = 0, None  # loading adds to the first
         resume(run, has_saved=has_saved)
         run.trainer.outcome = None
-        self._progress = Progress.at(run.done_steps)
+        self._progress = Progress(run.done_steps, run.done_steps)
 
     def _train(self, verdict: Verdict, found: NodesPlan) -> None:
         run, progress = self._run, self._progress
@@ -260,13 +258,13 @@ class ElasticRun:
     def _open_reporter(self, run: Run, progress: Progress) -> Reporter:
         """Report on rank 0; a new rank 0 continues the log where the last one ended."""
         is_first = run.world.rank == 0
-        if self._reporter is not None and self._is_first == is_first:
+        if self._reporter is not None and isinstance(self._reporter, Reporter) is is_first:
             return self._reporter
         self._close_reporter()
         if is_first:
             told = self._member.ledger.flag("reported")
             progress.reported_step = min(progress.step, int(told)) if told else progress.reported_step
-        self._reporter, self._is_first = build_reporter(run, done_steps=progress.reported_step), is_first
+        self._reporter = build_reporter(run, done_steps=progress.reported_step)
         return self._reporter
 
     def _tell(self, reporter: Reporter, verdict: Verdict, found: NodesPlan, step: int) -> None:

@@ -40,7 +40,7 @@ from multimodal.values.timeline import TimelineEvent
 
 def train(run: Run) -> None:
     """Train up to --train-iters, with evaluation, checkpoints and reports."""
-    reporter, progress = build_reporter(run, done_steps=run.done_steps), Progress.at(run.done_steps)
+    reporter, progress = build_reporter(run, done_steps=run.done_steps), Progress(run.done_steps, run.done_steps)
     if run.review is not None:
         run.review.first_step = run.done_steps
     try:
@@ -58,13 +58,13 @@ class _StoppedError(Exception):
 
 def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
     """Train from the run's current state: the rest of an interrupted last step is done first."""
-    training, done_steps = run.config.training, progress.first_step
+    training, done_steps = run.config.training, run.done_steps
     last_step = done_steps if training.skip_train else max(done_steps, training.train_iters)
     if training.exit_interval:
         last_step = min(last_step, (done_steps // training.exit_interval + 1) * training.exit_interval)
     run.stop_requests.is_training = True
     try:
-        if last_step > run.done_steps:
+        if last_step > done_steps:
             _run_steps(run, reporter, progress, last_step=last_step)
         while progress.step < last_step:  # under another plan
             _run_steps(run, reporter, progress, last_step=last_step)
@@ -92,7 +92,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
     name_actions = partial(setattr, run.session.executor.clock, "names_ranges")
     profile = StepProfile(config.logging, rank=run.world.rank, name_actions=name_actions)
     stragglers = Stragglers(run.session.plan)
-    if progress.step > progress.first_step:  # the rest of a step that was interrupted after its update
+    if progress.step > run.done_steps:  # the rest of a step that was interrupted after its update
         if progress.reported_step < progress.step and run.world.rank == 0:
             last_report, last = run.trainer.last_report()
             _report_step(run, reporter, progress, last_report, last.balance)
@@ -107,14 +107,14 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             longest_wait, stop = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
             if stop is StopReason.JOIN:
                 raise NodesJoinError("nodes have joined")
-            has_trained = progress.step > progress.first_step  # time limits allow one step
+            has_trained = progress.step > run.done_steps  # time limits allow one step
             if stop >= StopReason.SIGUSR1 or (stop and has_trained):
                 raise _StoppedError(stop)
             if run.background_save is not None:
                 run.background_save.check()
             if run.bad_samples is not None:
                 step = run.bad_samples.leave_out(step, device=device)
-            if number == progress.first_step + 1 and run.world.rank == 0:  # the others wait for it in the step
+            if number == run.done_steps + 1 and run.world.rank == 0:  # the others wait for it in the step
                 session, lengths = run.session, tuple(step.lengths.values())
                 reporter.say_if(describe_better_pair(run.config, lengths, predictor=predictor_by(run, run.measured)))
                 reporter.say_if(describe_small_batch(run.config, run.data.train.source, graph=session.graph, plan=session.plan))
@@ -186,7 +186,7 @@ def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None
 
 
 def _save_last(run: Run, progress: Progress) -> None:
-    if run.config.checkpoint.saves_steps and progress.saved_step != progress.step and progress.step > progress.first_step:
+    if run.config.checkpoint.saves_steps and progress.saved_step != progress.step and progress.step > run.done_steps:
         progress.saved_step = save_due(run, progress.step)
     if run.background_save is not None:
         run.background_save.finish()

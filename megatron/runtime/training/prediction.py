@@ -236,11 +236,6 @@ class LeastMemory(NamedTuple):
     activation_bytes: float
     """Activations of the microbatches that are in flight together under every schedule."""
 
-    @property
-    def total_bytes(self) -> float:
-        """All of them."""
-        return self.state_bytes + self.activation_bytes
-
 
 def least_memory(memory: StepMemory, *, rank: int, schedule: ScheduleRow) -> LeastMemory:
     """Return a lower bound of the simulated peak of a rank for the step whose loads `memory` has.
@@ -264,7 +259,7 @@ def check_memory(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, nu
     Activations are of the first global batch, if lengths are known before decoding. num_copies: of optimizer state.
     """
     needed, free = estimate(config, inputs, plan, rank=rank, num_copies=num_copies), free_memory_bytes()
-    if needed.total_bytes <= free:
+    if sum(needed) <= free:
         return
     state, activations = needed.state_bytes / 1e9, needed.activation_bytes / 1e9
     raise ConfigError(

@@ -4,7 +4,6 @@ import logging
 import math
 import os
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +27,8 @@ from multimodal.values.errors import CheckpointError, ConfigError
 logger = logging.getLogger(__name__)
 
 
-class Writer(Enum):
-    """The software that wrote the folder of a start."""
-
-    BRAID = "Braid"
-    MEGATRON = "Megatron"
-    HUGGING_FACE = "Hugging Face"
+FROM_HUGGING_FACE, FROM_MEGATRON = "--load-hf", "--load-megatron"
+"""Flags that name folders which other software wrote."""
 
 
 class Start(NamedTuple):
@@ -41,10 +36,9 @@ class Start(NamedTuple):
 
     folder: Path
     flag: str
-    """The flag that named the folder, for messages."""
+    """The flag that named the folder, and so says what wrote it."""
     is_resumption: bool
     """False: from weights only, at step 0."""
-    writer: Writer = Writer.BRAID
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -67,7 +61,7 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        has_own = start is not None and start.is_resumption and start.writer is not Writer.MEGATRON
+        has_own = start is not None and start.is_resumption and start.flag != FROM_MEGATRON
         if checkpoint.load_adapter is not None and not has_own:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
@@ -119,9 +113,9 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
         return Start(given, given_flag, is_resumption=False)
     if checkpoint.load_hf:
-        return Start(checkpoint.load_hf, "--load-hf", is_resumption=False, writer=Writer.HUGGING_FACE)
+        return Start(checkpoint.load_hf, FROM_HUGGING_FACE, is_resumption=False)
     if checkpoint.load_megatron:
-        return Start(checkpoint.load_megatron, "--load-megatron", not checkpoint.finetune, Writer.MEGATRON)
+        return Start(checkpoint.load_megatron, FROM_MEGATRON, is_resumption=not checkpoint.finetune)
     if own and own != checkpoint.save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
@@ -134,7 +128,7 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
 
 def _load(run: Run, start: Start) -> None:
     checkpoint = run.config.checkpoint
-    if start.writer is Writer.HUGGING_FACE:
+    if start.flag == FROM_HUGGING_FACE:
         load_hugging_face(start.folder, session=run.session)
         logger.info("starting at step 0 from the weights of %s", start.folder)
         return
@@ -145,7 +139,7 @@ def _load(run: Run, start: Start) -> None:
             check_same_data(f"{start.flag} {path}", saved=saved, current=run.described_data, is_new_phase=is_new_phase)
 
     load_optimizer = start.is_resumption and checkpoint.load_optim
-    if start.writer is Writer.MEGATRON:
+    if start.flag == FROM_MEGATRON:
         loaded = load_megatron(start.folder, session=run.session, load_optimizer=load_optimizer)
         logger.info("%s holds step %d of a run of Megatron", loaded.path, loaded.step)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.runtime.feed.data_sets import DataSets, text_settings
 from megatron.runtime.flags.configuration import UNIT_RATES, RunConfig
-from megatron.runtime.flags.field_flags import all_flags
+from megatron.runtime.flags.field_flags import all_flags, value_of
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
 from megatron.runtime.orchestrator.machine import version_of
@@ -63,7 +63,7 @@ def collect_flag_values(config: RunConfig) -> StartValues:
     flags = {"plan": f"{'with' if config.parallelism.plans_itself else 'without'} --plan auto"}
     for flag in all_flags():
         if flag.name not in MAY_DIFFER | BY_CONTENT:
-            flags[flag.name] = _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
+            flags[flag.name] = _shown(flag.flag, value_of(config, flag.name), is_switch=flag.parse is None)
     sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
     counts, rates = config.training.encoder_micro_batch_sizes, config.optimizer.unit_rates
     of_units = {**sizes, **{f"{unit}.{MICRO_BATCH_SIZE}": counts.get(unit) for unit in config.parallelism.units}}

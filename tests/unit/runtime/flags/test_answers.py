@@ -22,7 +22,7 @@ import yaml
 from megatron.runtime.flags import flag_rules, schedule_checks
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.field_flags import all_flags
+from megatron.runtime.flags.field_flags import all_flags, value_of
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import EXCLUSIVE_FLAGS, IGNORED_FLAGS
 from megatron.runtime.flags.schedule_checks import with_device_defaults
@@ -132,17 +132,17 @@ def answer(line: str, *, has_vision: bool, world_size: str, has_cuda: bool) -> s
 
 def told(config: RunConfig) -> str:
     """What was given beside the base, and what else differs from the defaults."""
-    values = {name: flag.value(config) for name, flag in _FLAGS.items()}
+    values = {name: value_of(config, name) for name in _FLAGS}
     values |= {f"{unit}.{name}": size for unit, sizes in config.parallelism.units.items() for name, size in asdict(sizes).items()}
     values |= {f"{unit}.micro_batch_size": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
     values |= config.optimizer.unit_rates
     given = [f"{name}={_text(values[name])}" for name in sorted(config.given - _OF_BASE)]
     other = [
-        f"{name}={_text(flag.value(config))}"
+        f"{name}={_text(value_of(config, name))}"
         for name, flag in _FLAGS.items()
         if name not in config.given
-        and flag.value(config) != flag.default
-        and (name, flag.value(config)) != ("lr_decay_iters", 10)
+        and value_of(config, name) != flag.default
+        and (name, value_of(config, name)) != ("lr_decay_iters", 10)
     ]
     return " ".join(["taken:", *given, *(["->", *other] if other else [])])
 

@@ -185,7 +185,7 @@ def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner
         simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.shape, costs=costs), costs)
         for lane, ranks in enumerate(run.plan.lanes):
             peak = simulated.peak_total_bytes[lane]
-            least = least_memory(costs.memory, rank=ranks[0], schedule=row).total_bytes
+            least = sum(least_memory(costs.memory, rank=ranks[0], schedule=row))
             assert 0 < least <= peak * (1 + 1e-9), (schedule, lane)
             shares.append(least / peak)
     assert shares and max(shares) > 0.6
@@ -206,7 +206,7 @@ def test_an_example_needs_its_weights_and_little_more(example: str, num_ranks: i
     )
     least = num_weights * (4 + 4 + 8)  # weights, gradients and two moments, each on one rank at least
     assert least <= sum(each.state_bytes for each in needed) < 3 * least
-    assert all(each.total_bytes < 1e9 for each in needed)
+    assert all(sum(each) < 1e9 for each in needed)
     assert more or all(each.activation_bytes > 0.05 * each.state_bytes for each in needed)
 
 
