@@ -26,13 +26,14 @@ from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.rearrange_nodes import NodeBytes, rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.validate import validate_assignment
 from tools.command_line import DEFAULT_VOCAB_SIZE, Parser, padded_vocab_size, program, values_by_unit
@@ -103,12 +104,8 @@ def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
     """Build a plan with one rank per replica: balancers use only the number of replicas."""
     if set(replicas) != set(graph.unit_names):
         raise ConfigError(f"--replicas names {', '.join(replicas)}; give a number for each of {', '.join(graph.unit_names)}")
-    units, first = {}, 0
-    for name in graph.unit_names:
-        layers = ((0, len(graph.unit(name).layers)),)
-        units[name] = UnitPlan(tuple(Replica((Stage((first + index,), layers),)) for index in range(replicas[name])))
-        first += replicas[name]
-    return Plan(units)
+    sizes = {name: UnitSizes(data_parallel_size=count) for name, count in replicas.items()}
+    return plan_disaggregated(graph, sizes=sizes, world_size=sum(replicas.values()))
 
 
 def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
@@ -129,7 +126,9 @@ class UnitMeasure(NamedTuple):
 
     before: Imbalance
     after: Imbalance
-    traffic: NodeBytes
+    bytes_before: int
+    """The most bytes that a rank sends to other nodes without node-wise rearrangement (OrchMLLM, Alg. 3), and with it."""
+    bytes_after: int
 
 
 def measure_balance(
@@ -147,9 +146,9 @@ def measure_balance(
         before = balance_in_order(work, plan=plan)
         for unit, measures in units.items():
             volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=token_bytes[unit])
-            traffic = measure_traffic(volume, ranks_per_node=options.ranks_per_node)
+            traffic = rearrange_nodes(volume, ranks_per_node=options.ranks_per_node)
             old, new = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
-            measures.append(UnitMeasure(old, new, traffic))
+            measures.append(UnitMeasure(old, new, int(traffic.bytes_before.max()), int(traffic.bytes_after.max())))
     milliseconds = {"milliseconds": 1e3 * statistics.median(seconds)}
     means = {unit: _means(measures) | milliseconds for unit, measures in units.items()}
     return {"units": means, **milliseconds, "num_batches": len(seconds)}
@@ -167,7 +166,7 @@ def _means(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
         "replica_imbalance_before": mean("before.replica"),
         "microbatch_imbalance_before": mean("before.microbatch"),
         "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
-        "inter_node_bytes": {when: mean(f"traffic.{when}") for when in ("before", "after")},
+        "inter_node_bytes": {when: mean(f"bytes_{when}") for when in ("before", "after")},
     }
 
 
@@ -180,12 +179,6 @@ def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit
     atoms = work.numbers(unit, made)
     entries = bytes_per_token * of_atoms[atoms], (sources[atoms], made.replica_of_microbatch[made.microbatch_of_atom])
     return csr_matrix(entries, shape=(made.num_replicas, made.num_replicas))
-
-
-def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeBytes:
-    """Compare the most bytes that a rank sends to other nodes without and with node-wise rearrangement (OrchMLLM, Alg. 3)."""
-    arranged = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
-    return NodeBytes(int(arranged.bytes_before.max()), int(arranged.bytes_after.max()))
 
 
 @program("balance.py")

@@ -7,13 +7,11 @@ The model file names the autoencoder (`latents`).
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.data.image_processing import patch_positions

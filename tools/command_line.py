@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +17,7 @@ from multimodal.values.sample_lengths import SampleLengths
 if TYPE_CHECKING:
     from megatron.runtime.flags.configuration import RunConfig
 
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")  # which tools import behind their flags
 DEFAULT_VOCAB_SIZE = 50304
 
 

@@ -15,14 +15,12 @@ pretrain_mllm.py --load-hf, --save-hf. See docs/hugging_face.md and docs/from_me
 
 import os
 import sys
-import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.cost.layers.adapters import adapt_units
@@ -65,8 +63,7 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> None:
     """Convert according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
-    if (problem := _find_problem(flags)) is not None:
-        raise ConfigError(problem)
+    _check(flags)
     if flags.save_distributed is None:
         _convert(flags)
     else:
@@ -77,24 +74,25 @@ def main(argv: Sequence[str]) -> None:
     print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
 
 
-def _find_problem(flags: Namespace) -> str | None:
-    """Return which flags do not go together, and what to do."""
+def _check(flags: Namespace) -> None:
+    """Raise ConfigError for flags that do not go together."""
     if flags.load is not None and flags.save is not None:
-        return "--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf"
+        raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
     if (flags.load_megatron is None) != (flags.model is None):
-        return "--load-megatron and --model belong together: names and shapes follow from the model file; give both"
+        raise ConfigError("--load-megatron and --model belong together: names and shapes follow from the model file; give both")
     if flags.save_distributed is not None and (flags.load is None or flags.averages or flags.no_load_optim):
         rest = "give one with --load, without --averages and --no-load-optim"
-        return f"--save-distributed holds all that a run's checkpoint does; {rest}"
+        raise ConfigError(f"--save-distributed holds all that a run's checkpoint does; {rest}")
     if flags.like is not None and flags.save_hf is None and flags.save_adapter is None:
-        return "--like would be ignored: it says what --save-hf and --save-adapter write; leave it out"
+        raise ConfigError("--like would be ignored: it says what --save-hf and --save-adapter write; leave it out")
     if flags.save_adapter is not None and flags.load is None:
-        return "--save-adapter: a folder of Hugging Face has no adapters; give a run's checkpoints with --load"
+        raise ConfigError("--save-adapter: a folder of Hugging Face has no adapters; give a run's checkpoints with --load")
     if flags.load_adapter is not None and (flags.load_hf is None or flags.save_hf is None):
-        return "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
+        raise ConfigError(
+            "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
+        )
     if flags.averages and (flags.load is None or not _has_averages(flags.load)):
-        return "--averages is of --load, the checkpoints of a run with --generator-ema-decay; leave it out"
-    return None
+        raise ConfigError("--averages is of --load, the checkpoints of a run with --generator-ema-decay; leave it out")
 
 
 def _has_averages(folder: Path) -> bool:

@@ -12,14 +12,12 @@ Encoders and projectors are Braid's own, transformers' `generate` chooses the to
 import json
 import os
 import sys
-import warnings
 from argparse import REMAINDER
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
-warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.flags.field_flags import flag_of

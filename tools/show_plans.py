@@ -24,6 +24,15 @@ from tools.filling_report import FillingReport
 
 COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
 """Color of computations, followed by those of the kinds of idle time."""
+_OF_RUN = (
+    *("planner", "planning_seconds", "objective_seconds", "schedule", "balance", "micro_batch_size", "transformer_impl"),
+    *("tp_comm_overlap", "notes"),
+)
+_OF_PREDICTION = (
+    *("iteration_seconds", "ideal_seconds", "floor_seconds", "busiest_seconds", "mfu", "tokens_per_second_per_gpu"),
+    *("peak_memory_bytes", "bubble", "above_floor", "replica_share"),
+)
+"""Fields of a run and of its prediction that its JSON object has under their names."""
 
 
 def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointSize:
@@ -37,35 +46,17 @@ def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointS
 def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingReport | None = None) -> dict[str, Any]:
     """Return the JSON object of one plan; filling: of a plan whose schedule fills bubbles."""
     run, prediction = planned
-    graph = request.graph
     return {
-        "planner": run.planner,
-        "iteration_seconds": prediction.iteration_seconds,
-        "ideal_seconds": prediction.ideal_seconds,
-        "mfu": prediction.mfu,
+        **{name: getattr(run, name) for name in _OF_RUN},
+        **{name: getattr(prediction, name) for name in _OF_PREDICTION},
         "num_gpus_used": run.num_gpus,
-        "tokens_per_second_per_gpu": prediction.tokens_per_second_per_gpu,
-        "peak_memory_bytes": prediction.peak_memory_bytes,
         "units": {name: unit_sizes(unit) for name, unit in run.plan.units.items()},
-        "planning_seconds": run.planning_seconds,
-        "bubble": dict(prediction.bubble),
-        "floor_seconds": prediction.floor_seconds,
-        "busiest_seconds": prediction.busiest_seconds,
-        "above_floor": dict(prediction.above_floor),
-        "schedule": run.schedule,
-        "schedule_passes": list(run.passes),
-        "balance": run.balance,
-        "micro_batch_size": run.micro_batch_size,
+        "schedule_passes": run.passes,
         "encoder_micro_batch_sizes": dict(run.encoder_micro_batch_sizes),
         "recompute_granularity": run.recompute,
-        "transformer_impl": run.transformer_impl,
-        "tp_comm_overlap": run.tp_comm_overlap,
         "data_parallel_sharding_strategy": run.sharding,
-        "objective_seconds": run.objective_seconds,
-        "max_communicators_per_rank": max_communicators_per_rank(graph, run.plan),
+        "max_communicators_per_rank": max_communicators_per_rank(request.graph, run.plan),
         "checkpoint": size_of_checkpoint(run, request)._asdict(),
-        "replica_share": prediction.replica_share,
-        "notes": list(run.notes),
         **(asdict(filling) if filling else {}),
     }
 
