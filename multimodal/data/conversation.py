@@ -31,7 +31,6 @@ from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 ROLES = ("user", "assistant", "document", "system")
-_ROLES_WITH_END = ("assistant", "document", "system")
 
 
 class TextSegment(NamedTuple):
@@ -176,7 +175,7 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
     for segment in segments:
         next_role = roles[num_seen] if num_seen < len(roles) else turn
         if turn is not None and next_role != turn:
-            if turn in _ROLES_WITH_END:
+            if turn != "user":
                 yield _text_run([special.end], is_trained=turn == trained_role)
             turn = None
         if isinstance(segment, ItemSegment):
@@ -197,7 +196,7 @@ def _token_runs(segments: Sequence[Segment], *, tokenizer: Tokenizer) -> Iterato
             yield TokenRun([start, end], [True, False], 0)  # only the token that announces it is to be predicted
             continue
         yield _text_run(tokenizer.encode(segment.text), is_trained=turn == trained_role)
-    if turn in _ROLES_WITH_END:
+    if turn not in (None, "user"):
         yield _text_run([special.end], is_trained=turn == trained_role)
 
 

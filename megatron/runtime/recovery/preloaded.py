@@ -5,8 +5,6 @@ import os
 import signal
 import warnings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has initialised CUDA cannot be forked
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 

@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 30.0
 """Seconds to wait for the store before a rank has told its --elastic-timeout."""
 _WRONG_INPUT = 2
 _PRELOADED = (
-    "megatron.runtime.recovery.preloaded",  # first, as it sets the amount of torch's logging
+    "megatron.runtime.recovery.preloaded",  # first, as it says which warnings are shown
     "megatron.runtime.training.elastic",
 )
 """Modules that are imported once before ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
