@@ -177,10 +177,10 @@ class World:
     watch: RankWatch = field(repr=False)
 
     def from_first(self, name: str, build: Callable[[], Any]) -> Any:
-        """Return what rank 0 builds, of types of JSON, maybe for long; each name once. Raises RanksLostError if that fails."""
+        """Return the plain form of what rank 0 builds, maybe for long; each name once. Raises RanksLostError if that fails."""
         key = f"told/{name}"
         if self.rank == 0:
-            self.meeting.store.set(key, json.dumps(build()))
+            self.meeting.store.set(key, json.dumps(build(), default=lambda value: value.to_dict()))
         else:
             _wait(self.meeting, key, math.inf)
         return json.loads(self.meeting.store.get(key))

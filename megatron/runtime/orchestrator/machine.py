@@ -71,13 +71,12 @@ def ranks_on_node() -> int:
 def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
     """Return the machine with the actual peak and memory of this rank; its links are assumed."""
     peak = find_peak_tflops(getattr(torch, dtype))
+    described = replace(assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, dtype=dtype)
     if torch.cuda.is_available():
-        memory_bytes = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    else:  # ranks without accelerators share their node's memory, or the limit of this process
-        memory_bytes = _node_bytes() / ranks_per_node
-    has_cuda, memory_gb = torch.cuda.is_available(), memory_bytes / 1e9
-    described = replace(assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=memory_gb, dtype=dtype)
-    return described if has_cuda else replace(described, cores_per_node=os.cpu_count())
+        memory_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return replace(described, memory_gb=memory_bytes / 1e9)
+    # Ranks without accelerators share their node's memory, or the limit of this process.
+    return replace(described, memory_gb=_node_bytes() / ranks_per_node / 1e9, cores_per_node=os.cpu_count())
 
 
 def free_memory_bytes() -> float:

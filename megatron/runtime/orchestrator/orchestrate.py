@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -98,8 +98,8 @@ class _FirstRank:
         self.request = replace(self.request, profile=profile)
         return self._are_links_known or self._world_size == 1
 
-    def choose(self) -> dict[str, Any]:
-        """Plan, or find the plan of an equal request; returns the plain form of the choice."""
+    def choose(self) -> Choice:
+        """Plan, or find the plan of an equal request."""
         self.request = request = replace(self.request, cluster=self.cluster)
         choice = find_value("choices", _key(request), Choice.from_dict)
         self._is_kept = choice is not None
@@ -109,7 +109,7 @@ class _FirstRank:
             name = str(self._config.training.cluster or CLUSTER_NAME)
             choice = choose_plan(request, may_share_weights=may_share, made_for=made_for, cluster_name=name)
             keep_choice(request, choice)
-        return choice.to_dict()
+        return choice
 
     def tell(self, config: RunConfig, choice: Choice) -> None:
         cluster = self.cluster

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import ParallelismConfig
 from megatron.runtime.orchestrator.choose_plan import Choice, choose_plan
@@ -27,11 +27,6 @@ class Verdict(NamedTuple):
     line: str
     choice: Choice | None
     """The plan to continue under; None: the current one."""
-
-    @property
-    def plain(self) -> tuple[str, dict[str, Any] | None]:
-        """The same with the choice in its plain form."""
-        return self.line, None if self.choice is None else self.choice.to_dict()
 
 
 @dataclass

@@ -156,7 +156,7 @@ def _review_plan(
     if number != review.measured[-1]:
         return False
     planned = review.planned
-    line, chosen = run.world.from_first(f"review/{number}", lambda: review.conclude(number).plain)
+    line, chosen = run.world.from_first(f"review/{number}", lambda: review.conclude(number))
     reporter.say(line)
     if chosen is not None:
         choice = Choice.from_dict(chosen)

@@ -43,17 +43,15 @@ _SPACE = " \t\r\n"
 class JsonFile:
     """The objects of one file: a manifest, or chats."""
 
-    def __init__(self, path: DataPath) -> None:
-        self._path = path
+    def __init__(self, path: DataPath, *, is_list: bool) -> None:
+        """is_list: True if they are in one list, else each is on a line."""
+        self._path, self._is_list = path, is_list
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each object and its line; raises DataError, with the line, for what is no object, or cannot be read."""
         path = self._path
         try:
-            with path.open("rb") as file:
-                start = file.read(64)
-            values = _list_values(path) if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" else _line_values(path)
-            for number, value in values:
+            for number, value in _list_values(path) if self._is_list else _line_values(path):
                 if not isinstance(value, dict):
                     raise DataError(
                         f"{path}, line {number}: expected a JSON object, found {type(value).__name__}; write "
@@ -358,4 +356,4 @@ def _open_file(path: DataPath) -> JsonFile | TableFiles | TarFiles:
         return TableFiles(path.parent, [path], is_arrow=False)
     if (found := next((kind for magic, kind in _ARCHIVES if start.startswith(magic)), None)) is not None:
         raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
-    return JsonFile(path)
+    return JsonFile(path, is_list=start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 from multimodal.data.audio import audio_to_patches, read_audio, sound_to_pixels
 from multimodal.data.forms.sample_files import SampleFiles
@@ -123,18 +123,10 @@ def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:
     return {unit.name: unit.item_input for unit in graph.units if unit.item_input is not None}
 
 
-@runtime_checkable
-class ExpectsItems(Protocol):
-    """A data set that benefits from knowing the items that will be read next."""
-
-    def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
-        """items: (index of the sample, index of the item in it)."""
-
-
 def expect_items(source: SampleSource, items: Sequence[tuple[int, int]]) -> None:
-    """Announce the items that will be read next to a data set, if it can use this."""
-    if isinstance(source, ExpectsItems):
-        source.expect_items(items)
+    """Announce the items that will be read next, by (index of the sample, index in it), to a data set that can use this."""
+    if (expect := getattr(source, "expect_items", None)) is not None:
+        expect(items)
 
 
 DIGEST = "autoencoder"
