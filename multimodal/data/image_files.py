@@ -12,6 +12,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,7 +49,7 @@ class ManifestPaths:
         snapshots = [parent for parent in Path(self._root).parents if parent.name == "snapshots"][:1]
         # The cache of Hugging Face's hub has only links in `snapshots`, to the files in `blobs` beside that.
         self._roots = (self._root, *[str(parent.with_name("blobs")) for parent in snapshots])
-        self._real_folders: dict[str, str] = {}
+        self._real_folder = cache(os.path.realpath)  # since a manifest names many files in few folders
 
     def resolve(self, path: str, *, where: str) -> str:
         """Return a path that can be opened; raises DataError if it lies outside, or on this machine and there is no such file."""
@@ -81,13 +82,11 @@ class ManifestPaths:
         return full
 
     def _real_path(self, path: str) -> str:
-        """Resolve links; cached for folders, since a manifest names many files in few folders."""
+        """Resolve links."""
         if os.path.islink(path):
             return os.path.realpath(path)
         folder, name = os.path.split(path)
-        if folder not in self._real_folders:
-            self._real_folders[folder] = os.path.realpath(str(folder))
-        return os.path.join(self._real_folders[folder], name)
+        return os.path.join(self._real_folder(folder), name)
 
 
 def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:

@@ -62,9 +62,8 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     """Check combinations, for the model as it is trained; raises ConfigError, or ModelError for one that can only be planned."""
-    for row in ignored_flags(config):
-        raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
     for problem in chain(
+        (f"{shown_flag(row.name)} would be ignored: {row.reason}" for row in ignored_flags(config)),
         _problems_of_units(config, graph),
         (message.format(c=config) for message, is_broken in RULES.items() if is_broken(config)),
         _problems_with_model(config, graph),

@@ -4,7 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import pairwise
@@ -45,7 +45,7 @@ class _Known(NamedTuple):
     """[num_layers] keys and values, [num_tokens, 1, groups, head_channels] each."""
 
 
-class KeyValueCache:
+class KeyValueCache(AbstractContextManager["KeyValueCache"]):
     """Keys and values of the sequences that the last call asked about, found by their token ids, so that beams may come and go.
 
     llm: its only stage, without context or tensor parallelism. Leaving the context removes the cache from the layers.
@@ -59,9 +59,6 @@ class KeyValueCache:
         self._behind: list[tuple[Tensor, Tensor]] = []
         attentions = map(llm.core_attention, llm.layer_range)
         self._hooks = [each.register_forward_hook(self._attend, with_kwargs=True) for each in attentions if each is not None]
-
-    def __enter__(self) -> "KeyValueCache":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:

@@ -173,7 +173,7 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
         return _take(listed, kind, number=part.get("index"), where=where)
-    path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
+    path = named[0].get("url") if isinstance(named[0], dict) else named[0]
     if not isinstance(path, str):
         raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with one, or remove the sample")
     return FileSegment(kind, local_path(path, where=where))
