@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,18 +154,17 @@ def measure_balance(
 
 
 def _means(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
-    def mean(name: str) -> float:
-        return statistics.fmean(map(attrgetter(name), measures))
-
+    old, new, bytes_before, bytes_after = (np.mean(each, axis=0).tolist() for each in zip(*measures, strict=True))
+    before, after = Imbalance(*old), Imbalance(*new)
     return {
-        "replica_imbalance": mean("after.replica"),
-        "microbatch_imbalance": mean("after.microbatch"),
-        "replica_imbalance_of_longest": mean("after.replica_of_longest"),
-        "microbatch_imbalance_of_longest": mean("after.microbatch_of_longest"),
-        "replica_imbalance_before": mean("before.replica"),
-        "microbatch_imbalance_before": mean("before.microbatch"),
-        "microbatch_time_std": {when: mean(f"{when}.microbatch_std") for when in ("before", "after")},
-        "inter_node_bytes": {when: mean(f"bytes_{when}") for when in ("before", "after")},
+        "replica_imbalance": after.replica,
+        "microbatch_imbalance": after.microbatch,
+        "replica_imbalance_of_longest": after.replica_of_longest,
+        "microbatch_imbalance_of_longest": after.microbatch_of_longest,
+        "replica_imbalance_before": before.replica,
+        "microbatch_imbalance_before": before.microbatch,
+        "microbatch_time_std": {"before": before.microbatch_std, "after": after.microbatch_std},
+        "inter_node_bytes": {"before": bytes_before, "after": bytes_after},
     }
 
 

@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, PATIENCE, Ledger, Report, Verdict
+from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, PATIENCE, PATIENCE_SECONDS, Ledger, Report, Verdict
 
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 _START_SECONDS = 60.0
 """Seconds after which the keeper reports which nodes of the start are missing."""
-_PATIENCE_SECONDS = 30.0
-"""Seconds to wait for a sign of life before a rank has told its --elastic-timeout."""
 _END_SECONDS = 30.0
 """Seconds for supervisors to leave once the run is over; those of lost nodes never do."""
 
@@ -141,7 +139,7 @@ class Keeper:
     def _look_for_silence(self) -> None:
         """Declare nodes dead whose ranks give no sign of life, or do not arrive, within the user's timeout."""
         now = self._clock()
-        patience_seconds = float(self._ledger.flag(PATIENCE) or _PATIENCE_SECONDS)
+        patience_seconds = float(self._ledger.flag(PATIENCE) or PATIENCE_SECONDS)
         for node, known in self._nodes.items():
             if not known.is_alive:
                 continue

@@ -117,6 +117,8 @@ FLAGS = "recovery/flag"
 """Key of the flags in the store."""
 PATIENCE = "patience"
 """Flag with --elastic-timeout: the seconds for which ranks and supervisors wait for the store, and the keeper for ranks."""
+PATIENCE_SECONDS = 30.0
+"""Seconds for which they wait before a rank has told that."""
 _CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 _LATE_SECONDS = 1.0

@@ -25,12 +25,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
-from megatron.runtime.recovery.ledger import PATIENCE, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
+from megatron.runtime.recovery.ledger import PATIENCE, PATIENCE_SECONDS, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
 from multimodal.values.errors import ConfigError, first_line
 
 _LOOK_SECONDS = 0.2
-_PATIENCE_SECONDS = 30.0
-"""Seconds to wait for the store before a rank has told its --elastic-timeout."""
 _WRONG_INPUT = 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says which warnings are shown
@@ -61,7 +59,7 @@ class Supervisor:
         self._flags, self._command = flags, command
         first = flags.node
         self._ledger = open_ledger(flags.address, flags.port, flags.secret)
-        self._patience_seconds = _PATIENCE_SECONDS
+        self._patience_seconds = PATIENCE_SECONDS
         self._nodes = []
         for number in range(first, first + flags.nodes_here):
             told = self._flag(f"processes/{number}")  # by another supervisor of this node, which has been lost
