@@ -142,10 +142,9 @@ def _generation_options(flags: Any) -> dict[str, Any]:
         raise ConfigError(f"--top-p {flags.top_p}: expected a probability above 0, up to 1")
     if not flags.temperature and (flags.top_p is not None or flags.top_k is not None):
         raise ConfigError("--top-p and --top-k would be ignored: without a --temperature nothing is chosen at random; set one")
-    chosen = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": flags.top_k} if flags.temperature else {}
-    given = {name: value for name, value in chosen.items() if value is not None}
-    sampling = {"do_sample": True, **given} if given else {}
-    return {"max_new_tokens": flags.max_new_tokens, "seed": flags.seed, "num_beams": flags.num_beams, **sampling}
+    sampling = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(flags, name))}
+    given = {"max_new_tokens": flags.max_new_tokens, "seed": flags.seed, "num_beams": flags.num_beams}
+    return {**given, "do_sample": bool(sampling), **sampling}
 
 
 def _held_out(session: "Session", flags: Any) -> "Answering":

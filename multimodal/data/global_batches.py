@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from multimodal.balance.placement import turns_of
 from multimodal.values.arrays.rows import Integers, row_starts
-from multimodal.values.errors import DataError
+from multimodal.values.errors import ConfigError, DataError
 
 BLOCK_SIZE = 2**20
 """Samples that are shuffled together, so that no order of all samples is in memory."""
@@ -158,6 +158,8 @@ class GlobalBatches:
     def __post_init__(self) -> None:
         if not self.parts or any(part.num_samples < 1 for part in self.parts):
             raise DataError("there are 0 samples to draw batches from; check --data-path and --split")
+        if self.global_batch_size < 1:
+            raise ConfigError(f"--global-batch-size is {self.global_batch_size}; set it to 1 or more")
 
     def batch(self, step: int) -> tuple[DrawnSample, ...]:
         """Return the samples of global batch `step` (from 0), in the order of consumption."""

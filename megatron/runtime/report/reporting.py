@@ -126,18 +126,15 @@ class Reporter:
             self._bar.start()
         self._smooth_seconds: float | None = None
 
-    def say(self, message: str) -> None:
-        """Print a line (above the progress bar); if standard output is a file on a full disk, the line is lost."""
+    def say(self, message: str | None) -> None:
+        """Print a line, if there is one, above the progress bar; if standard output is a file on a full disk, it is lost."""
+        if not message:
+            return
         try:
             self._console.print(message, highlight=False, markup=False, soft_wrap=True)
         except OSError as problem:
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-
-    def say_if(self, message: str | None) -> None:
-        """Print a line if there is one."""
-        if message:
-            self.say(message)
 
     def begin(self, description: str) -> None:
         """Report what will be trained, and where: print it, and keep it for the page."""
@@ -169,9 +166,9 @@ class Reporter:
                 f"{report.memory_bytes / 1e9:.1f} GB  {num_consumed_samples:,} samples  "
                 f"left {int(left // 60)}:{int(left % 60):02d}"
             )
-            self.say_if(_shown_losses(entry))
+            self.say(_shown_losses(entry))
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
-                self.say_if(self._balance.tell())
+                self.say(self._balance.tell())
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report an evaluation; name: the evaluated data."""
@@ -179,7 +176,7 @@ class Reporter:
         answers = f"{report.answer_accuracy:.1%} of answers right ({report.token_accuracy:.1%} of tokens)"
         right = f"{report.token_accuracy:.1%} of tokens right" if math.isnan(report.answer_accuracy) else answers
         self.say(f"step {number}: {name}: {_shown_loss(report)}, {right}")
-        self.say_if(_shown_losses(entry))
+        self.say(_shown_losses(entry))
         self._log({"step": number, "evaluation": name, **entry})
         self._track(lambda tracker: tracker.add_numbers(_tags(name, entry), number))
 
@@ -229,7 +226,7 @@ class Reporter:
         """Write the page of the run and close the files."""
         if self._bar is not None:
             self._bar.stop()
-        self.say_if(self._balance.tell())
+        self.say(self._balance.tell())
         if folder := self._logging.report_dir:
             self._write(f"--report-dir {folder}", lambda: self._page.write(folder))
         if self._json_log is not None:

@@ -116,8 +116,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
                 step = run.bad_samples.leave_out(step, device=device)
             if number == run.done_steps + 1 and run.world.rank == 0:  # the others wait for it in the step
                 session, lengths = run.session, tuple(step.lengths.values())
-                reporter.say_if(describe_better_pair(run.config, lengths, predictor=predictor_by(run, run.measured)))
-                reporter.say_if(describe_small_batch(run.config, run.data.train.source, graph=session.graph, plan=session.plan))
+                reporter.say(describe_better_pair(run.config, lengths, predictor=predictor_by(run, run.measured)))
+                reporter.say(describe_small_batch(run.config, run.data.train.source, graph=session.graph, plan=session.plan))
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)
             progress.step = number
@@ -135,8 +135,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
                 predicted = predict_timeline(run.config, step, timeline, predictor_by(run, run.measured), run.emulation)
                 reporter.timeline(number, timeline, predicted)
-            if line := measuring.add(number, step, report, events):
-                reporter.say(line)
+            reporter.say(measuring.add(number, step, report, events))
             _evaluate_and_save(run, reporter, progress)
             if _review_plan(run, reporter, number, step=step, report=report, events=events):
                 break
@@ -221,7 +220,7 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
         found.append((evaluation, blank))
     first = found[0]
     if run.config.checkpoint.save_best is not None:
-        reporter.say_if(keep_best(run, number, getattr(first[0], run.config.checkpoint.save_best)))
+        reporter.say(keep_best(run, number, getattr(first[0], run.config.checkpoint.save_best)))
     if flags.sample_prompts is not None:
         _answer_prompts(run, reporter, number, flags.sample_prompts)
     return first
