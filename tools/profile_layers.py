@@ -85,11 +85,10 @@ def main(argv: Sequence[str]) -> None:
     from multimodal.model.transformer_config import BuildOptions
 
     if given.count_operations:
-        counted = [unit.module is not None and unit in graph.generators for unit in graph.units]
-        pairs = zip(graph.units, counted, strict=True)
-        if not any(counted):
+        counted = {unit.name: count_operations(unit) for unit in graph.generators if unit.module is not None}
+        if not counted:
             raise ConfigError(f"--count-operations: no generator in {given.model} has a module; leave it out")
-        units = tuple(count_operations(unit) if is_it else unit for unit, is_it in pairs)
+        units = tuple(counted.get(unit.name, unit) for unit in graph.units)
         write_mapping(given.output, replace(graph, units=units).to_dict())
         return
     platform.install()

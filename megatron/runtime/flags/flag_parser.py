@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from megatron.runtime.flags.configuration import GROUPS
-from megatron.runtime.flags.field_flags import FieldFlag, field_flags
+from megatron.runtime.flags.field_flags import FieldFlag, field_flags, flag_of
 from megatron.runtime.flags.megatron_flags import FREEZES, explain_megatron_flag, megatron_flag_names
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, names_a_unit, unit_flags
 from multimodal.values.errors import ConfigError
@@ -151,13 +151,8 @@ class _StoreOnce(argparse.Action):
 def _add_field(arguments: Any, flag: FieldFlag) -> None:
     if flag.shorthand is not None:
         name, value, opposite_value = flag.shorthand
-        _add_switch(
-            arguments,
-            spellings=(f"--{name.replace('_', '-')}", f"--no-{name.replace('_', '-')}"),
-            dest=flag.name,
-            const=(value, opposite_value),
-            help_text=f"The same as {flag.flag} {value}.",
-        )
+        spellings, const = (flag_of(name), flag_of(f"no_{name}")), (value, opposite_value)
+        _add_switch(arguments, spellings=spellings, dest=flag.name, const=const, help_text=f"The same as {flag.flag} {value}.")
     if flag.opposite is not None:
         const = (not flag.default, flag.default)
         _add_switch(arguments, spellings=(flag.flag, flag.opposite), dest=flag.name, const=const, help_text=flag.help)

@@ -179,9 +179,9 @@ class ElasticRun:
         self._times["met"] = time.time()
         self._ending.meeting = world.meeting
         if self._run is None:
-            check = self._member.connections.check
-            self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests, check=check)
+            self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests)
             self._run.trainer.updates_alone = True
+            self._run.trainer.check = self._member.connections.check
             self._member.place_in_step = self._run.trainer.place_in_step
             self._run.nodes_have_joined = lambda: self._member.nodes_have_joined
             self._run.note_reported = lambda step: self._member.ledger.set_flag("reported", str(step))

@@ -196,16 +196,14 @@ def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
     return Prepared(config, inputs.data, options, plan, peak_tflops, emulation)
 
 
-def build_run(
-    prepared: Prepared, world: World, plan: Plan, *, stop_requests: StopRequests, check: Callable[[], None] = lambda: None
-) -> Run:
-    """Build this rank's part of a plan, newly initialised; collective. check: as for `Trainer`."""
+def build_run(prepared: Prepared, world: World, plan: Plan, *, stop_requests: StopRequests) -> Run:
+    """Build this rank's part of a plan, newly initialised; collective."""
     config = prepared.config
     session = Session(prepared.options, plan=plan)
     if (folder := config.checkpoint.save_megatron) is not None:
         check_megatron_weights(folder, session=session)
     scheduler = build_scheduler(config.optimizer, session, train_iters=config.training.train_iters)
-    trainer = Trainer(session, scheduler=scheduler, settings=config.optimizer, peak_tflops=prepared.peak_tflops, check=check)
+    trainer = Trainer(session, scheduler=scheduler, settings=config.optimizer, peak_tflops=prepared.peak_tflops)
     exchanges = None
     if config.data.lengths_from == "decode":
         per_node = find_ranks_per_node(os.environ)
