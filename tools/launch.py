@@ -87,10 +87,7 @@ def import_for_ranks() -> None:
     """Import what a rank needs before its first step, so that ranks forked from this process have it."""
     import pretrain_mllm  # noqa: F401, I001 - first, as it says how much torch is to log
 
-    import megatron.runtime.launch.distributed_setup
-    import megatron.runtime.training.loop
-    import megatron.runtime.training.resumption
-    import megatron.runtime.training.run  # noqa: F401
+    import megatron.runtime.training.loop  # noqa: F401
     from megatron.runtime.flags.field_flags import all_flags
 
     list(all_flags())  # the flags' descriptions, which are read from the source code and kept

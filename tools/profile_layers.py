@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from megatron.runtime.orchestrator.profile_layers import ProfiledLayer
 
-DTYPES = ("float32", "bfloat16", "float64")
 SECONDS_PER_SIZE = 0.2
 COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
 PANEL_INCHES = (4.2, 3.2)
@@ -54,7 +53,7 @@ def build_parser() -> Parser:
     add("--tp", type=_counts, default=(1,), metavar="1,2", help="tensor parallel sizes (1)")
     add("--sizes", type=_counts, default="64,256,1024,4096", metavar="N,N", help="tokens (%(default)s)")
     add("--sequences", type=_counts, default="1,8", metavar="N,N", help="how many sequences share these tokens (%(default)s)")
-    add("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
     add("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
     add("--repetitions", type=count, default=5, metavar="N", help="least number of runs per size, whose median counts (5)")
     add("--vocab-size", type=count, metavar="N", help="padded vocabulary (the model file's, else 50304)")
