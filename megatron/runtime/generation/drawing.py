@@ -137,7 +137,7 @@ def make_of_sample(
     stage, (_, batch, conditions) = answering.inputs_of(unit, index)
     places = batch.positions if batch.target_rows is None else batch.positions[batch.target_rows]
     if batch.path is None:
-        patches = _predict(stage, batch, conditions)
+        patches = stage(None, batch, conditions).predicted
     else:
         patches = _follow(stage, batch, conditions, num_steps=num_steps, guidance_scale=guidance_scale, seed=seed)
     starts = (places == 0).all(1).nonzero()[:, 0].tolist()  # every item begins with its first patch
@@ -159,7 +159,8 @@ def _follow(stage: UnitStage, batch: PackedInput, given: Tensor, *, num_steps: i
         times = torch.full_like(path.times, time)
         point = patches / mix_weights(flow, times.double())[0, :2].sum()  # it is both ends of what the generator mixes
         at = NoisePath(times, torch.full_like(path.is_told, is_told), path.items, point)
-        return _predict(stage, replace(batch, patches=point, path=at), given).double()
+        predicted: Tensor = stage(None, replace(batch, patches=point, path=at), given).predicted
+        return predicted.double()
 
     def guided(time: float) -> Tensor:
         told = predict(time, 1.0)
@@ -201,10 +202,6 @@ def ddim_scheduler(flow: Flow) -> Any:
     betas = {"beta_start": flow.beta_start, "beta_end": flow.beta_end, "beta_schedule": flow.beta_schedule}
     kind = "epsilon" if flow.prediction == "epsilon" else "v_prediction"
     return DDIMScheduler(**betas, prediction_type=kind, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
-
-
-def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor:
-    return stage(None, batch, conditions).predicted
 
 
 def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
