@@ -29,9 +29,13 @@ struct Lane {
     double send_free = 0.0, receive_free = 0.0, collective_free = 0.0;
 };
 
-// How many needs of a node are not met; lanes that have come to it (of a computation, that stand at it); how many of them start it.
+// What a run reads of a node, side by side, as most of its time goes by waiting for memory.
 struct Node {
-    std::int32_t num_unmet, num_arrived, num_wanted;
+    std::int32_t num_unmet;    // Needs that have not ended.
+    std::int32_t num_missing;  // Lanes that have to come to it first (of a computation, to stand at it).
+    std::uint32_t first_lane, first_follower;
+    double seconds;
+    std::uint8_t kind;
 };
 
 class Run {
@@ -42,14 +46,20 @@ class Run {
           lanes_(arrays.lane_starts.size - 1),
           lanes_of_(invert(arrays.lane_starts, arrays.lane_nodes, num_nodes_)),
           followers_(invert(arrays.need_starts, arrays.needs, num_nodes_)),
-          nodes_(num_nodes_),
+          nodes_(num_nodes_ + 1),
+          has_latency_(std::any_of(arrays.latency_seconds.data, arrays.latency_seconds.data + num_nodes_,
+                                   [](double latency) { return latency != 0.0; })),
           link_free_(arrays.num_links, 0.0) {
-        const double never = std::numeric_limits<double>::quiet_NaN();
-        times_.start_seconds.assign(num_nodes_, never);
-        times_.end_seconds.assign(num_nodes_, never);
-        for (std::int64_t node = 0; node < num_nodes_; ++node)
-            nodes_[node] = {static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]), 0,
-                            std::max<std::int32_t>(1, lanes_of_[node].size())};
+        times_.start_seconds.assign(num_nodes_, std::numeric_limits<double>::quiet_NaN());
+        for (std::int64_t node = 0; node <= num_nodes_; ++node) {
+            nodes_[node].first_lane = static_cast<std::uint32_t>(lanes_of_.starts[node]);
+            nodes_[node].first_follower = static_cast<std::uint32_t>(followers_.starts[node]);
+            if (node == num_nodes_) break;
+            nodes_[node].num_unmet = static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]);
+            nodes_[node].num_missing = std::max<std::int32_t>(1, lanes_of_[node].size());
+            nodes_[node].seconds = arrays.seconds[node];
+            nodes_[node].kind = arrays.kinds[node];
+        }
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
             lanes_[lane].position = arrays.lane_starts[lane];
             lanes_[lane].end = arrays.lane_starts[lane + 1];
@@ -61,6 +71,9 @@ class Run {
         run_events(clock_, *this);
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
             times_.positions.push_back(lanes_[lane].position - arrays_.lane_starts[lane]);
+        times_.end_seconds.resize(num_nodes_);
+        for (std::int64_t node = 0; node < num_nodes_; ++node)
+            times_.end_seconds[node] = times_.start_seconds[node] + arrays_.seconds[node];
         return std::move(times_);
     }
 
@@ -76,22 +89,28 @@ class Run {
     }
 
    private:
+    Rows<std::int32_t>::Row lanes_of(std::int32_t node) const {
+        return {lanes_of_.values.data() + nodes_[node].first_lane, lanes_of_.values.data() + nodes_[node + 1].first_lane};
+    }
+    Rows<std::int32_t>::Row followers_of(std::int64_t node) const {
+        return {followers_.values.data() + nodes_[node].first_follower, followers_.values.data() + nodes_[node + 1].first_follower};
+    }
     std::int32_t entry(const Lane& lane) const { return static_cast<std::int32_t>(arrays_.lane_nodes[lane.position]); }
 
     void finish(std::int32_t node, double now) {
-        // What comes next is fetched meanwhile: most of the time goes by waiting for memory.
+        // What comes next is fetched meanwhile.
         if (const std::int64_t next = clock_.next(); next >= 0 && next < num_nodes_)
-            for (const std::int32_t follower : followers_[next]) __builtin_prefetch(&nodes_[follower]);
-        for (const std::int32_t follower : followers_[node])
+            for (const std::int32_t follower : followers_of(next)) __builtin_prefetch(&nodes_[follower]);
+        for (const std::int32_t follower : followers_of(node))
             if (--nodes_[follower].num_unmet == 0) meet(follower, now);
-        if (arrays_.kinds[node] != kCompute) return;
-        for (const std::int32_t lane : lanes_of_[node]) leave(lane, node, now);
+        if (nodes_[node].kind != kCompute) return;
+        for (const std::int32_t lane : lanes_of(node)) leave(lane, node, now);
     }
 
     void meet(std::int32_t node, double now) {
         start_if_ready(node, now);
-        if (arrays_.kinds[node] != kGate) return;
-        for (const std::int32_t lane : lanes_of_[node])
+        if (nodes_[node].kind != kGate) return;
+        for (const std::int32_t lane : lanes_of(node))
             if (lanes_[lane].position < lanes_[lane].end && entry(lanes_[lane]) == node) advance(lane, now);
     }
 
@@ -112,7 +131,7 @@ class Run {
     }
 
     void stand(std::int32_t node, double now) {
-        ++nodes_[node].num_arrived;
+        --nodes_[node].num_missing;
         start_if_ready(node, now);
     }
 
@@ -125,9 +144,9 @@ class Run {
                 if (arrays_.lane_fillers[lane.position]) {
                     lane.pending.push_back(node);
                     ++lane.position;
-                } else if (arrays_.kinds[node] == kGate && nodes_[node].num_unmet > 0) {
+                } else if (nodes_[node].kind == kGate && nodes_[node].num_unmet > 0) {
                     return;
-                } else if (arrays_.kinds[node] != kCompute) {
+                } else if (nodes_[node].kind != kCompute) {
                     ++lane.position;
                     stand(node, now);
                 } else {
@@ -151,8 +170,8 @@ class Run {
         if (lane.running >= 0 || lane.is_draining || lane.position == lane.end) return;
         for (; lane.num_tried < lane.pending.size(); ++lane.num_tried) {
             const std::int32_t filler = lane.pending[lane.num_tried];
-            if (nodes_[filler].num_unmet == 0 && lanes_of_[filler].size() == 1) {
-                --nodes_[entry(lane)].num_arrived;
+            if (nodes_[filler].num_unmet == 0 && lanes_of(filler).size() == 1) {
+                ++nodes_[entry(lane)].num_missing;
                 compute(filler, now);
                 return;
             }
@@ -160,8 +179,8 @@ class Run {
     }
 
     void start_if_ready(std::int32_t node, double now) {
-        if (nodes_[node].num_unmet != 0 || nodes_[node].num_arrived < nodes_[node].num_wanted) return;
-        const std::uint8_t kind = arrays_.kinds[node];
+        if (nodes_[node].num_unmet != 0 || nodes_[node].num_missing > 0) return;
+        const std::uint8_t kind = nodes_[node].kind;
         if (kind == kCompute) {
             compute(node, now);
         } else if (kind == kSend) {
@@ -174,7 +193,7 @@ class Run {
     }
 
     void compute(std::int32_t node, double now) {
-        for (const std::int32_t lane : lanes_of_[node]) lanes_[lane].running = node;
+        for (const std::int32_t lane : lanes_of(node)) lanes_[lane].running = node;
         occupy(node, now);
     }
 
@@ -182,13 +201,13 @@ class Run {
         const std::int64_t first = arrays_.receiver_starts[node], last = arrays_.receiver_starts[node + 1];
         const std::int64_t link = arrays_.links[node];
         double start = now;
-        for (const std::int32_t lane : lanes_of_[node])
+        for (const std::int32_t lane : lanes_of(node))
             start = std::max(start, lanes_[lane].send_free);
         for (std::int64_t index = first; index < last; ++index)
             start = std::max(start, lanes_[arrays_.receivers[index]].receive_free);
         if (link >= 0) start = std::max(start, link_free_[link]);
-        const double end = start + arrays_.seconds[node];
-        for (const std::int32_t lane : lanes_of_[node]) lanes_[lane].send_free = end;
+        const double end = start + nodes_[node].seconds;
+        for (const std::int32_t lane : lanes_of(node)) lanes_[lane].send_free = end;
         for (std::int64_t index = first; index < last; ++index) lanes_[arrays_.receivers[index]].receive_free = end;
         if (link >= 0) link_free_[link] = end;
         occupy(node, start);
@@ -196,27 +215,27 @@ class Run {
 
     void collect(std::int32_t node, double now) {
         double start = now;
-        for (const std::int32_t lane : lanes_of_[node])
+        for (const std::int32_t lane : lanes_of(node))
             start = std::max(start, lanes_[lane].collective_free);
-        const double end = start + arrays_.seconds[node];
-        for (const std::int32_t lane : lanes_of_[node])
+        const double end = start + nodes_[node].seconds;
+        for (const std::int32_t lane : lanes_of(node))
             lanes_[lane].collective_free = end;
         occupy(node, start);
     }
 
     void occupy(std::int32_t node, double start) {
-        const double end = start + arrays_.seconds[node];
-        __builtin_prefetch(followers_[node].begin());
+        const double end = start + nodes_[node].seconds;
+        __builtin_prefetch(followers_of(node).begin());
         times_.start_seconds[node] = start;
-        times_.end_seconds[node] = end;
-        clock_.add(end + arrays_.latency_seconds[node], node);
+        clock_.add(has_latency_ ? end + arrays_.latency_seconds[node] : end, node);
     }
 
     const EventArrays& arrays_;
     const std::int64_t num_nodes_;
     std::vector<Lane> lanes_;
     const Rows<std::int32_t> lanes_of_, followers_;
-    std::vector<Node> nodes_;
+    std::vector<Node> nodes_;  // And the end of the last one's rows.
+    const bool has_latency_;
     std::vector<double> link_free_;
     EventClock<double> clock_;
     EventTimes times_;

@@ -44,7 +44,10 @@ def insert_communication(schedule: Schedule, costs: StepCosts | None = None) -> 
     work = schedule.work
     starts, stops = (np.full(work.num_computed, -1, np.int64) for _ in range(2))
     times, starts[execution.event_pieces] = np.unique(execution.start_seconds, return_inverse=True)  # in small whole numbers
-    stops[execution.event_pieces] = np.searchsorted(times, execution.end_seconds, side="right") - 1
+    last_starts = np.roll(starts[execution.event_pieces], -1)  # most events end as the next one of their lane starts
+    others = np.flatnonzero(times[last_starts] != execution.end_seconds)
+    last_starts[others] = np.searchsorted(times, execution.end_seconds[others], side="right") - 1
+    stops[execution.event_pieces] = last_starts
     producers, consumers = work.message_ends
     messages = np.flatnonzero(starts[consumers] >= 0)
     at = 1 + 2 * starts[producers]
