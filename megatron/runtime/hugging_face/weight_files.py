@@ -81,11 +81,6 @@ class WeightFiles:
                         "not quantised"
                     )
                 weights[key], self._starts[key] = SavedWeight(name, DTYPES[kind], shape), start
-                if stop - start != math.prod(shape) * DTYPES[kind].itemsize:
-                    raise CheckpointError(
-                        f"{path}: cannot be read ({key} has {stop - start} bytes and, of {kind}, the shape {list(shape)}); copy "
-                        "the file again"
-                    )
                 self._values[key] = torch.asarray(mapped[start:stop], dtype=torch.uint8).view(DTYPES[kind]).view(shape)
             if missing := sorted(keys - tensors.keys()):
                 raise CheckpointError(f"{path}: {missing[0]} is missing, which the index says is there; copy the folder again")
