@@ -59,7 +59,8 @@ class MessageChannel:
         """Start a message: sent tensors, unchanged until they have left, with target ranks; contiguous buffers with sources."""
         group, tag = self._groups[track], self._tags[track]
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
-        landings = [_landing(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]
+        in_host = partial(torch.empty_like, device="cpu", pin_memory=torch.cuda.is_available())
+        landings = [in_host(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]
         calls = [dist.P2POp(dist.isend, tensor, target, group=group, tag=tag) for tensor, target in kept]
         landed = zip(landings, receives, strict=True)
         calls += [dist.P2POp(dist.irecv, landing, source, group=group, tag=tag) for landing, (_, source) in landed]
@@ -104,7 +105,3 @@ class MessageChannel:
             for wait in self.start(track, sends=sends, receives=list(zip(bytes_of[len(targets) :], sources, strict=True))):
                 wait()
         self.finish_sends()
-
-
-def _landing(buffer: Tensor) -> Tensor:
-    return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())

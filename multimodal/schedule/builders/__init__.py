@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
+from multimodal.cost.memoize import memoized
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.breadth_first import build_breadth_first, build_gpipe
 from multimodal.schedule.builders.dip import build_dip
@@ -133,7 +134,6 @@ class ScheduleTable(dict[str, ScheduleRow]):
     def __init__(self, rows: Mapping[str, ScheduleRow | str]) -> None:
         """Take rows, and aliases: names with parameters of rows before them."""
         super().__init__()
-        self._made: dict[str, ScheduleRow] = {}
         for name, row in rows.items():
             self[name] = replace(self[row], alias_of=row) if isinstance(row, str) else row
 
@@ -141,13 +141,9 @@ class ScheduleTable(dict[str, ScheduleRow]):
         """Return all names, those of aliases with what they stand for."""
         return [f"{name} (is {row.alias_of})" if row.alias_of else name for name, row in self.items()]
 
+    @memoized
     def __missing__(self, text: str) -> ScheduleRow:
         """Read a name with parameters; raises ScheduleError, which names those that are known."""
-        if text not in self._made:
-            self._made[text] = self._read(text)
-        return self._made[text]
-
-    def _read(self, text: str) -> ScheduleRow:
         name, given = split_options(text)
         row = self.get(name)
         if row is None:
