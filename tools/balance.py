@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -120,21 +120,11 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
     return sizes
 
 
-class UnitMeasure(NamedTuple):
-    """Measures of one unit in one batch, without and with the balancer."""
-
-    before: Imbalance
-    after: Imbalance
-    bytes_before: int
-    """The most bytes that a rank sends to other nodes without node-wise rearrangement (OrchMLLM, Alg. 3), and with it."""
-    bytes_after: int
-
-
 def measure_balance(
     balancer: BalancerRow, batches: Iterable[Sequence[SampleLengths]], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> dict[str, Any]:
     """Return each unit's means over all batches, and the median of the milliseconds of a batch; raises AssignmentError."""
-    seconds, units = list[float](), {name: list[UnitMeasure]() for name in graph.unit_names}
+    seconds, units = list[float](), {name: list[tuple[Any, ...]]() for name in graph.unit_names}
     token_bytes = bytes_per_token(graph)
     for lengths in batches:
         start = time.perf_counter()
@@ -147,13 +137,14 @@ def measure_balance(
             volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=token_bytes[unit])
             traffic = rearrange_nodes(volume, ranks_per_node=options.ranks_per_node)
             old, new = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
-            measures.append(UnitMeasure(old, new, int(traffic.bytes_before.max()), int(traffic.bytes_after.max())))
+            measures.append((old, new, traffic.bytes_before.max(), traffic.bytes_after.max()))
     milliseconds = {"milliseconds": 1e3 * statistics.median(seconds)}
     means = {unit: _means(measures) | milliseconds for unit, measures in units.items()}
     return {"units": means, **milliseconds, "num_batches": len(seconds)}
 
 
-def _means(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
+def _means(measures: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """measures: without and with the balancer, and the most bytes of a rank to other nodes without and with OrchMLLM's Alg. 3."""
     old, new, bytes_before, bytes_after = (np.mean(each, axis=0).tolist() for each in zip(*measures, strict=True))
     before, after = Imbalance(*old), Imbalance(*new)
     return {

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, ParameterDict
 
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE
@@ -151,15 +151,7 @@ class EmulatedStage(UnitStage):
         _wait_until(now + fraction * interval)
 
     def _build_layer(self, index: int) -> Module:
-        return _Number(self.options.params_dtype)
-
-
-class _Number(Module):
-    """The weight of an emulated layer, so that there is a gradient to reduce."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.zeros(1, dtype=dtype))
+        return ParameterDict({"weight": torch.zeros(1, dtype=self.options.params_dtype)})
 
 
 class _TimedWait(torch.autograd.Function):

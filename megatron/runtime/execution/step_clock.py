@@ -5,7 +5,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,15 +82,6 @@ def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
     return split
 
 
-class _LaneEvents(NamedTuple):
-    """One rank's share of a timeline, with the values that align its clock."""
-
-    events: tuple[TimelineEvent, ...]
-    host: str
-    origin_seconds: float
-    barrier_seconds: float
-
-
 def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float, plan: Plan, rank: int) -> Timeline | None:
     """Return the timeline on rank 0, None elsewhere; collective.
 
@@ -100,19 +90,17 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
     """
     dist.barrier()
     own = events if plan.lanes[plan.lane_of_rank[rank]][0] == rank else ()
-    mine = _LaneEvents(own, socket.gethostname(), origin_seconds, time.perf_counter())
-    gathered: list[_LaneEvents] | None = [mine] * dist.get_world_size() if rank == 0 else None
+    mine = own, socket.gethostname(), origin_seconds, time.perf_counter()
+    gathered = [mine] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if gathered is None:
         return None
-    first = gathered[0]
-    ahead = (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds for lane in gathered)
-    starts = [lane.origin_seconds + seconds for lane, seconds in zip(gathered, ahead, strict=True)]
+    _, first_host, _, first_barrier = gathered[0]
+    starts = [origin + (0.0 if host == first_host else first_barrier - barrier) for _, host, origin, barrier in gathered]
     earliest = min(starts)
-    shifts = [start - earliest for start in starts]
     aligned = (
         event._replace(start_seconds=event.start_seconds + shift, end_seconds=event.end_seconds + shift)
-        for lane, shift in zip(gathered, shifts, strict=True)
-        for event in lane.events
+        for (of_rank, *_), shift in zip(gathered, (start - earliest for start in starts), strict=True)
+        for event in of_rank
     )
     return Timeline(plan.lanes, tuple(aligned))

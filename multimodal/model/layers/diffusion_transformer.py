@@ -191,16 +191,11 @@ class Modulation(Module):
         return embedded if self.emb is None else _embed_labels(self.emb, times, *conditions)
 
 
-class PlainNorm(Module):
+class PlainNorm(torch.nn.LayerNorm):
     """A LayerNorm without weights."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = NORM_EPSILON) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., hidden_size]; returns the same shape."""
-        return torch.nn.functional.layer_norm(hidden, hidden.shape[-1:], eps=self.eps)
+        super().__init__(hidden_size, eps, elementwise_affine=False)
 
 
 class FirstNorm(PlainNorm):
