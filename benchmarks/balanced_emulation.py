@@ -27,13 +27,12 @@ from rich.table import Table
 
 from benchmarks.balanced_iteration import LENGTHS, MODEL, ROOT, VOCAB_SIZE, long_tailed
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
-from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.data.length_table import read_length_table
+from multimodal.data.length_table import MOST_SAMPLES, read_length_table
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest

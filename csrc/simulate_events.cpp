@@ -29,7 +29,7 @@ struct Lane {
     double send_free = 0.0, receive_free = 0.0, collective_free = 0.0;
 };
 
-// What a run reads of a node, side by side, as most of its time goes by waiting for memory.
+// What a run reads of a node, side by side in memory.
 struct Node {
     std::int32_t num_unmet;    // Needs that have not ended.
     std::int32_t num_missing;  // Lanes that have to come to it first (of a computation, to stand at it).
@@ -54,9 +54,10 @@ class Run {
         for (std::int64_t node = 0; node <= num_nodes_; ++node) {
             nodes_[node].first_lane = static_cast<std::uint32_t>(lanes_of_.starts[node]);
             nodes_[node].first_follower = static_cast<std::uint32_t>(followers_.starts[node]);
-            if (node == num_nodes_) break;
+        }
+        for (std::int64_t node = 0; node < num_nodes_; ++node) {
             nodes_[node].num_unmet = static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]);
-            nodes_[node].num_missing = std::max<std::int32_t>(1, lanes_of_[node].size());
+            nodes_[node].num_missing = std::max<std::int32_t>(1, lanes_of(node).size());
             nodes_[node].seconds = arrays.seconds[node];
             nodes_[node].kind = arrays.kinds[node];
         }
@@ -89,7 +90,7 @@ class Run {
     }
 
    private:
-    Rows<std::int32_t>::Row lanes_of(std::int32_t node) const {
+    Rows<std::int32_t>::Row lanes_of(std::int64_t node) const {
         return {lanes_of_.values.data() + nodes_[node].first_lane, lanes_of_.values.data() + nodes_[node + 1].first_lane};
     }
     Rows<std::int32_t>::Row followers_of(std::int64_t node) const {
@@ -98,7 +99,7 @@ class Run {
     std::int32_t entry(const Lane& lane) const { return static_cast<std::int32_t>(arrays_.lane_nodes[lane.position]); }
 
     void finish(std::int32_t node, double now) {
-        // What comes next is fetched meanwhile.
+        // What comes next is fetched meanwhile: most of the time goes by waiting for memory.
         if (const std::int64_t next = clock_.next(); next >= 0 && next < num_nodes_)
             for (const std::int32_t follower : followers_of(next)) __builtin_prefetch(&nodes_[follower]);
         for (const std::int32_t follower : followers_of(node))
@@ -234,7 +235,7 @@ class Run {
     const std::int64_t num_nodes_;
     std::vector<Lane> lanes_;
     const Rows<std::int32_t> lanes_of_, followers_;
-    std::vector<Node> nodes_;  // And the end of the last one's rows.
+    std::vector<Node> nodes_;  // One more than there are, with the ends of the last one's rows.
     const bool has_latency_;
     std::vector<double> link_free_;
     EventClock<double> clock_;

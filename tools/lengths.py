@@ -14,7 +14,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.data.length_table import write_length_table
+from multimodal.data.length_table import MOST_SAMPLES, write_length_table
 from multimodal.values.errors import ConfigError, require_package
 from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
@@ -27,7 +27,7 @@ def build_parser() -> Parser:
     parser = parser_beside_a_run("lengths.py", __doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="L.csv.gz", help="Where the table goes (.csv or .csv.gz).")
     parser.add_argument("--png", type=Path, metavar="H.png", help="Draw the histograms, too; needs matplotlib.")
-    parser.add_argument("--num-samples", type=count, metavar="N", help="At most so many (4096).")
+    parser.add_argument("--num-samples", type=count, default=MOST_SAMPLES, metavar="N", help=f"At most so many ({MOST_SAMPLES}).")
     return parser
 
 
@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> None:
     """Read the lengths that the run would read, and write them; raises BraidError."""
     given, config, graph = read_run_flags(build_parser(), argv)
     from megatron.runtime.feed.data_sets import build_data_sets  # behind the flags, as torch takes seconds
-    from megatron.runtime.orchestrator.orchestrate import MOST_SAMPLES, first_lengths
+    from megatron.runtime.orchestrator.orchestrate import first_lengths
 
     data = build_data_sets(config, graph)
-    lengths = list(first_lengths(config, data, most=given.num_samples or MOST_SAMPLES))
+    lengths = list(first_lengths(config, data, most=given.num_samples))
     write_length_table(given.output, lengths)
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train.source)} training samples")
     tokens = {"text": [sample.num_text_tokens for sample in lengths]}

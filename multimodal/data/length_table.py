@@ -15,6 +15,8 @@ from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, pass_items
 
+MOST_SAMPLES = 4096
+"""Samples whose lengths are a run's table, and what a plan is made from: the first of the training."""
 AUDIO_TOKENS_PER_SECOND = 50
 """Whisper's encoder: 100 frames a second, halved by its convolutions."""
 _CSV_TEXT: Mapping[str, Any] = {"newline": "", "encoding": "utf-8-sig"}

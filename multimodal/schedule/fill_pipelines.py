@@ -123,9 +123,7 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
     groups = []
     for group in alike:
-        ways = [whole]
-        if fine is not None and (fine.parts.counts[fine.piece_of_part[fine.pieces[int(group[0][0])]]] > 1).any():
-            ways.append(fine)  # in which the group's encoders are cut
+        ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
         groups.append((group, min(found, key=lambda filled: filled.end, default=None)))
     return FilledPipelines(whole, groups)
@@ -212,6 +210,10 @@ class _Filling:
         collectives = PieceCollectives.of(work, filling, options=costs.options or MOST_COLLECTIVES)
         self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
         self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
+
+    def has_cut(self, pipeline: Integers) -> bool:
+        """Return True if a pipeline's encoders are cut."""
+        return bool((self.parts.counts[self.piece_of_part[self.pieces[int(pipeline[0])]]] > 1).any())
 
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""

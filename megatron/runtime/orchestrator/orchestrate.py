@@ -17,14 +17,13 @@ from megatron.runtime.orchestrator.machine import find_cluster, find_value, keep
 from megatron.runtime.orchestrator.profile_layers import profile_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.global_batches import GlobalBatches
+from multimodal.data.length_table import MOST_SAMPLES
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
 logger = logging.getLogger(__name__)
-MOST_SAMPLES = 4096
-"""Samples whose lengths a plan is made from: the first of the training."""
 CLUSTER_NAME, LAYERS_NAME = "cluster.yaml", "layers.json"
 _LINKS = {False: "links as measured now", True: "links as kept"}
 

@@ -54,9 +54,7 @@ class RunPage:
         """Write loss.png and index.html, with the timeline.png that is there; nothing without a step."""
         if not self._steps:
             return
-        figure, axes = _figure("Training loss", "loss per target token")
-        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
-        (folder / "loss.png").write_bytes(loss := _png(figure))
+        (folder / "loss.png").write_bytes(loss := self._draw_loss())
         last, timeline = self._steps[-1], folder / "timeline.png"
         answers = []
         for each in self._samples.get("samples", ()):
@@ -77,6 +75,11 @@ class RunPage:
             settings=self._settings,
         )
         (folder / "index.html").write_text(page, encoding="utf-8")
+
+    def _draw_loss(self) -> bytes:
+        figure, axes = _figure("Training loss", "loss per target token")
+        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
+        return _png(figure)
 
     def _draw_throughput(self) -> bytes:
         figure, axes = _figure("Throughput", "tokens/s")
