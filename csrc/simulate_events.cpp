@@ -29,12 +29,15 @@ struct Lane {
     double send_free = 0.0, receive_free = 0.0, collective_free = 0.0;
 };
 
-// What a run reads of a node, side by side in memory.
+// Needs of a node that have not ended, and lanes that have to come to it first (of a computation, to stand at it).
+struct Missing {
+    std::int32_t needs, lanes;
+};
+
+// What a run reads of a node that starts or ends, side by side in memory.
 struct Node {
-    std::int32_t num_unmet;    // Needs that have not ended.
-    std::int32_t num_missing;  // Lanes that have to come to it first (of a computation, to stand at it).
-    std::uint32_t first_lane, first_follower;
     double seconds;
+    std::uint32_t first_lane, first_follower;
     std::uint8_t kind;
 };
 
@@ -46,21 +49,19 @@ class Run {
           lanes_(arrays.lane_starts.size - 1),
           lanes_of_(invert(arrays.lane_starts, arrays.lane_nodes, num_nodes_)),
           followers_(invert(arrays.need_starts, arrays.needs, num_nodes_)),
+          missing_(num_nodes_),
           nodes_(num_nodes_ + 1),
-          has_latency_(std::any_of(arrays.latency_seconds.data, arrays.latency_seconds.data + num_nodes_,
-                                   [](double latency) { return latency != 0.0; })),
           link_free_(arrays.num_links, 0.0) {
         times_.start_seconds.assign(num_nodes_, std::numeric_limits<double>::quiet_NaN());
-        for (std::int64_t node = 0; node <= num_nodes_; ++node) {
-            nodes_[node].first_lane = static_cast<std::uint32_t>(lanes_of_.starts[node]);
-            nodes_[node].first_follower = static_cast<std::uint32_t>(followers_.starts[node]);
-        }
         for (std::int64_t node = 0; node < num_nodes_; ++node) {
-            nodes_[node].num_unmet = static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]);
-            nodes_[node].num_missing = std::max<std::int32_t>(1, lanes_of(node).size());
-            nodes_[node].seconds = arrays.seconds[node];
-            nodes_[node].kind = arrays.kinds[node];
+            const std::int64_t first_lane = lanes_of_.starts[node];
+            missing_[node] = {static_cast<std::int32_t>(arrays.need_starts[node + 1] - arrays.need_starts[node]),
+                              std::max(1, static_cast<std::int32_t>(lanes_of_.starts[node + 1] - first_lane))};
+            nodes_[node] = {arrays.seconds[node], static_cast<std::uint32_t>(first_lane),
+                            static_cast<std::uint32_t>(followers_.starts[node]), arrays.kinds[node]};
         }
+        nodes_[num_nodes_].first_lane = static_cast<std::uint32_t>(lanes_of_.starts[num_nodes_]);
+        nodes_[num_nodes_].first_follower = static_cast<std::uint32_t>(followers_.starts[num_nodes_]);
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
             lanes_[lane].position = arrays.lane_starts[lane];
             lanes_[lane].end = arrays.lane_starts[lane + 1];
@@ -101,9 +102,9 @@ class Run {
     void finish(std::int32_t node, double now) {
         // What comes next is fetched meanwhile: most of the time goes by waiting for memory.
         if (const std::int64_t next = clock_.next(); next >= 0 && next < num_nodes_)
-            for (const std::int32_t follower : followers_of(next)) __builtin_prefetch(&nodes_[follower]);
+            for (const std::int32_t follower : followers_of(next)) __builtin_prefetch(&missing_[follower]);
         for (const std::int32_t follower : followers_of(node))
-            if (--nodes_[follower].num_unmet == 0) meet(follower, now);
+            if (--missing_[follower].needs == 0) meet(follower, now);
         if (nodes_[node].kind != kCompute) return;
         for (const std::int32_t lane : lanes_of(node)) leave(lane, node, now);
     }
@@ -132,7 +133,7 @@ class Run {
     }
 
     void stand(std::int32_t node, double now) {
-        --nodes_[node].num_missing;
+        --missing_[node].lanes;
         start_if_ready(node, now);
     }
 
@@ -145,7 +146,7 @@ class Run {
                 if (arrays_.lane_fillers[lane.position]) {
                     lane.pending.push_back(node);
                     ++lane.position;
-                } else if (nodes_[node].kind == kGate && nodes_[node].num_unmet > 0) {
+                } else if (nodes_[node].kind == kGate && missing_[node].needs > 0) {
                     return;
                 } else if (nodes_[node].kind != kCompute) {
                     ++lane.position;
@@ -171,8 +172,8 @@ class Run {
         if (lane.running >= 0 || lane.is_draining || lane.position == lane.end) return;
         for (; lane.num_tried < lane.pending.size(); ++lane.num_tried) {
             const std::int32_t filler = lane.pending[lane.num_tried];
-            if (nodes_[filler].num_unmet == 0 && lanes_of(filler).size() == 1) {
-                ++nodes_[entry(lane)].num_missing;
+            if (missing_[filler].needs == 0 && lanes_of(filler).size() == 1) {
+                ++missing_[entry(lane)].lanes;
                 compute(filler, now);
                 return;
             }
@@ -180,7 +181,7 @@ class Run {
     }
 
     void start_if_ready(std::int32_t node, double now) {
-        if (nodes_[node].num_unmet != 0 || nodes_[node].num_missing > 0) return;
+        if (missing_[node].needs != 0 || missing_[node].lanes > 0) return;
         const std::uint8_t kind = nodes_[node].kind;
         if (kind == kCompute) {
             compute(node, now);
@@ -228,15 +229,15 @@ class Run {
         const double end = start + nodes_[node].seconds;
         __builtin_prefetch(followers_of(node).begin());
         times_.start_seconds[node] = start;
-        clock_.add(has_latency_ ? end + arrays_.latency_seconds[node] : end, node);
+        clock_.add(end + arrays_.latency_seconds[node], node);
     }
 
     const EventArrays& arrays_;
     const std::int64_t num_nodes_;
     std::vector<Lane> lanes_;
     const Rows<std::int32_t> lanes_of_, followers_;
+    std::vector<Missing> missing_;
     std::vector<Node> nodes_;  // One more than there are, with the ends of the last one's rows.
-    const bool has_latency_;
     std::vector<double> link_free_;
     EventClock<double> clock_;
     EventTimes times_;
