@@ -114,7 +114,7 @@ def list_ways(mask: AttentionMask, *, channels: int, sub_blocks: list[int], with
     from multimodal.attention.triton_kernels.options import choose_options
 
     chosen = choose_options(channels, dtype=DTYPE, block_size=mask.block_size)
-    triton = load_backend("triton")
+    triton: Callable[..., torch.Tensor] = load_backend("triton")
     ways: dict[str, AttentionBackend] = {
         f"Braid, sub-blocks of {length}": partial(triton, options=replace(chosen, max_blocks_per_item=length))
         for length in sub_blocks

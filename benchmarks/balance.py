@@ -27,18 +27,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from numpy.typing import NDArray
-from partition_bound import partition_lower_bound
-from published_post_balancing import (
+from rich.console import Console
+from rich.table import Table
+from scipy.sparse import csr_matrix
+
+from benchmarks.partition_bound import partition_lower_bound
+from benchmarks.published_post_balancing import (
     Batches,
     published_linear,
     published_linear_quadratic,
     published_padded,
     published_padded_attention,
 )
-from rich.console import Console
-from rich.table import Table
-from scipy.sparse import csr_matrix
-
 from multimodal.balance.algorithms.post_balance import partition_longest_first, post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.rearrange_nodes import rearrange_nodes

@@ -5,8 +5,8 @@ and six LLM stages per replica. Every balancer's assignments of the same batches
 time is the work of all lanes, evenly spread. Without a folder of lengths, long-tailed ones are generated.
 
 --train N instead trains the digits (examples/digits, four processes and a loader worker each) for N steps with `none` and with
-`auto`, whole jobs in turn, and prints medians of the seconds of a step, of those of a job and of its processor seconds. Steps
-before the second measuring of layers are not counted.
+`auto`, whole jobs in turn, and compares the seconds of a step, those of a job and its processor seconds. Steps before the second
+measuring of layers are not counted.
 
 Run `python benchmarks/balanced_iteration.py [--lengths DIR] [--num-batches N] [--schedule S] [--json]`,
 or with `--train 200 [--rounds N]`.
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.beside.turns import compare, print_rows
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
@@ -142,12 +143,10 @@ def train_in_turn(num_steps: int, num_rounds: int) -> None:
     for number in range(num_rounds):
         for name in sorted(found, reverse=number % 2 == 0):
             found[name].append(train(name, num_steps))
-    for what in ("step", "job", "processors"):
+    for what, shown in (("step", "a step"), ("job", "the job"), ("processors", "processor seconds of the job")):
         none, auto = ([each[what] for each in found[name]] for name in ("none", "auto"))
-        ratios = [one / other for one, other in zip(auto, none, strict=True)]
-        shown = f"none {statistics.median(none):.3f} s, auto {statistics.median(auto):.3f} s"
-        print(f"{what}: {shown}, auto / none {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+        work = f"the digits on four ranks, a loader worker each, under `--balance auto`: {shown}"
+        print_rows({work: compare(auto, none)}, peer="the same under `--balance none`")
 
 
 def build_parser(description: str | None, *, num_batches: int) -> argparse.ArgumentParser:

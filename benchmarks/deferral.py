@@ -16,7 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from balanced_iteration import (
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.balanced_iteration import (
     GLOBAL_BATCH_SIZE,
     MODEL,
     NUM_MICROBATCHES,
@@ -27,9 +30,6 @@ from balanced_iteration import (
     build_parser,
     read_lengths,
 )
-from rich.console import Console
-from rich.table import Table
-
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
 from multimodal.balance.step_predictor import StepPredictor

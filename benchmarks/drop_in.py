@@ -35,6 +35,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.beside.turns import show, take_turns
 from examples.balance import megatron_mimo as mimo
+from examples.balance.torch_ddp import MERGED, PIXELS, Encoder
 from megatron.runtime import patches
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from megatron.runtime.platform import CpuTorch
@@ -69,10 +70,12 @@ class Waited(torch.autograd.Function):
         return gradient, None
 
 
-class TimedEncoder(mimo.Encoder):
+class TimedEncoder(Encoder):
     """The example's encoder, slower."""
 
-    def forward(self, patches: Tensor, lengths: list[int], exchange: ModuleExchange | None) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, patches: Tensor, lengths: list[int], exchange: ModuleExchange | None
+    ) -> Tensor:
         """Encode what falls to this rank; returns the features of what it drew."""
         features = Waited.apply(super().forward(patches, lengths), SECONDS_PER_PATCH * len(patches))
         return features if exchange is None else exchange.send_outputs(features, "features")
@@ -129,11 +132,11 @@ class LoopTraining:
         random = torch.Generator().manual_seed(10_000 * number + 100 * index + dist.get_rank())
         least, most = self.features
         counts = [int(least * (most / least) ** float(torch.rand((), generator=random))) for _ in range(mimo.BATCH_SIZE)]
-        patches = torch.rand(mimo.MERGED * sum(counts), mimo.PIXELS, generator=random, dtype=torch.float64)
+        patches = torch.rand(MERGED * sum(counts), PIXELS, generator=random, dtype=torch.float64)
         tokens = torch.randint(1, mimo.VOCABULARY, (mimo.BATCH_SIZE, mimo.SEQUENCE_LENGTH), generator=random)
         for row, count in zip(tokens, counts, strict=True):
             row[:count] = mimo.IMAGE
-        lengths = [mimo.MERGED * count for count in counts]
+        lengths = [MERGED * count for count in counts]
         if not self.is_balanced:
             return Microbatch(tokens, patches, lengths, None)
         images = DrawnItems(lengths=lengths, rows={"features": counts})

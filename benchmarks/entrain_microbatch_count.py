@@ -18,10 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from microbatch_assignment import DEFAULT_LENGTHS, Groups, Loads, Pool, generate_pools, group_samples, read_pools
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.microbatch_assignment import DEFAULT_LENGTHS, Groups, Loads, Pool, generate_pools, group_samples, read_pools
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_lanes

@@ -16,11 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from differencing_partition import partition_by_differencing
-from exact_partition import least_costliest
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.differencing_partition import partition_by_differencing
+from benchmarks.exact_partition import least_costliest
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import LINEAR_COST
 

@@ -32,14 +32,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 from numpy.typing import NDArray
-from published_microbatch_assignment import (
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.published_microbatch_assignment import (
     published_entrain,
     published_inter_reordering,
     published_intra_reordering,
 )
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.reordering_steps import pipeline_seconds
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.algorithms.post_balance import partition_longest_first
@@ -81,6 +81,10 @@ class AssignmentRow:
     llm_max: float
     mean_num_microbatches: float
     milliseconds: float
+
+
+MEANS = "replica_max", "over_least", "encoder_std", "encoder_max", "llm_std", "llm_max", "mean_num_microbatches"
+"""Of all batches."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +229,8 @@ def measure_assignment(
                     np.mean([len(replica[1]) for replica in placed]),
                 ]
             )
-        rows.append(
-            AssignmentRow(name, num_microbatches, method, *(float(each) for each in np.mean(spread, axis=0)), min(milliseconds))
-        )
+        values = zip(MEANS, np.mean(spread, axis=0).tolist(), strict=True)
+        rows.append(AssignmentRow(name, num_microbatches, method, **dict(values), milliseconds=min(milliseconds)))
     return rows
 
 
@@ -320,9 +323,9 @@ def show(assignments: Sequence[AssignmentRow], reorderings: Sequence[ReorderingR
         )
     console.print(table)
     table = Table("stages", "chunks", "microbatches", "method", "bubble", "ms", title="order of microbatches")
-    for row in reorderings:
-        shape = row.num_stages, row.num_chunks, row.num_microbatches
-        table.add_row(*map(str, shape), row.method, f"{row.bubble:.3f}", f"{row.milliseconds:.2f}")
+    for order in reorderings:
+        shape = order.num_stages, order.num_chunks, order.num_microbatches
+        table.add_row(*map(str, shape), order.method, f"{order.bubble:.3f}", f"{order.milliseconds:.2f}")
     console.print(table)
 
 

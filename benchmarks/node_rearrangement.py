@@ -11,21 +11,22 @@ The peer is OrchMLLM's integer program as published, through scipy's HiGHS, up t
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# This import also puts the checkout on the path.
-from balance import DEFAULT_LENGTHS, NUM_REPLICAS, SAMPLES_PER_REPLICA, Lengths, generate_lengths, read_lengths
-from node_optimum import inter_node_bytes, lp_bound, single_node_bound
-from published_node_rearrangement import published_node_rearrangement
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
+from benchmarks.balance import DEFAULT_LENGTHS, NUM_REPLICAS, SAMPLES_PER_REPLICA, Lengths, generate_lengths, read_lengths
+from benchmarks.node_optimum import inter_node_bytes, lp_bound, single_node_bound
+from benchmarks.published_node_rearrangement import published_node_rearrangement
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.rearrange_nodes import rearrange_nodes
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from balanced_iteration import MODEL, ROOT, VOCAB_SIZE, build_parser, read_lengths
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.balanced_iteration import MODEL, ROOT, VOCAB_SIZE, build_parser, read_lengths
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork

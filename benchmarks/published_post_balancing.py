@@ -7,6 +7,7 @@ printed, it is completed with as little as possible, and the docstring says with
 from collections.abc import Sequence
 from functools import cmp_to_key
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 Batches = list[list[int]]
 
@@ -62,7 +63,7 @@ def published_linear_quadratic(lengths: Sequence[int], *, num_bins: int, toleran
             return (a[1] > b[1]) - (a[1] < b[1])
         return -1 if a[0] < b[0] else 1
 
-    key = cmp_to_key(compare)
+    key: Any = cmp_to_key(compare)
     batches: Batches = [[] for _ in range(num_bins)]
     queue = [key((0, 0, index)) for index in range(num_bins)]
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):

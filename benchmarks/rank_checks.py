@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -127,12 +128,13 @@ def _train(flags: Sequence[str], notes: Path) -> None:
     """Train on this rank; the file gets what the last step called, where its host waited, and its timelines."""
     import pretrain_mllm
     from megatron.runtime.training import loop
+    from megatron.runtime.training.prediction import predict_timeline
     from megatron.runtime.training.trainer import Trainer
 
     noted: dict[str, Any] = {"waits": Counter()}
     if torch.cuda.is_available():
         watch_host_waits(lambda waits: noted.update(waits=waits))
-    train_step, predict = Trainer.train_step, loop.predict_timeline
+    train_step, predict = Trainer.train_step, predict_timeline
 
     def recording(self: Trainer, *arguments: Any, **options: Any) -> Any:
         with recording_calls() as events:
@@ -147,7 +149,7 @@ def _train(flags: Sequence[str], notes: Path) -> None:
         return found
 
     if "--report-dir" in flags:
-        loop.predict_timeline = predicting
+        patch.object(loop, "predict_timeline", predicting).start()
     else:
         Trainer.train_step = recording  # type: ignore[method-assign]
     pretrain_mllm.main([*flags])

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the pool of ranks is that 
 import torch
 import torch.distributed as dist
 
+from benchmarks.beside.turns import compare, print_rows
 from megatron.runtime.checkpoint.checkpoint import BackgroundSave
 from megatron.runtime.communication import create_groups
 from megatron.runtime.communication.units import GroupBook
@@ -123,8 +124,10 @@ def compare_first_steps(num_turns: int) -> None:
         seconds, processor = ([row[index] for row in rows] for index in (0, 1))
         spread = f"{median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})"
         print(f"{side}: step 1 after {spread}, {median(processor):.1f} s of processors")
-    ratio = median(here / there for (here, _), (there, _) in zip(*found.values(), strict=True))
-    print(f"Braid's time over torch's: {ratio:.2f}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for index, what in enumerate(("seconds", "processor seconds of all")):
+        here, there = ([row[index] for row in rows] for rows in found.values())
+        work = f"the digits' four processes to the first step: {what}"
+        print_rows({work: compare(here, there)}, peer="a plain script of torch's DDP under torchrun")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

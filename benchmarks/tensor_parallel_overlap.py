@@ -29,6 +29,7 @@ from torch.nn import Module
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import run_on_ranks
+from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.model import collectives, deferrable_linear
@@ -122,17 +123,18 @@ def median_seconds(layers: list[Module]) -> tuple[float, float]:
 
 def measure(*, rank: int) -> list[dict[str, float]]:
     """One row for each collective's seconds and number of parts; collective."""
-    gather, gather_whole, scatter = dist.all_gather, collectives.all_gather_single, collectives.reduce_scatter_single
+    gather, gather_whole, scatter = dist.all_gather, all_gather_single, reduce_scatter_single
     multiply, weight_gradients = deferrable_linear._multiply, deferrable_linear.weight_gradients
     rows = []
     for seconds in COLLECTIVE_SECONDS:
         device = Device(seconds)
         dist.all_gather = device.hold(gather, lambda blocks, share: share)
-        collectives.all_gather_single = device.hold(gather_whole, lambda rows, share: share)
         scattering = device.hold(scatter, lambda share, product: share)
-        collectives.reduce_scatter_single = deferrable_linear.reduce_scatter_single = scattering
-        deferrable_linear._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
-        deferrable_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
+        multiplying = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
+        weighing = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
+        gathering = device.hold(gather_whole, lambda rows, share: share)
+        vars(collectives).update(all_gather_single=gathering, reduce_scatter_single=scattering)
+        vars(deferrable_linear).update(reduce_scatter_single=scattering, _multiply=multiplying, weight_gradients=weighing)
         predicted = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
         for num_parts in NUM_PARTS:
             products = 2 * PRODUCT_SECONDS

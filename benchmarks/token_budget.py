@@ -17,7 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from balanced_iteration import (
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.balanced_iteration import (
     GLOBAL_BATCH_SIZE,
     MODEL,
     NUM_MICROBATCHES,
@@ -28,9 +31,6 @@ from balanced_iteration import (
     build_parser,
     read_lengths,
 )
-from rich.console import Console
-from rich.table import Table
-
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor

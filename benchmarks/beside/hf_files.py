@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -25,12 +24,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.beside.turns import compare, print_rows
 from megatron.runtime.emulation.emulated_run import TIMEOUT, run_on_ranks
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
@@ -40,10 +38,15 @@ from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 
 VOCAB_SIZE, HIDDEN_SIZE = 32_000, 1024
+PEERS = {
+    "write": "`safetensors.torch.save_file`",
+    "read": "transformers' `from_pretrained`, which maps the file",
+    "read into a model": "`load_state_dict` of safetensors' `load_file`, which copies, as Braid does",
+}
 
 
 def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, float]]:
-    """Return, for writing and reading, median processor seconds of both and of their ratio."""
+    """Return, for writing and reading, what `compare` finds of processor seconds."""
     graph = read_graph(folder / "given")
     options = SessionOptions(graph, BuildOptions(torch.float32), VOCAB_SIZE, timeout=TIMEOUT)
     plan = plan_colocated(graph, sizes={name: UnitSizes() for name in graph.unit_names}, world_size=1)
@@ -82,14 +85,7 @@ def measure(folder: Path, num_turns: int, *, rank: int) -> dict[str, dict[str, f
                     found[name].append(seconds)
             shutil.rmtree(folder / "here")
             (folder / "there.safetensors").unlink()
-    return {
-        name: {
-            "braid": statistics.median(here for here, _ in rows),
-            "peer": statistics.median(there for _, there in rows),
-            "ratio": statistics.median(here / there for here, there in rows),
-        }
-        for name, rows in found.items()
-    }
+    return {name: compare(*zip(*rows, strict=True)) for name, rows in found.items()}
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -121,10 +117,8 @@ def main() -> None:
     if given.json:
         print(json.dumps({"load": os.getloadavg()[0], "megabytes": size, **found}))
         return
-    table = Table("work", "Braid (CPU s)", "peer (CPU s)", "times as long", title=f"{size:.0f} MB, load {os.getloadavg()[0]:.1f}")
     for work, row in found.items():
-        table.add_row(work, f"{row['braid']:.3f}", f"{row['peer']:.3f}", f"{row['ratio']:.2f}")
-    Console().print(table)
+        print_rows({f"{work} {size:.0f} MB (Braid: {row['seconds']:.3f} processor seconds)": row}, peer=PEERS[work])
 
 
 if __name__ == "__main__":

@@ -3,17 +3,17 @@
 Both have the same weights (Braid loads the peer's folder), the same texts in the same batches, float32 and one thread, and take
 turns, step by step: `pretrain_mllm.py`'s loop, with its balancing, its timeline and its checks, and the loop that transformers'
 documentation shows (pad, forward with labels, backward, clip, step). Seconds are of a step without reading its data. Losses that
-differ are an error. The last column bounds what leaving out padding can gain: how many times as fast the peer's step was as its
-products with weights alone on the tokens that are there, forward and backward, without attention, norms, loss and optimizer.
+differ are an error. Shown are the median ratio of a step, that of all steps together, and a bound of what leaving out padding
+can gain: the peer's products with weights alone on the tokens that are there, forward and backward, without attention, norms,
+loss and optimizer, over its whole step.
 
-Run `python benchmarks/beside/llama.py [--steps N] [--layers N] [--hidden N] [--texts NAME...] [--json]`.
+Run `python benchmarks/beside/llama.py [--steps N] [--batch N] [--layers N] [--hidden N] [--texts NAME...] [--json]`.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -26,26 +26,25 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.beside import turns
 from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.training.trainer import Trainer
 from multimodal.values.assignment import MicrobatchPlace
 from pretrain_mllm import main as train
 
 LONGEST = 1024
-TEXTS = {"512 tokens each": (512, 512), "32 to 1,024 tokens": (32, LONGEST)}
+TEXTS = {"512 tokens": (512, 512), "32 to 1,024 tokens": (32, LONGEST)}
 """Name of the row -> the shortest and the longest text, evenly spread."""
-VOCAB_SIZE, BATCH = 384, 2
+VOCAB_SIZE = 384
 NUM_FIRST, NUM_ENDS = 3, 2
 """Steps that are not counted; tokens around a text."""
 LEARNING_RATE, BETAS, EPS, CLIP = 1e-4, (0.9, 0.95), 1e-8, 1.0
 
 
-def run_braid(folder: Path, num_steps: int, turn: Any) -> None:
+def run_braid(folder: Path, num_steps: int, batch_size: int, turn: Any) -> None:
     """Train in Braid's own loop; before each step wait for the turn, and send batch, loss and seconds."""
     original = Trainer.train_step
 
@@ -61,7 +60,8 @@ def run_braid(folder: Path, num_steps: int, turn: Any) -> None:
 
     with patch.object(Trainer, "train_step", train_step):
         flags = ("--load-hf", folder / "hf", "--data-path", folder / "texts.jsonl", "--tokenizer-type", "ByteTokenizer")
-        flags += ("--seq-length", LONGEST, "--global-batch-size", BATCH, "--micro-batch-size", BATCH, "--train-iters", num_steps)
+        flags += ("--seq-length", LONGEST, "--global-batch-size", batch_size, "--micro-batch-size", batch_size)
+        flags += ("--train-iters", num_steps)
         flags += ("--lr", LEARNING_RATE, "--lr-decay-style", "constant", "--weight-decay", 0.0, "--clip-grad", CLIP)
         flags += ("--adam-beta1", BETAS[0], "--adam-beta2", BETAS[1], "--adam-eps", EPS)
         flags += ("--eval-iters", 0, "--log-interval", 10**6, "--split", "100,0,0")
@@ -112,8 +112,8 @@ class Peer:
         return time.perf_counter() - start
 
 
-def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_steps: int) -> dict[str, float]:
-    """Return medians of the seconds of both, and of their ratio and its bound step by step."""
+def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], batch_size: int, num_steps: int) -> dict[str, float]:
+    """Return what `turns.compare` finds, the ratio of all steps' seconds, and the bound of the median one."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -129,12 +129,12 @@ def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_
         folder = Path(name)
         model.save_pretrained(folder / "hf")
         with (folder / "texts.jsonl").open("w") as texts:
-            for number, count in enumerate(random.integers(lengths[0], lengths[1] + 1, size=BATCH * num_steps)):
+            for number, count in enumerate(random.integers(lengths[0], lengths[1] + 1, size=batch_size * num_steps)):
                 letters = random.integers(ord("a"), ord("z") + 1, size=count - NUM_ENDS)
                 segment = {"type": "text", "role": "document", "text": "".join(map(chr, letters))}
                 texts.write(json.dumps({"id": str(number), "segments": [segment]}) + "\n")
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("fork").Process(target=run_braid, args=(folder, num_steps, there))
+        process = multiprocessing.get_context("fork").Process(target=run_braid, args=(folder, num_steps, batch_size, there))
         process.start()
         there.close()
         peer, rows = Peer(model), list[tuple[float, float, float]]()
@@ -150,11 +150,11 @@ def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], num_
         finally:
             process.kill()
     counted = rows[NUM_FIRST:]
+    braid, transformers, products = zip(*counted, strict=True)
     return {
-        "braid": statistics.median(braid for braid, _, _ in counted),
-        "transformers": statistics.median(peer for _, peer, _ in counted),
-        "ratio": statistics.median(peer / braid for braid, peer, _ in counted),
-        "bound": statistics.median(peer / products for _, peer, products in counted),
+        **turns.compare(braid, transformers),
+        "of_all": sum(braid) / sum(transformers),
+        "bound": turns.compare(products, transformers)["of_peer"],
     }
 
 
@@ -162,6 +162,7 @@ def main() -> None:
     """Parse the command line, compare, print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=23, metavar="N", help="steps of each, with three that do not count (23)")
+    parser.add_argument("--batch", type=int, default=2, metavar="N", help="texts of a step (2)")
     parser.add_argument("--layers", type=int, default=4, metavar="N")
     parser.add_argument("--hidden", type=int, default=512, metavar="N")
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[*TEXTS], help="rows (all)")
@@ -170,17 +171,18 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     found = {
-        name: compare(arguments.layers, arguments.hidden, lengths=TEXTS[name], num_steps=arguments.steps)
+        name: compare(
+            arguments.layers, arguments.hidden, lengths=TEXTS[name], batch_size=arguments.batch, num_steps=arguments.steps
+        )
         for name in arguments.texts
     }
     if arguments.json:
         print(json.dumps(found, indent=2))
         return
-    table = Table("texts", "Braid", "transformers", "times as fast", "bound")
     for name, row in found.items():
-        seconds = (f"{1e3 * row[side]:.0f} ms" for side in ("braid", "transformers"))
-        table.add_row(name, *seconds, f"{row['ratio']:.2f}", f"{row['bound']:.2f}")
-    Console().print(table)
+        seen = f"{1e3 * row['seconds']:.0f} ms a step, {row['of_all']:.2f} over all steps, at least {row['bound']:.2f}"
+        shape = f"Llama, {arguments.layers} x {arguments.hidden}, {arguments.batch} texts of {name} ({seen})"
+        turns.print_rows({shape: row}, peer="transformers and torch's AdamW")
 
 
 if __name__ == "__main__":

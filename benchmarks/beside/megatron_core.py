@@ -21,7 +21,8 @@ from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.plan.plans_of_sizes import UnitSizes, plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.braid_training import MICRO_BATCH_SIZE, BraidTraining, ComparedCase, Weights, compared_run, initial_weights
-from tests.distributed.megatron_training import MegatronTraining, megatron_without_cuda, one_pipeline
+from tests.distributed.drop_in_training import megatron_groups
+from tests.distributed.megatron_training import MegatronTraining, megatron_without_cuda
 from tests.distributed.random_source import SampleShape
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_TOKENS = 2, 8, 128
@@ -40,7 +41,7 @@ def measure(hidden_size: int, weights: Weights, num_iterations: int, *, rank: in
     case = build_case(hidden_size)
     sizes = {"llm": UnitSizes(pipeline_parallel_size=NUM_STAGES)}
     plan = plan_disaggregated(case.graph, sizes=sizes, world_size=NUM_STAGES)
-    with one_pipeline(), megatron_without_cuda():
+    with megatron_groups(1, NUM_STAGES), megatron_without_cuda():
         runs = {
             "megatron-core": MegatronTraining(case, weights["llm"]),
             "Braid": BraidTraining(case, compared_run(plan, balance="none")),
@@ -63,7 +64,7 @@ def main() -> None:
     for size in given.hidden:
         weights = run_on_ranks(_first_weights, size, num_ranks=1)
         found[size] = run_on_ranks(measure, size, weights, given.iterations, num_ranks=NUM_STAGES)
-    show(found, of="hidden size", peer="megatron-core's", as_json=given.json)
+    show(found, of="hidden size", peer="megatron-core's own loop", as_json=given.json)
 
 
 if __name__ == "__main__":

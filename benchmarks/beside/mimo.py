@@ -153,7 +153,7 @@ def main() -> None:
         found[f"{data}; {text}"] = run_on_ranks(
             measure, data, layout, weights, planned, given.iterations, num_ranks=layout.num_ranks
         )
-    show(found, of="samples; encoder dp, LLM pp, LLM dp", peer="MIMO's", as_json=given.json)
+    show(found, of="samples; vision dp, LLM pp, LLM dp", peer="megatron-core's MIMO", as_json=given.json)
 
 
 if __name__ == "__main__":

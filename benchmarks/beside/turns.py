@@ -1,10 +1,13 @@
-"""Trains by several runs that take turns, step by step, in the same processes, and shows what they take."""
+"""Compares runs that take turns, and prints what they take, as lines of the table in docs/performance.md."""
 
 import json
 import os
-import statistics
+import shlex
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -22,10 +25,29 @@ class Training(Protocol):
         """Train on it; returns this rank's share of the loss."""
 
 
+def compare(seconds: Sequence[float], peer_seconds: Sequence[float]) -> dict[str, float]:
+    """Return the median of seconds, and the median, the least and the most of their ratios to the peer's, turn by turn."""
+    ratios = [each / other for each, other in zip(seconds, peer_seconds, strict=True)]
+    return {"seconds": median(seconds), "of_peer": median(ratios), "least": min(ratios), "most": max(ratios)}
+
+
+def print_rows(found: Mapping[str, Mapping[str, float]], *, peer: str) -> None:
+    """Print the line of each piece of work in docs/performance.md, from what `compare` returned: with command, machine, load."""
+    machine = f"{os.cpu_count()} x {_processor()}, load {os.getloadavg()[0]:.1f}"
+    for work, row in found.items():
+        ratio = f"{row['of_peer']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
+        print(f"| {work} | {peer} | {ratio} | `python {shlex.join(sys.argv)}` | {machine} |")
+
+
+def _processor() -> str:
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((name.strip() for key, _, name in lines if key.strip() == "model name"), "core")
+
+
 def take_turns(
     runs: Mapping[str, Training], batch_of_step: Callable[[int], Any], num_iterations: int
 ) -> dict[str, dict[str, float]]:
-    """Return for each run the median seconds of a step, and its ratio to the first's and the largest difference of its losses.
+    """Return for each run what `compare` finds beside the first, and the largest difference of its losses from the first's.
 
     The first of all steps is not counted. Collective.
     """
@@ -45,8 +67,7 @@ def take_turns(
     peer = next(iter(runs))
     return {
         name: {
-            "seconds": statistics.median(found),
-            "of_peer": statistics.median(each / other for each, other in zip(found, seconds[peer], strict=True)),
+            **compare(found, seconds[peer]),
             "loss_difference": max(abs(each - other) for each, other in zip(losses[name], losses[peer], strict=True)),
         }
         for name, found in seconds.items()
@@ -69,4 +90,5 @@ def show(found: Mapping[Any, Mapping[str, Mapping[str, float]]], *, of: str, pee
         for name, row in rows.items():
             table.add_row(str(case), name, f"{row['seconds']:.3f}", f"{row['of_peer']:.3f}", f"{row['loss_difference']:.1e}")
     Console().print(table)
-    print(f"load: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    for case, rows in found.items():
+        print_rows({f"{of}: {case}; {name}": row for name, row in list(rows.items())[1:]}, peer=peer)

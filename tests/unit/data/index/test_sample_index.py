@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.data_loading import write_rows
+from benchmarks.beside.energon import write_rows
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices

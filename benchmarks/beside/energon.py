@@ -2,20 +2,20 @@
 
 --samples photographs (noise, in JPEG) with captions are written into --shards tars of WebDataset, and prepared by Energon.
 Each side opens the tars, shuffles, and makes of every sample what a step needs, on --workers processes: the image cut into
-patches by Braid's rule, and the caption as bytes. The sides take turns, --rounds times; printed are medians of the samples per
-second of one pass behind its first batch, of the processor time of the pass, which other work on the machine disturbs less, and
-of the seconds from opening to the first batch (for Braid without its index, and with it). Energon and torchdata are looked for
-in --side FOLDER, into which pip installed them; a side that is missing is named.
+patches by Braid's rule, and the caption as bytes. The sides take turns, --rounds times; compared are the processor time of a
+pass, which other work on the machine disturbs less than its seconds, and the seconds from opening to the first batch (Braid has
+its index, unless this is said). Energon and torchdata are looked for in --side FOLDER, into which pip installed them; a side
+that is missing is named.
 
 Then --rows samples without tokens are an index: seconds until it is open, and until a global batch is drawn, and the memory that
 this took.
 
 --index N instead indexes N samples in tars, images of 16 x 16 with captions, beside Energon's preparation of the same tars, and
-opens what was written as every rank of a run does at its start. Braid's index also has all tokens and the sizes of images. Memory
-is what the processes have each to itself, summed up.
+opens what was written as every rank of a run does at its start; again in turns. Braid's index also has all tokens and the sizes
+of images. Memory is what the processes have each to itself, summed up.
 
-Run `python benchmarks/data_loading.py [--samples N] [--shards N] [--workers N] [--rounds N] [--rows N] [--side FOLDER] [--json]`,
-or with `--index 200000 [--shards N] [--side FOLDER]`.
+Run `python benchmarks/beside/energon.py [--samples N] [--shards N] [--workers N] [--rounds N] [--rows N] [--side FOLDER]
+[--json]`, or with `--index 200000 [--shards N] [--rounds N] [--side FOLDER] [--json]`.
 """
 
 import argparse
@@ -30,16 +30,19 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import numpy as np
 import torch
 from PIL import Image
 
+from benchmarks.beside.turns import compare, print_rows
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, GlobalBatches, split_indices
 from multimodal.data.image_processing import image_to_patches
@@ -57,6 +60,7 @@ GRAPH = ModelGraph.from_dict(
     {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
 )
 TOKENIZER = ByteTokenizer()
+PEERS = {"energon": "megatron-energon", "torchdata": "torchdata's nodes"}
 
 
 def write_tars(folder: Path, *, num_samples: int, num_shards: int) -> None:
@@ -238,7 +242,7 @@ def measure_indexing(work: Callable[[], object]) -> dict[str, float]:
     if process.exitcode:
         raise SystemExit("it failed; its message is above")
     spent = _processor_seconds(resource.RUSAGE_CHILDREN) - used  # not what looking at their memory takes
-    return {"seconds": time.perf_counter() - start, "processor seconds": spent, "mb": most}
+    return {"seconds": time.perf_counter() - start, "processor seconds": spent, "MB": most}
 
 
 def _with_children(pid: str) -> list[str]:
@@ -257,19 +261,63 @@ def _private_mb(pid: str) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1e3
 
 
-def compare_indexing(num_samples: int, num_shards: int) -> dict[str, dict[str, float]]:
+Measured = dict[str, dict[str, list[float]]]
+"""Side -> what was measured -> its value in every round."""
+
+
+def is_installed(side: str) -> bool:
+    """Return whether a side is; prints that it is left out if not."""
+    try:
+        __import__({"energon": "megatron.energon", "torchdata": "torchdata.nodes"}[side])
+    except ImportError as problem:
+        print(f"{side} is left out: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def _record(found: Measured, side: str, values: Mapping[str, float]) -> None:
+    for what, value in values.items():
+        found.setdefault(side, {}).setdefault(what, []).append(value)
+
+
+def compare_indexing(num_samples: int, num_shards: int, *, num_rounds: int) -> Measured:
     """Return what indexing takes, opening the index, and Energon's preparation if it is installed."""
+    found: Measured = {}
+    with_energon = is_installed("energon")
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base)
         write_small_tars(folder, num_samples=num_samples, num_shards=num_shards)
-        found = {name: measure_indexing(partial(open_source, folder)) for name in ("braid, indexing", "braid, each start")}
-        try:
-            import megatron.energon  # noqa: F401
-
-            found["energon, preparation"] = measure_indexing(partial(prepare_for_energon, folder))
-        except ImportError as problem:
-            print(f"energon is left out: {problem}")
+        for _ in range(num_rounds):
+            for side in ("braid", "braid, each start"):
+                _record(found, side, measure_indexing(partial(open_source, folder)))
+            shutil.rmtree(folder / FOLDER_NAME)
+            if with_energon:
+                _record(found, "energon", measure_indexing(partial(prepare_for_energon, folder)))
+                shutil.rmtree(folder / ".nv-meta")
     return found
+
+
+def compare_loading(folder: Path, *, num_samples: int, num_workers: int, num_rounds: int) -> Measured:
+    """Return what loading the tars takes, of every side that is installed."""
+    sides: dict[str, Callable[[Path, int], Iterable[Any]]] = {"braid, no index": braid, "braid": braid}
+    sides |= {name: side for name, side in (("energon", energon), ("torchdata", torchdata)) if is_installed(name)}
+    if "energon" in sides:
+        prepare_for_energon(folder)
+    found: Measured = {}
+    for _ in range(num_rounds):
+        shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
+        for name, side in sides.items():
+            _record(found, name, measure(partial(side, folder, num_workers), num_samples=num_samples))
+    return found
+
+
+def show(found: Measured, compared: Mapping[tuple[str, str], str], *, suffix: str = "") -> None:
+    """Print medians of all sides, and the lines of what is compared: (side of Braid, what was measured) -> work."""
+    for name, each in found.items():
+        print(f"{name}: {', '.join(f'{median(values):.3g} {what}' for what, values in each.items())}")
+    for peer in (peer for peer in PEERS if peer in found):
+        for (side, what), work in compared.items():
+            print_rows({work: compare(found[side][what], found[peer][what])}, peer=f"{PEERS[peer]}{suffix}")
 
 
 def main() -> None:
@@ -285,41 +333,26 @@ def main() -> None:
         sys.path.append(str(flags.side))
         os.environ["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}:{flags.side}"
     if flags.index:
-        for name, each in compare_indexing(flags.index, flags.shards).items():
-            print(f"{name:20} {', '.join(f'{value:.2f} {what}' for what, value in each.items())}")
-        print(f"load {os.getloadavg()[0]:.1f}")
+        found = compare_indexing(flags.index, flags.shards, num_rounds=flags.rounds)
+        if flags.json:
+            print(json.dumps({"sides": found, "load": os.getloadavg()[0]}))
+            return
+        work = f"indexing {flags.index:,} small samples of tars"
+        show(found, {("braid", each): f"{work}: {each}" for each in ("processor seconds", "MB")}, suffix="'s preparation")
         return
-    found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "set"
         folder.mkdir()
         write_tars(folder, num_samples=flags.samples, num_shards=flags.shards)
-        sides: dict[str, Callable[[Path, int], Iterable[Any]]] = {"braid, no index": braid, "braid": braid}
-        for name, side, needs in (("energon", energon, prepare_for_energon), ("torchdata", torchdata, lambda _: None)):
-            try:
-                __import__({"energon": "megatron.energon", "torchdata": "torchdata.nodes"}[name])
-                needs(folder)
-                sides[name] = side
-            except ImportError as problem:
-                print(f"{name} is left out: {problem}")
-        for _ in range(flags.rounds):
-            for name, side in sides.items():
-                if name == "braid, no index":
-                    shutil.rmtree(folder / FOLDER_NAME, ignore_errors=True)
-                for what, value in measure(partial(side, folder, flags.workers), num_samples=flags.samples).items():
-                    found.setdefault(name, {}).setdefault(what, []).append(value)
+        found = compare_loading(folder, num_samples=flags.samples, num_workers=flags.workers, num_rounds=flags.rounds)
         rows = measure_rows(Path(base) / "index", flags.rows)
-    report = {name: {what: median(values) for what, values in each.items()} for name, each in found.items()}
     if flags.json:
-        print(json.dumps({"sides": report, "index": rows, "load": os.getloadavg()[0]}))
+        print(json.dumps({"sides": found, "index": rows, "load": os.getloadavg()[0]}))
         return
-    for name, each in report.items():
-        used, first = each["processor ms per sample"], each["seconds to first batch"]
-        rate = f"{each['samples per second']:.1f} samples/s, {used:.2f} ms of processors each"
-        print(f"{name:16} {rate}; first batch after {first:.2f} s")
+    of_sample = ("braid", "processor ms per sample"), f"a decoded sample of tars, {flags.workers} workers: processor time"
+    show(found, dict([of_sample, (("braid", "seconds to first batch"), "the same: seconds to the first batch")]))
     took = f"{rows['seconds to open']:.3f} s to open it, {rows['seconds to draw']:.2f} s to the first batch of 512"
     print(f"an index of {rows['rows']:,} samples: {took}, {rows['mb']:.0f} MB")
-    print(f"load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
