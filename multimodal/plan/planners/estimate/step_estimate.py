@@ -119,10 +119,10 @@ def slowdown(
 ) -> float:
     """Return the time of a pipeline's step relative to one of average microbatches.
 
-    Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: next to each other, heavy
-    microbatches cause one wait, while in random order each of them would cause one. Over several units together, a microbatch
-    weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run. num_chunks:
-    layer ranges of each stage.
+    Runs interleaved 1F1B, as `chain_seconds`, over equal ranges on microbatches as a balancer leaves them, the heaviest first:
+    next to each other, heavy ones cause one wait, while in random order each of them would cause one. Over several units, a
+    microbatch weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run.
+    num_chunks: layer ranges of each stage.
     """
     if num_stages <= 1 or not request.loads.vary:
         return 1.0
