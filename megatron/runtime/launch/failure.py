@@ -167,12 +167,15 @@ def _leave(meeting: "Meeting | None") -> None:
 
 
 def explain_lost_ranks(problem: BaseException, meeting: "Meeting") -> BaseException:
-    """Turn torch's error about a lost rank into one that names the rank; other errors are returned unchanged."""
+    """Turn torch's error about a lost rank, or loader process, into one that names it; other errors are returned unchanged."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
+    rank, reason = meeting.place.rank, first_line(problem)[:200]
+    if _says(problem, ("DataLoader worker",)):
+        fix = "if memory is short, lower --num-workers; if data changed meanwhile, restore them; then resume"
+        return RanksLostError(f"rank {rank} lost a process that loads its data: {FAULTS}; {fix} ({reason})")
     if not is_lost and not is_late:
         return problem
     answers = meeting.call_roll(seconds=_ROLL_CALL_SECONDS)
-    rank, reason = meeting.place.rank, first_line(problem)[:200]
     missing = [other for other in range(meeting.place.size) if other != rank and other not in answers]
     if missing:
         happened = "lost its connection to" if is_lost else "waited longer than --distributed-timeout-minutes for"

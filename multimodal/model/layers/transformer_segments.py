@@ -29,25 +29,10 @@ from multimodal.model.norm import normalised
 from multimodal.model.weight_gradient_queue import accumulate_into_buffers
 
 
-class _Product(Module):
-    """A tensor parallel linear layer without its collectives."""
-
-    def __init__(self, linear: Any) -> None:
-        super().__init__()
-        self._held = (linear,)
-
-    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the product on this rank, and the bias if the caller adds it."""
-        (linear,) = self._held
-        leaves_bias = linear.te_return_bias if is_engine_linear(linear) else linear.skip_bias_add
-        bias, left = (None, bias_of(linear)) if leaves_bias else (bias_of(linear), None)
-        return deferrable_linear(rows, linear.weight, bias, adapter_of(linear)), left
-
-
 class _AsIs(Module):
     """Replaces a linear layer that another part runs."""
 
-    def __init__(self, linear: Any | None = None) -> None:
+    def __init__(self, linear: Any = None) -> None:
         super().__init__()
         self._held = (linear,)
 
@@ -55,6 +40,17 @@ class _AsIs(Module):
         """Return the rows, and the bias of the layer that made them."""
         (linear,) = self._held
         return rows, bias_of(linear) if linear is not None else None
+
+
+class _Product(_AsIs):
+    """A tensor parallel linear layer without its collectives."""
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the product on this rank, and the bias if the caller adds it."""
+        (linear,) = self._held
+        leaves_bias = linear.te_return_bias if is_engine_linear(linear) else linear.skip_bias_add
+        bias, left = (None, bias_of(linear)) if leaves_bias else (bias_of(linear), None)
+        return deferrable_linear(rows, linear.weight, bias, adapter_of(linear)), left
 
 
 def bias_of(linear: Any) -> Tensor | None:
