@@ -61,6 +61,7 @@ FULL, NO_MEMORY = OSError(28, "No space left on device"), RuntimeError("no memor
 SAVES: dict[str, tuple[Any, str, int, Exception, str]] = {
     "disk full on rank 1": (storage, "write_tensors", 1, FULL, SAVING),
     "disk full on rank 0": (storage, "write_index", 0, FULL, SAVING),
+    "no room for a folder": (checkpoint_folder, "hidden_folder", 0, FULL, SAVING),
     "rename fails": (checkpoint_folder, "sync_folder", 0, FULL, SAVING),
     "planning fails": (storage, "offer_pieces", 1, FULL, SAVING),
     "no memory for a copy": (BackgroundSave, "_copy", 1, NO_MEMORY, COPYING),

@@ -186,22 +186,23 @@ def _write(
         check_right()
         return open_partial(folder, step=step)
 
-    def complete(written: Sequence[tuple[dict[str, int], TensorIndex]]) -> Path:
+    def complete(partial_folder: Path, written: Sequence[tuple[dict[str, int], TensorIndex]]) -> Path:
         index_size, index_crc32 = storage.write_index(partial_folder, [index for _, index in written])
         sizes = {name: size for files, _ in written for name, size in files.items()} | {storage.INDEX_NAME: index_size}
         write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=index_crc32))
         check_right()
         return complete_partial(partial_folder, step=step)
 
-    partial_folder = on_first_rank(begin, what=what, group=group)
+    unfinished: Path | None = None
     try:
+        unfinished = partial_folder = on_first_rank(begin, what=what, group=group)
         writers = storage.choose_writers(on_all_ranks(lambda: storage.offer_pieces(tensors), what=what, group=group))
         written = on_all_ranks(lambda: storage.write_tensors(partial_folder, tensors, writers), what=what, group=group)
-        final = on_first_rank(lambda: complete(written), what=what, group=group)
+        final = on_first_rank(lambda: complete(partial_folder, written), what=what, group=group)
     except CheckpointError as problem:
-        if dist.get_rank() == 0 and partial_folder.exists():
+        if dist.get_rank() == 0 and unfinished is not None and unfinished.exists():
             with suppress(OSError):
-                remove_checkpoint(partial_folder)
+                remove_checkpoint(unfinished)
         raise CheckpointError(f"{problem}; earlier checkpoints are untouched: make room or correct --save, and resume") from None
     on_first_rank(prune, what=f"{final} is complete, but removing older ones", group=group)
 
