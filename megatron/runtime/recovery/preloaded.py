@@ -10,8 +10,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 _PR_SET_PDEATHSIG = 1
 _REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
-for _number in _REQUESTS_TO_STOP:
-    signal.signal(_number, signal.SIG_IGN)  # Slurm signals every process, and the ranks would end with the one that forks them
+# Slurm signals every process, and the ranks would end with the one that forks them; what comes to a rank waits until it listens.
+signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS_TO_STOP)
 
 
 def die_with_supervisor() -> None:
@@ -19,3 +19,4 @@ def die_with_supervisor() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _REQUESTS_TO_STOP:
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS_TO_STOP)

@@ -57,11 +57,11 @@ class Supervisor:
     def __init__(self, flags: argparse.Namespace, command: Sequence[str], *, start_method: str = "forkserver") -> None:
         """start_method: `fork`, directly from this process, if it has one thread and has imported the ranks' modules."""
         self._flags, self._command = flags, command
-        first = flags.node
         self._ledger = open_ledger(flags.address, flags.port, flags.secret)
         self._patience_seconds = PATIENCE_SECONDS
         self._nodes = []
-        for number in range(first, first + flags.nodes_here):
+        self._requests: list[int] = []  # signals to pass on once no rank is starting, which has no process number yet
+        for number in range(flags.node, flags.node + flags.nodes_here):
             told = self._flag(f"processes/{number}")  # by another supervisor of this node, which has been lost
             self._nodes.append(_Node(number, int(told.partition(":")[0]) if told else -1))
         self._context: Any = multiprocessing.get_context(start_method)
@@ -70,16 +70,13 @@ class Supervisor:
     def run(self) -> int:
         """Start all ranks and return when none is left and none will be restarted; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._pass_on)
+            signal.signal(number, lambda number, frame: self._requests.append(number))
         try:
             for node in self._nodes:
                 self._start(node)
             while any(node.exit_code is None or node.return_at is not None for node in self._nodes):
-                running = [process.sentinel for node in self._nodes for process in node.processes]
-                if running:
-                    wait(running, timeout=_LOOK_SECONDS)
-                else:
-                    time.sleep(_LOOK_SECONDS)
+                wait([process.sentinel for node in self._nodes for process in node.processes], timeout=_LOOK_SECONDS)
+                self._pass_on()
                 self._patience_seconds = float(self._flag(PATIENCE) or self._patience_seconds)
                 for node in self._nodes:
                     self._look_at(node)
@@ -168,12 +165,14 @@ class Supervisor:
     def _is_over(self) -> bool:
         return any(node.exit_code == 0 for node in self._nodes) or self._flag("over") is not None
 
-    def _pass_on(self, number: int, frame: object) -> None:
-        for node in self._nodes:
-            node.return_at = None
-            for process in node.processes:
-                with suppress(OSError):
-                    os.kill(process.pid or 0, number)
+    def _pass_on(self) -> None:
+        while self._requests:
+            number = self._requests.pop(0)
+            for node in self._nodes:
+                node.return_at = None
+                for pid in (process.pid for process in node.processes if process.pid):
+                    with suppress(OSError):
+                        os.kill(pid, number)
 
 
 def _run_rank(command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -50,25 +50,27 @@ def test_a_node_under_another_supervisor_is_a_new_incarnation():
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_message(is_frozen, monkeypatch, capsys):
-    port, thaw = free_port(), threading.Event()
+    port, thaw, handlers = free_port(), threading.Event(), {}
     kept = [keep("127.0.0.1", port)]
     flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
     supervised = Supervisor(flags, command)
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     if is_frozen:
         monkeypatch.setattr(supervised, "_patience_seconds", 0.1)
         monkeypatch.setattr(supervised._ledger, "tell", lambda *args, **values: thaw.wait())
     else:
-        monkeypatch.setattr(supervised, "_start", lambda node: supervised._ledger.flag("other"))
+        supervised._nodes[0].processes = [SimpleNamespace(pid=None, kill=lambda: None)]  # starting: 0 would be the whole group
+        monkeypatch.setattr(supervised, "_start", lambda node: (handlers[15](15, None), supervised._ledger.flag("other")))
         kept.clear()
     assert supervised.run() == 1
+    assert supervised._requests == ([] if is_frozen else [signal.SIGTERM])
     reason = " (the store in which the ranks meet does not answer" if is_frozen else ""
     assert f"the store at 127.0.0.1:{port} is gone{reason}" in capsys.readouterr().err
     thaw.set()
 
 
 def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks():
-    """Slurm sends it to every process of a step; a rank, which is told so by the supervisor, too, handles it itself."""
+    """Slurm sends it to every process of a step; a rank handles it itself, and what came while it was forked."""
     program = """
 import os, signal
 from megatron.runtime.recovery.preloaded import die_with_supervisor
@@ -76,11 +78,10 @@ os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGUSR1)
 print("alive", flush=True)
 die_with_supervisor()
-os.kill(os.getpid(), signal.SIGTERM)
 print("still alive")
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
+    assert (found.stdout, found.returncode) == ("alive\n", -signal.SIGUSR1), found.stderr
 
 
 def test_the_store_listens_at_its_address_only():
@@ -235,14 +236,16 @@ def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(waitin
     supervised, ended, started = Supervisor(flags, command), [], []
     monkeypatch.setattr(supervised, "_start", started.append)
     (node,) = supervised._nodes
-    node.incarnation = 0
-    node.processes = [SimpleNamespace(exitcode=None, kill=lambda: ended.append("killed"), join=lambda: ended.append("joined"))]
+    node.incarnation, supervised._requests = 0, [signal.SIGUSR1]
+    node.processes = [SimpleNamespace(pid=7, exitcode=None, **{end: partial(ended.append, end) for end in ("kill", "join")})]
+    monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
     supervised._look_at(node)
-    assert not ended
+    supervised._pass_on()
+    assert ended == [(7, signal.SIGUSR1)]
     kept.set_flag("kill/0/0")  # as the keeper does after the timeout (test_a_survivor_that_never_arrives_is_left_out)
     supervised._look_at(node)
     supervised._look_at(node)
-    assert (ended, started) == (["killed", "joined"], [node])
+    assert (ended[1:], started) == (["kill", "join"], [node])
     waiting.place_in_step, waiting._has_left = sys.exit, True
     never.set()
     for thread in (beating, cutting):
