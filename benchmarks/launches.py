@@ -1,4 +1,4 @@
-"""Claim: what an action launches grows by some 45 operations a layer in forwards and 70 in backwards, and hardly otherwise.
+"""Claim: what an action launches grows by some 40 operations a layer in forwards and 70 in backwards, and hardly otherwise.
 
 One process trains a small model on the digits in the real loop, and every operation of torch that computes (views, shapes and
 empty tensors do not count) is counted in the third step, by the action that runs and outside of all actions. On a GPU each is a
