@@ -40,7 +40,7 @@ NUM_MICROBATCHES = 2 * NUM_RANKS
 """Number of the LLM's microbatches: two for each encoder replica."""
 WAITING = 0.3
 """Share of the LLM's computations in which it waits for its tensor parallel ranks."""
-NUM_CARRIERS = 3
+NUM_CARRIERS = 4
 """Number of the LLM's first forwards and of its last backwards on every rank whose waits an encoder's computation fills."""
 NUM_SEGMENTS = NUM_CARRIERS * NUM_WAITS
 """Number of segments of an encoder with two layers: one for each wait."""
