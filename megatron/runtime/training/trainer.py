@@ -42,6 +42,7 @@ class _Executed(NamedTuple):
     step: Step
     result: StepResult
     losses: LossMeans
+    expert_losses: float
     learning_rate: float
     start: float
     """Start by `time.perf_counter`; the end of the schedule is by the same clock."""
@@ -96,10 +97,10 @@ class Trainer:
             self._running = None
         clock = self.session.executor.clock
         executed = clock.origin_seconds + max((event.end_seconds for event in result.events), default=0.0)
-        losses = self._means(result.loss_sums, step.loss_counts)
+        losses, expert_losses = self._means(result.loss_sums, step.loss_counts, self.session.take_expert_losses())
         rates = {"max_lr": self.settings.lr, "min_lr": self.settings.min_lr}  # also on a rank that trains nothing
         learning_rate = float(self.scheduler.get_lr(rates))
-        self._executed = _Executed(step, result, losses, learning_rate, start, executed)
+        self._executed = _Executed(step, result, losses, expert_losses, learning_rate, start, executed)
         known = float(self.session.gradient_norm() if norm is None else norm)
         self.check()
         self.finish(Outcome(number, losses.total, losses.generators, known), is_updated=norm is not None)
@@ -149,7 +150,7 @@ class Trainer:
                 num_tokens += step.num_target_tokens  # of all ranks, which every rank knows
                 num_samples += len(in_words)
         correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
-        means = self._means(sums, counts)
+        means, _ = self._means(sums, counts)
         return EvaluationReport(
             loss=means.total,
             generator_loss=means.generators,
@@ -163,14 +164,12 @@ class Trainer:
         assert self.outcome is not None
         step, result = done.step, done.result
         split = seconds_by_resource(result.events)
-        expert_losses = self.session.take_expert_losses()
         means = [split["compute"], split["communication"], split["waiting"], end - done.end]
         largest = [end - done.start, float(result.peak_activation_bytes), float(platform.memory_bytes())]
         if not is_alone:
-            ranks = self._gather([*means, expert_losses, *largest])
+            ranks = self._gather([*means, *largest])
             self.compute_seconds = ranks[0]
-            means, largest = [fmean(values) for values in ranks[:4]], [max(values) for values in ranks[5:]]
-            expert_losses = sum(ranks[4])
+            means, largest = [fmean(values) for values in ranks[:4]], [max(values) for values in ranks[4:]]
         step_seconds, peak_bytes, memory_bytes = largest
         flops = step.flops or step_flops(step.graph, tuple(step.lengths.values()), vocab_size=self.session.options.vocab_size)
         num_moe_layers = sum(map(step.graph.backbone.layers.count, MOE_KINDS))
@@ -178,7 +177,7 @@ class Trainer:
             loss=self.outcome.loss,
             generator_loss=self.outcome.generator_loss,
             data_set_losses=done.losses.by_data_set,
-            load_balancing_loss=expert_losses / step.num_tokens / max(1, num_moe_layers),
+            load_balancing_loss=done.expert_losses / step.num_tokens / max(1, num_moe_layers),
             grad_norm=self.outcome.grad_norm,
             learning_rate=done.learning_rate,
             num_samples=len(step.lengths),
@@ -196,10 +195,11 @@ class Trainer:
             memory_bytes=int(memory_bytes),
         )
 
-    def _means(self, sums: Mapping[str | int, float], counts: Mapping[str | int, float]) -> LossMeans:
-        """Return the means over all ranks; sums: this rank's; collective."""
-        totals = zip(counts, self._sum([sums.get(key, 0.0) for key in counts]), strict=True)
-        return LossMeans.of(dict(totals), counts, backbone=self.session.graph.backbone.name)
+    def _means(self, sums: Mapping[Any, float], counts: Mapping[Any, float], of_experts: float = 0.0) -> tuple[LossMeans, float]:
+        """Return the means over all ranks, and the sum of their experts' losses; sums, of_experts: this rank's; collective."""
+        *totals, expert_losses = self._sum([*(sums.get(key, 0.0) for key in counts), of_experts])
+        found = dict(zip(counts, totals, strict=True))
+        return LossMeans.of(found, counts, backbone=self.session.graph.backbone.name), expert_losses
 
     def _sum(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
