@@ -168,6 +168,7 @@ WRONG = {
     "image of a video": (("--prompt", "what?", "--video", "a.mp4", "--output", "a.png"), "--video would be ignored"),
     "image for an LLM": (("--prompt", "what?", "--image", "a.png"), "images, which no unit of the model takes"),
     "greedy and top-k": (("--prompt", "what?", "--top-k", "3"), "set one"),
+    "no turns": (("--prompt", "what?", "--chat-template", "none"), "questions need 279 tokens, those of turns"),
     "cold": (("--prompt", "what?", "--temperature", "-1"), "expected 0"),
     "improbable": (("--prompt", "what?", "--temperature", "1", "--top-p", "2"), "expected a probability"),
     "held out of what": (("--held-out", "3"), "needs --load and --run-flags"),
@@ -180,7 +181,7 @@ def test_wrong_input_ends_with_the_fix(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags, says = WRONG[name]
     folder = tmp_path / "model"
-    build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
+    build_wide_model(lambda: small_qwen2(vocab_size=276), folder)
     write_tokenizer(folder, template=CHATML)
     assert generate.main(["--load-hf", str(folder), *flags]) == 2
     assert re.search(re.escape(says), capsys.readouterr().err)

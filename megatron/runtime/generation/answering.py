@@ -220,6 +220,11 @@ class Answering:
 def open_answering(session: Session, model: StoredModel, path: Path, **frames: Any) -> Answering:
     """Return what answers the samples of a file, in any form that --data-path takes; frames: as in `open_questions`."""
     tokenizer, chat = model.texts.open()
+    if chat is None and tokenizer.vocab_size > (num_rows := model.graph.backbone.vocab_size or model.vocab_size):
+        raise ConfigError(
+            f"{model.texts.tokenizer_model}: questions need {tokenizer.vocab_size} tokens, those of turns included, but the "
+            f"model has {num_rows}; give its --chat-template FILE, or train it first"
+        )
     source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat, **frames)
     if session.graph.passes_items_on:
         source = PassedItems(source, graph=session.graph)

@@ -152,7 +152,6 @@ def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) 
                 f"--save-adapter {folder}: unit '{unit.name}' has adapters, and transformers calls its modules otherwise than "
                 "their weights in files; use --save-hf, which adds them to the weights"
             )
-    for unit in graph.units:
         if not unit.freeze_module and unit.lora is None:
             raise CheckpointError(
                 f"--save-adapter {folder}: unit '{unit.name}' trains all of its weights, and adapters are written with "

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,11 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
     path = folder / "config.json"
     config: Any = read_mapping(path, error=ConfigError) if path.is_file() else {}
     config = {**config, **config.get("thinker_config", {})}
-    ends = tuple(map(tokenizer.id_of, _ROW_ENDS)) if (config.get("vision_config") or {}).get("model_type") == "pixtral" else ()
-    if MISSING in ends:
-        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_ROW_ENDS)}; give the model's own")
-    wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
-    if MISSING in wrap:
-        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
+    spelled = _ROW_ENDS if (config.get("vision_config") or {}).get("model_type") == "pixtral" else ()
+    wrapping = _WRAPPED.get(config.get("model_type"), ())
+    ends, wrap = (tuple(map(tokenizer.id_of, tokens)) for tokens in (spelled, wrapping))
+    if MISSING in (*ends, *wrap):
+        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(spelled or wrapping)}; give the model's own")
     special, spellings = tokenizer.special, tokenizer.special_spellings
     found: dict[str, Placeholder] = {}
     for kind, (start, own, end) in ((kind, special.around(kind)) for kind in _KINDS):
@@ -79,7 +78,7 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
         before, behind = (spellings.get(number, "") for number in around)
         spelling = f"{before}{spellings[token_id]}{behind}" if before and behind else spellings[token_id]
         row_ends = (ends[0], ends[1]) if ends and kind == "image" else None
-        found[kind] = Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]), row_ends)
+        found[kind] = Placeholder(token_id, spelling, wrap[:1], wrap[1:], row_ends)
     return found
 
 
@@ -102,7 +101,9 @@ class ChatFormat:
         text, spans, prompt = self._template.render_example()
         tokens, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=False)
         asked, _ = self._tokenizer.encode_rendered(prompt, adds_special_tokens=False)
-        first = int(_trained(offsets, spans).argmax())
+        between = text[len(prompt) : spans[0][0]] if text.startswith(prompt) else ""
+        self._lead = "" if between.strip() else between  # what is generated first, where a template marks less
+        first = int(_trained(offsets, self._with_lead(text, spans)).argmax())
         if asked != tokens[:first]:
             before = text[: offsets[first][0]]
             raise ConfigError(
@@ -141,7 +142,11 @@ class ChatFormat:
             {"role": role, "content": parts if self._template.takes_parts else self._joined(parts)}
             for role, parts in _messages(segments, hide=self._hide)
         ]
-        return self._template.render(messages)
+        text, spans = self._template.render(messages)
+        return text, self._with_lead(text, spans)
+
+    def _with_lead(self, text: str, spans: list[Span]) -> list[Span]:
+        return [(start - len(self._lead) * text.endswith(self._lead, 0, start), end) for start, end in spans]
 
     def _joined(self, parts: Sequence[dict[str, Any]]) -> str:
         """Return the content of a message as one text, for templates without parts; images at its ends have their own lines."""
@@ -182,7 +187,7 @@ class ChatFormat:
 
     def _hide(self, text: str) -> str:
         """Replace spellings of special tokens in a text by their ids between private-use characters."""
-        text = text.encode(errors="replace").decode()
+        text = text.encode(errors="replace").decode().replace(_HIDDEN, "?")
         if self._spelled is None:
             return text
         return self._spelled.sub(lambda match: f"{_HIDDEN}{self._tokenizer.id_of(match[0])}{_HIDDEN}", text)
@@ -202,8 +207,6 @@ class ChatFormat:
     def _shown(self, text: str, spans: list[Span]) -> tuple[str, list[Span], dict[int, str]]:
         """Restore the spellings of hidden tokens; returns text, spans, and the start of each such spelling."""
         matches = list(_HIDDEN_TOKEN.finditer(text))
-        if not matches:
-            return text, spans, {}
         spelled = [self._spellings[int(match[1])] for match in matches]
         shown, moved = _replaced(text, matches, spelled)
         literal = {moved(match.start()): new for match, new in zip(matches, spelled, strict=True)}
@@ -264,27 +267,19 @@ def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
 
 def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield (role, parts) of every turn: an item belongs to the turn around or behind it, but not to an answer behind it."""
-    turns: list[tuple[str, list[dict[str, Any]]]] = []
-    waiting: list[dict[str, Any]] = []
-    for segment in segments:
+    turns, waiting = list[tuple[str, list[dict[str, Any]]]](), list[dict[str, Any]]()
+    for segment, behind in pairwise([*segments, TextSegment("", ""), None]):
         if not isinstance(segment, TextSegment):
             kind = segment.kind if isinstance(segment, ItemSegment) else "image"
             waiting.append({"type": kind, kind: ""})  # some templates ask for the type, some for the key
             continue
-        part = {"type": "text", "text": hide(segment.text)}
         last = turns[-1][0] if turns else None
-        if last == segment.role:
-            turns[-1][1].extend([*waiting, part])
-        elif waiting and segment.role != "user" and last == "user":
+        if waiting and segment.role not in ("user", last):
+            turns += [] if last == "user" else [("user", [])]
             turns[-1][1].extend(waiting)
-            turns.append((segment.role, [part]))
-        elif waiting and segment.role != "user":
-            turns += [("user", waiting), (segment.role, [part])]
-        else:
-            turns.append((segment.role, [*waiting, part]))
+            waiting = []
+        turns += [] if last == segment.role else [(segment.role, [])]
+        opens_items = last == "assistant" != segment.role and not segment.text and isinstance(behind, ItemSegment)
+        turns[-1][1].extend([*waiting, *([] if opens_items else [{"type": "text", "text": hide(segment.text)}])])
         waiting = []
-    if waiting:
-        if not turns or turns[-1][0] != "user":
-            turns.append(("user", []))
-        turns[-1][1].extend(waiting)
-    yield from turns
+    yield from turns[:-1]

@@ -77,15 +77,18 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     for here, message in turns:
         if not isinstance(message, dict):
             raise DataError(f"{here}: expected an object with '{role_key}' and '{text_key}', found {type(message).__name__}")
-        previous = _next_role(message, role_key, previous=previous, where=here)
+        is_behind_answer, previous = previous == "assistant", _next_role(message, role_key, previous=previous, where=here)
         learnt = [name for name in _WEIGHTS if message.get(name) == (previous == "assistant")]
         check_keys(message, (role_key, text_key, *learnt), where=here)
         content = required(message, text_key, (str, list), where=here)
         if isinstance(content, str):
-            segments += _marked_text(content, role=previous, listed=listed, where=here)
+            own = [*_marked_text(content, role=previous, listed=listed, where=here)]
         else:
             parts = ((part, f"{here}.{text_key}[{index}]") for index, part in enumerate(content))
-            segments += (_part(part, role=previous, listed=listed, where=place) for part, place in parts)
+            own = [_part(part, role=previous, listed=listed, where=place) for part, place in parts]
+        if is_behind_answer and not any(isinstance(each, TextSegment) for each in own):
+            segments.append(TextSegment(previous, ""))  # else the next answer would go on with the one before
+        segments += own
     for kind, found in paths.items():
         if listed[kind]:
             raise DataError(

@@ -176,14 +176,13 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
     path = check_path(required(segment, "path", (str,), where=where), where=where)
     unit = None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
     size: Any = (segment.get("width"), segment.get("height")) if kind == "image" else (None, None)
-    if size == (None, None):
-        return FileSegment(kind, path, unit, role == "assistant")
-    if not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
+    is_known = size != (None, None)
+    if is_known and not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in size):
         raise DataError(
             f"{where}: width and height must be positive whole numbers, found {shown(size[0])} and {shown(size[1])}; "
             "correct or remove both"
         )
-    return FileSegment(kind, path, unit, role == "assistant", size)
+    return FileSegment(kind, path, unit, role == "assistant", size if is_known else None)
 
 
 MANIFEST_NAME = "manifest.jsonl"

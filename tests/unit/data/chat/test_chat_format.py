@@ -78,6 +78,8 @@ def test_only_what_the_assistant_says_is_trained(open_model, template, expected)
     """And the token that ends its turn, but not the line end behind that."""
     model = open_model(template)
     assert model.trained_text(model.build(TURNS)) == expected
+    number = model.trained_text(model.build([QUESTION, TextSegment("assistant", "47\U0010fffd1\U0010fffd")]))
+    assert "47?1?" in number and number.startswith(" ") == expected.startswith(" ")  # a token of its own before a digit
 
 
 @pytest.mark.parametrize(
@@ -94,28 +96,26 @@ def test_placeholders_are_expanded_as_processors_do(open_model, template, config
     config = config if placeholder else {**config, "image_token_id": 272}
     model = open_model(template, **config)
     segments = [ItemSegment(3), TextSegment("user", "look the"), ANSWER, TextSegment("user", "and"), ItemSegment(2), ANSWER]
+    segments += [TextSegment("user", ""), ItemSegment(1), ANSWER]  # a turn without text, as data with chats have it
     conversation = model.build(segments)
     as_text = template == LLAMA2
     parts: list[Any] = [
         [{"type": "image"}, {"type": "text", "text": "look the"}],
         [{"type": "text", "text": "and"}, {"type": "image"}],
+        [{"type": "image"}],
     ]
-    contents = ["<image>\nlook the", "and\n<image>"] if as_text else parts
+    contents = ["<image>\nlook the", "and\n<image>", "<image>\n"] if as_text else parts
     answer = ANSWER.text if as_text else [{"type": "text", "text": ANSWER.text}]
-    asked = [
-        message
-        for content in contents
-        for message in ({"role": "user", "content": content}, {"role": "assistant", "content": answer})
-    ]
+    asked = [{"role": role, "content": each} for content in contents for role, each in (("user", content), ("assistant", answer))]
     text = model.theirs.apply_chat_template(asked, tokenize=False)
     mark = placeholder or "<IMG_CONTEXT>"
-    first, second, third = text.split(mark)
     wrap = ("", "") if placeholder else ("<img>", "</img>")
-    expanded = f"{first}{wrap[0]}{mark * 3}{wrap[1]}{second}{wrap[0]}{mark * 2}{wrap[1]}{third}"
+    first, *others = text.split(mark)
+    expanded = first + "".join(f"{wrap[0]}{mark * n}{wrap[1]}{rest}" for n, rest in zip((3, 2, 1), others, strict=True))
     assert conversation.token_ids.tolist() == model.theirs(expanded, add_special_tokens=False)["input_ids"]
     placeholders = np.flatnonzero(conversation.token_ids == model.theirs.convert_tokens_to_ids(mark))
     spans = [list(range(start, start + length)) for _, start, length in conversation.item_starts]
-    assert [len(span) for span in spans] == [3, 2] and placeholders.tolist() == [*spans[0], *spans[1]]
+    assert [len(span) for span in spans] == [3, 2, 1] and placeholders.tolist() == [*spans[0], *spans[1], *spans[2]]
     assert not conversation.is_trained[placeholders].any()
 
 
