@@ -1,5 +1,6 @@
 """Trains a multimodal LLM: `torchrun --nproc-per-node N pretrain_mllm.py --config FILE.yaml [flags]`; see `--help`."""
 
+import faulthandler
 import logging
 import os
 import sys
@@ -54,4 +55,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # a mapped file that is cut off during a run ends a rank by SIGBUS, which says nothing by itself
     main(sys.argv[1:])

@@ -136,8 +136,8 @@ def _making_options(flags: Any) -> dict[str, Any] | None:
 
 
 def _generation_options(flags: Any) -> dict[str, Any]:
-    if not 0 <= flags.temperature < float("inf"):
-        raise ConfigError(f"--temperature {flags.temperature}: expected 0 (the likeliest token) or more")
+    if flags.temperature and not 1e-3 <= flags.temperature < float("inf"):
+        raise ConfigError(f"--temperature {flags.temperature}: expected 0 (the likeliest token) or at least 0.001")
     if flags.top_p is not None and not 0 < flags.top_p <= 1:
         raise ConfigError(f"--top-p {flags.top_p}: expected a probability above 0, up to 1")
     if not flags.temperature and (flags.top_p is not None or flags.top_k is not None):

@@ -45,7 +45,7 @@ SIZE_NAMES = {
     "cp": "context_parallel_size",
     "pp": "pipeline_parallel_size",
     "dp": "data_parallel_size",
-    "v": "virtual_stages",
+    "v": "virtual_pipeline_size",
 }
 
 

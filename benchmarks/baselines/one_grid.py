@@ -26,7 +26,7 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     they follow each other in the chain. tp, cp, pp, V and dp are those with the shortest expected step. Raises PlanError if
     nothing fits.
     """
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    fixed = request.fixed(request.graph.backbone.name).virtual_pipeline_size
     pairs = product(list_shapes(request), (fixed,) if fixed else VIRTUAL_STAGES)
     grids = (cut_grid(request, shape, virtual_stages=number) for shape, number in pairs if shape.can_hold(number))
     grid, seconds = choose_candidates(request, grids, seconds=grid_seconds, least_seconds=lambda *_: 0.0)[0]
@@ -48,7 +48,7 @@ def plan_fsdp(request: PlanningRequest) -> PlannedRun:
     asked, names = request.changed(sharding="optim_grads_params"), request.graph.unit_names
     for name in names:
         fixed = request.fixed(name)
-        sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_stages
+        sizes = fixed.tensor_parallel_size, fixed.pipeline_parallel_size, fixed.virtual_pipeline_size
         if any(size not in (None, 1) for size in sizes):
             raise PlanError(f"has tp 1 and pp 1, but unit '{name}' has other fixed sizes; unfix them or choose another planner")
     data_sizes, candidates = allowed_sizes.shared_data_parallel_sizes(asked, names), list[Candidate]()

@@ -169,7 +169,7 @@ WRONG = {
     "image for an LLM": (("--prompt", "what?", "--image", "a.png"), "images, which no unit of the model takes"),
     "greedy and top-k": (("--prompt", "what?", "--top-k", "3"), "set one"),
     "no turns": (("--prompt", "what?", "--chat-template", "none"), "questions need 279 tokens, those of turns"),
-    "cold": (("--prompt", "what?", "--temperature", "-1"), "expected 0"),
+    "cold": (("--prompt", "what?", "--temperature", "1e-300"), "expected 0"),
     "improbable": (("--prompt", "what?", "--temperature", "1", "--top-p", "2"), "expected a probability"),
     "held out of what": (("--held-out", "3"), "needs --load and --run-flags"),
     "nowhere": (("--prompt", "what?", "--output", "o.jsonl"), "it is a generator's image"),

@@ -23,9 +23,7 @@ PLANNER, BASELINE = "braid", "megatron"
 PLAN_NAME = "plan.yaml"
 CLOSE = 1.1
 """A run tries the second best plan if its step is predicted to be at most this many times as long as the best one's."""
-_FIXED = {each.name: each.name for each in fields(FixedSizes) if each.name != "virtual_stages"}
-_FIXED["virtual_pipeline_size"] = "virtual_stages"
-"""Field of `UnitSizes` -> of `FixedSizes`."""
+_SIZES = [each.name for each in fields(FixedSizes)]
 _ONLY_AUTO = {"plan_time_budget", "plan_trial_iters", "plan_review_iters", "replan"}
 _FREE = {"context_parallel_distribution", "context_parallel_block_size"}
 """Flags that have no effect under some plans."""
@@ -76,9 +74,9 @@ def build_request(
     """Return the request to a planner; given sizes and options are kept. Raises PlanError."""
     given, is_given = config.given, config.given.__contains__
     fixed = {
-        unit: FixedSizes(**{_FIXED[name]: getattr(sizes, name) for name in _FIXED if f"{unit}.{name}" in given})
+        unit: FixedSizes(**{name: getattr(sizes, name) for name in _SIZES if f"{unit}.{name}" in given})
         for unit, sizes in config.parallelism.units.items()
-        if any(f"{unit}.{name}" in given for name in _FIXED)
+        if any(f"{unit}.{name}" in given for name in _SIZES)
     }
     return PlanningRequest(
         graph,

@@ -86,8 +86,9 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
         else:
             parts = ((part, f"{here}.{text_key}[{index}]") for index, part in enumerate(content))
             own = [_part(part, role=previous, listed=listed, where=place) for part, place in parts]
-        if is_behind_answer and not any(isinstance(each, TextSegment) for each in own):
-            segments.append(TextSegment(previous, ""))  # else the next answer would go on with the one before
+        is_empty = not own and previous != "assistant"
+        if is_empty or (is_behind_answer and not any(isinstance(each, TextSegment) for each in own)):
+            segments.append(TextSegment(previous, ""))  # else there is no turn, and the next answer goes on with the one before
         segments += own
     for kind, found in paths.items():
         if listed[kind]:

@@ -30,8 +30,8 @@ _SUMMARY, _LOCK = "index.json", "lock"
 _HIDDEN = ".writing-"
 _KEPT_SECONDS = 7 * 86400.0
 """Time after which nobody is expected to go on with an index that is not complete."""
-FORMAT = 4
-"""Version of the written format."""
+FORMAT = 5
+"""Version of what is written, and of how samples become tokens."""
 _ARRAYS = {
     "token_ids": "int32",
     "is_trained": "bool",
@@ -196,6 +196,8 @@ def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> 
                 file.flush()
             (hidden / f"{_SUMMARY}.new").write_text(json.dumps(joined.summary))
             os.replace(hidden / f"{_SUMMARY}.new", hidden / _SUMMARY)
+        for file in files.values():  # else a power cut could leave zeros under the final name
+            os.fsync(file.fileno())
         (hidden / _LOCK).unlink(missing_ok=True)
         hidden.chmod(0o755)
         try:

@@ -124,7 +124,7 @@ class _Search:
     def _virtual_stages(self, pipeline: int) -> list[int]:
         """Return the numbers of layer ranges per stage of the LLM to try; only 1 without a pipeline."""
         backbone = self.graph.backbone
-        if fixed := self.request.fixed(backbone.name).virtual_stages:
+        if fixed := self.request.fixed(backbone.name).virtual_pipeline_size:
             return [fixed] if pipeline > 1 or fixed == 1 else []
         counts = {backbone.num_inner_layers // (pipeline * layers) for layers in LLM_LAYERS_PER_RANGE}
         return sorted({1, *(count for count in counts if count and pipeline > 1)})
@@ -198,7 +198,7 @@ class _Search:
             divides = llm.pipeline_parallel_size % pipeline == 0 and llm.size.num_ranks % size.num_ranks == 0
             data = llm.num_ranks // (size.num_ranks * pipeline)
             if divides and fixed.data_parallel_size in (None, data):
-                virtual = fixed.virtual_stages or self._num_ranges(unit, llm, pipeline, LAYERS_PER_RANGE)
+                virtual = fixed.virtual_pipeline_size or self._num_ranges(unit, llm, pipeline, LAYERS_PER_RANGE)
                 if virtual * pipeline <= unit.num_inner_layers:
                     yield even_layout(unit, size, data, pipeline, virtual)
 
@@ -216,7 +216,7 @@ class _Search:
             for unit in self.graph.encoders:
                 old = layouts[unit.name]
                 stages = old.pipeline_parallel_size
-                if self.request.fixed(unit.name).virtual_stages is None:
+                if self.request.fixed(unit.name).virtual_pipeline_size is None:
                     virtual = self._num_ranges(unit, llm, stages, layers)
                     layouts[unit.name] = even_layout(unit, old.size, old.data_parallel_size, stages, virtual)
             candidate = self._candidate(layouts)

@@ -64,7 +64,7 @@ class FixedSizes:
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     data_parallel_size: int | None = None
-    virtual_stages: int | None = None
+    virtual_pipeline_size: int | None = None
     """Layer ranges per pipeline stage."""
     context_parallel_size: int | None = None
     expert_parallel_size: int | None = None

@@ -197,7 +197,7 @@ def build_candidate(problem: AllocationProblem, choice: AllocationChoice) -> Can
 def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
     """List the parallelisms for Alg. 1; virtual_stages: unless fixed; leaves_ranks: True if every other unit needs own ranks."""
     backbone = request.graph.backbone.name
-    virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
+    virtual_stages = request.fixed(backbone).virtual_pipeline_size or virtual_stages or 1
     names = request.graph.unit_names
     max_gpus = request.num_gpus - (len(names) - 1 if leaves_ranks else 0)
     options = {name: list_options(request, name, max_gpus=max_gpus) for name in names}

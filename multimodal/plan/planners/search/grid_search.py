@@ -46,7 +46,7 @@ def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> 
         shapes = list(list_shapes(request))
     except PlanError:
         return
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    fixed = request.fixed(request.graph.backbone.name).virtual_pipeline_size
     if fixed in (None, 1):
         yield _look_at(request, shapes, [1])
     if fixed != 1:

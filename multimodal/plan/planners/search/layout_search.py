@@ -103,7 +103,7 @@ def _best_first(best: Mapping[int, float]) -> list[int]:
 
 
 def _kinds(request: PlanningRequest, *, known_seconds: float) -> Iterator[list[Layout]]:
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
+    fixed = request.fixed(request.graph.backbone.name).virtual_pipeline_size
     for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
             problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)

@@ -72,16 +72,18 @@ def _layout(request: PlanningRequest, name: str, unit: UnitPlan, sizes: Sizes) -
     """Return the unit's layout with these sizes; None if they are not allowed."""
     described, fixed = request.graph.unit(name), request.fixed(name)
     multiple_of = lcm(unit.expert_parallel_size, request.num_state_copies or 1)
+    num_ranges, num_stages = unit.num_virtual_stages, len(unit.replicas[0].stages)
+    virtual = max(1, num_ranges // sizes.pipeline) if num_ranges > num_stages and sizes.pipeline > 1 else 1
     is_allowed = (
         sizes.tensor in tensor_parallel_sizes(request, name)
         and sizes.pipeline in pipeline_parallel_sizes(request, name)
         and fixed.data_parallel_size in (None, sizes.data)
         and sizes.data <= request.num_microbatches
         and sizes.data % multiple_of == 0
+        and fixed.virtual_pipeline_size in (None, virtual)
+        and virtual * sizes.pipeline <= described.num_inner_layers
     )
-    num_ranges, num_stages = unit.num_virtual_stages, len(unit.replicas[0].stages)
-    virtual = max(1, num_ranges // sizes.pipeline) if num_ranges > num_stages and sizes.pipeline > 1 else 1
-    if not is_allowed or fixed.virtual_stages not in (None, virtual) or virtual * sizes.pipeline > described.num_inner_layers:
+    if not is_allowed:
         return None
     size = StageSize(sizes.tensor, unit.context_parallel_size)
     return balanced_layout(request, described, size, data=sizes.data, num_stages=sizes.pipeline, virtual_stages=virtual)

@@ -120,7 +120,7 @@ def list_chain(request: PlanningRequest, tolerance: Tolerance) -> Chain:
             ("cp", fixed.context_parallel_size),
             ("pp", fixed.pipeline_parallel_size),
             ("dp", fixed.data_parallel_size),
-            ("v", fixed.virtual_stages),
+            ("v", fixed.virtual_pipeline_size),
         ):
             if size not in (None, 1) or (what in ("pp", "dp") and size is not None):
                 raise PlanError(

@@ -112,7 +112,7 @@ def test_a_plan_fills_waits_of_all_kinds_of_layers(llm_tp, vision_tp, implementa
 
 
 def test_the_less_memory_there_is_the_less_the_schedule_keeps():
-    sizes = {"llm": replace(PIPELINE, virtual_stages=1), "vision": FixedSizes(1, 1, virtual_stages=1)}
+    sizes = {"llm": replace(PIPELINE, virtual_pipeline_size=1), "vision": FixedSizes(1, 1, virtual_pipeline_size=1)}
     asked = request(
         fixed_sizes=sizes, micro_batch_size=1, lengths=request().lengths[:1], global_batch_size=96, recompute="selective"
     )

@@ -67,7 +67,7 @@ def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch
         search.vary_best()
         return len(search.trials.found) - known
 
-    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_pipeline_size=1)})
     usual = count(asked)
     monkeypatch.setattr(Trials, "cost_of_a_glance", 5.0)
     assert 0 < usual < count(asked)
@@ -83,7 +83,7 @@ def test_a_search_with_very_heavy_samples_has_twice_the_budget(longest, seconds)
 
 
 def test_all_schedules_for_single_ranges_are_tried():
-    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_pipeline_size=1)})
     tried = {run.schedule for run in varied(asked, "megatron")}
     wanted = {
         name for name, row in BUILDERS.items() if row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
@@ -92,7 +92,7 @@ def test_all_schedules_for_single_ranges_are_tried():
 
 
 def test_all_schedules_for_virtual_stages_are_tried_and_zb_v_on_folded_ones():
-    sizes = FixedSizes(pipeline_parallel_size=2, virtual_stages=2)
+    sizes = FixedSizes(pipeline_parallel_size=2, virtual_pipeline_size=2)
     runs = varied(request(TEXT_ONLY, fixed_sizes={"llm": sizes}), "megatron-balanced")
     assert {run.schedule for run in runs} == {
         name

@@ -49,7 +49,7 @@ def asked(config: RunConfig, *, num_ranks: int = 2) -> PlanningRequest:
 def test_sizes_that_were_given_are_fixed():
     request = asked(configured("--llm-tp", "2", "--llm-vpp", "3", "--vision-dp", "1", "--micro-batch-size", "4"))
     assert request.fixed_sizes == {
-        "llm": FixedSizes(tensor_parallel_size=2, virtual_stages=3),
+        "llm": FixedSizes(tensor_parallel_size=2, virtual_pipeline_size=3),
         "vision": FixedSizes(data_parallel_size=1),
     }
     assert (request.micro_batch_size, request.sharding, request.transformer_impl) == (4, "optim", "local")

@@ -140,7 +140,7 @@ def test_variants_of_a_run_keep_to_the_request():
         assert set(run.passes) < set(each.passes) and each.plan == run.plan
 
 
-PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=1, virtual_stages=1)
+PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=1, virtual_pipeline_size=1)
 
 
 def uneven_request() -> PlanningRequest:
