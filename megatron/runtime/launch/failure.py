@@ -170,7 +170,7 @@ def explain_lost_ranks(problem: BaseException, meeting: "Meeting") -> BaseExcept
     """Turn torch's error about a lost rank, or loader process, into one that names it; other errors are returned unchanged."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
     rank, reason = meeting.place.rank, first_line(problem)[:200]
-    if _says(problem, ("DataLoader worker",)):
+    if _says(problem, ("DataLoader worker (pid",)):
         fix = "if memory is short, lower --num-workers; if data changed meanwhile, restore them; then resume"
         return RanksLostError(f"rank {rank} lost a process that loads its data: {FAULTS}; {fix} ({reason})")
     if not is_lost and not is_late:

@@ -117,7 +117,7 @@ def test_a_hang_tells_what_every_rank_does(meetings):
 def test_a_lost_loader_process_is_told_and_another_error_is_left_as_it_is(meetings):
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     assert "rank 0 lost a process that loads its data: " in str(failure.explain_lost_ranks(killed, meetings[0]))
-    problem = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    problem = RuntimeError("Caught RuntimeError in DataLoader worker process 0.: mat1 and mat2 shapes cannot be multiplied")
     assert failure.explain_lost_ranks(problem, meetings[0]) is problem
 
 
