@@ -11,12 +11,11 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from scipy.sparse import csr_matrix
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,6 +35,9 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.validate import validate_assignment
 from tools.command_line import DEFAULT_VOCAB_SIZE, Parser, padded_vocab_size, program, values_by_unit
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 TOKEN_BYTES = 4
 """Bytes of a token id that the LLM gets."""
@@ -159,8 +161,10 @@ def _means(measures: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
     }
 
 
-def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
+def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> "csr_matrix":
     """Return [num_replicas, num_replicas] bytes of each batch of `after` that each replica loaded for `before`. O(atoms)."""
+    from scipy.sparse import csr_matrix  # loaded when first used
+
     loaded, made = before.placed[unit], after.placed[unit]
     of_atoms = work.of_unit(unit).num_tokens
     sources = np.zeros(len(of_atoms), np.int64)

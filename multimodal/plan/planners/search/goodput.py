@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from scipy.stats import binom
-
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_sizes
 from multimodal.values.errors import PlanError
@@ -31,6 +29,8 @@ class Failures:
 
     def available_share(self, *, num_nodes: int, num_spares: int) -> float:
         """Return the share of time in which at most so many of all nodes are down at once: independent of each other."""
+        from scipy.stats import binom  # loaded when first used
+
         return float(binom.cdf(num_spares, num_nodes, self.repair_hours / (self.mtbf_hours + self.repair_hours)))
 
     def running_share(self, num_nodes: int) -> float:

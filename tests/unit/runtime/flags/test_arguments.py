@@ -145,14 +145,17 @@ def test_help_without_a_model_says_how_to_see_the_units(capsys: pytest.CaptureFi
     assert "Give --model or --config along with --help" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(("flag", "exit_code"), [("--help", 0), ("--no-such-flag", 2)])
-def test_help_and_a_wrong_flag_import_no_torch_megatron_core_or_planners(flag: str, exit_code: int) -> None:
-    late = "megatron.core", "multimodal.plan.planners", "importlib.metadata"
+@pytest.mark.parametrize(
+    ("name", "flag", "exit_code"),
+    [("pretrain_mllm", "--help", 0), ("pretrain_mllm", "--no-such-flag", 2), ("tools.plan", "--help", 0)],
+)
+def test_help_and_a_wrong_flag_import_no_torch_megatron_core_or_planners(name: str, flag: str, exit_code: int) -> None:
+    late = "megatron.core", *(("multimodal.plan.planners", "importlib.metadata") if name == "pretrain_mllm" else ())
     program = f"""
-import os, sys, pretrain_mllm
+import os, sys, {name}
 os._exit = sys.exit
 try:
-    pretrain_mllm.main(["{flag}"])
+    {name}.main(["{flag}"])
 except SystemExit as ended:
     late = [name for name in sys.modules if name.split(".")[0] in ("torch", "scipy") or name.startswith({late})]
     print("ended with", ended.code, late)
