@@ -17,6 +17,8 @@ from megatron.runtime.launch.failure import Ending, StopRequests  # noqa: E402
 
 def main(argv: list[str]) -> None:
     """Parse, join the other ranks, train; every failure ends all ranks with one message."""
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # a file that is cut off while it is mapped ends a rank by SIGBUS, without a word
     ending = Ending()
     stop_requests = StopRequests(ending)
     stop_requests.listen()
@@ -55,5 +57,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.enable()  # a mapped file that is cut off during a run ends a rank by SIGBUS, which says nothing by itself
     main(sys.argv[1:])

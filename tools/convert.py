@@ -141,7 +141,8 @@ def _find_hugging_face(flags: Namespace) -> "StoredModel":
         return found
     adapter = read_peft_adapter(flags.load_adapter, graph=found.graph, base=flags.load_hf)
     stop = adapter.new_tokens[1] if adapter.new_tokens is not None else 0
-    found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by, vocab_size=stop)
+    if stop > (found.graph.backbone.vocab_size or 0):
+        found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by, vocab_size=stop)
     linear = linear_layers(found.graph)
     return found._replace(graph=adapt_units(found.graph, linear, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets))
 

@@ -29,7 +29,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.beside import turns
+from benchmarks.beside.turns import compare, print_rows
 from megatron.runtime.execution.step_messages import StepInputs
 from megatron.runtime.training.trainer import Trainer
 from multimodal.values.assignment import MicrobatchPlace
@@ -112,8 +112,8 @@ class Peer:
         return time.perf_counter() - start
 
 
-def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], batch_size: int, num_steps: int) -> dict[str, float]:
-    """Return what `turns.compare` finds, the ratio of all steps' seconds, and the bound of the median one."""
+def measure(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], batch_size: int, num_steps: int) -> dict[str, float]:
+    """Return what `compare` finds, the ratio of all steps' seconds, and the bound of the median one."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -152,9 +152,9 @@ def compare(num_layers: int, hidden_size: int, *, lengths: tuple[int, int], batc
     counted = rows[NUM_FIRST:]
     braid, transformers, products = zip(*counted, strict=True)
     return {
-        **turns.compare(braid, transformers),
+        **compare(braid, transformers),
         "of_all": sum(braid) / sum(transformers),
-        "bound": turns.compare(products, transformers)["of_peer"],
+        "bound": compare(products, transformers)["of_peer"],
     }
 
 
@@ -171,7 +171,7 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
     found = {
-        name: compare(
+        name: measure(
             arguments.layers, arguments.hidden, lengths=TEXTS[name], batch_size=arguments.batch, num_steps=arguments.steps
         )
         for name in arguments.texts
@@ -182,7 +182,7 @@ def main() -> None:
     for name, row in found.items():
         seen = f"{1e3 * row['seconds']:.0f} ms a step, {row['of_all']:.2f} over all steps, at least {row['bound']:.2f}"
         shape = f"Llama, {arguments.layers} x {arguments.hidden}, {arguments.batch} texts of {name} ({seen})"
-        turns.print_rows({shape: row}, peer="transformers and torch's AdamW")
+        print_rows({shape: row}, peer="transformers and torch's AdamW")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import json
 import os
+import platform
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -33,15 +33,10 @@ def compare(seconds: Sequence[float], peer_seconds: Sequence[float]) -> dict[str
 
 def print_rows(found: Mapping[str, Mapping[str, float]], *, peer: str) -> None:
     """Print the line of each piece of work in docs/performance.md, from what `compare` returned: with command, machine, load."""
-    machine = f"{os.cpu_count()} x {_processor()}, load {os.getloadavg()[0]:.1f}"
+    machine = f"{os.cpu_count()} cores ({platform.processor() or platform.machine()}), load {os.getloadavg()[0]:.1f}"
     for work, row in found.items():
         ratio = f"{row['of_peer']:.2f} ({row['least']:.2f} to {row['most']:.2f})"
         print(f"| {work} | {peer} | {ratio} | `python {shlex.join(sys.argv)}` | {machine} |")
-
-
-def _processor() -> str:
-    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return next((name.strip() for key, _, name in lines if key.strip() == "model name"), "core")
 
 
 def take_turns(
