@@ -52,7 +52,7 @@ def read_run_flags(parser: Parser, argv: Sequence[str]) -> "tuple[argparse.Names
 
 def count(text: str) -> int:
     """Read a positive integer."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, found '{text}'")
     return int(text)
 
@@ -81,9 +81,9 @@ def counts_by_unit(text: str) -> dict[str, int]:
 
 
 def at_least_zero(text: str) -> int:
-    """Read an integer of at least 0, such as the seed of a random generator."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
+    """Read an integer of at least 0, such as the seed of a random generator, which has at most 64 bits."""
+    if not text.isdecimal() or int(text) >= 2**64:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0{' and below 2^64' * text.isdecimal()}, found '{text}'")
     return int(text)
 
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from multimodal.data.audio import SAMPLING_RATE
 from multimodal.data.image_processing import image_to_patches
@@ -34,9 +34,15 @@ _JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
 """Markers before the size: baseline, extended and progressive."""
 _JPEG_SKIPPED = (0xFFC4, 0xFFCC, 0xFFDB, 0xFFDD, 0xFFFE)
 """Markers of tables and comments, which may stand before the size, as those of applications may."""
+_ORIENTING = b"Exif\0\0", b"http:/"
+"""How the segments of a JPEG begin that may say which side is up: EXIF and XMP."""
+_NAMES = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_TURNS = {number: Image.Transpose[name] for number, name in enumerate(_NAMES.split(), 2)}
+"""Orientation in EXIF -> what lets an image stand upright; from 5 on width and height are exchanged."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
 """Pixel modes with known values for black and white."""
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-pixels decides between Pillow's two limits
+warnings.filterwarnings("ignore", "Corrupt EXIF data", UserWarning)  # such an image is upright
 
 
 class ManifestPaths:
@@ -90,7 +96,7 @@ class ManifestPaths:
 
 
 def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:
-    """Return (width, height) from the header; raises DataError, which names the file and the sample (`where`).
+    """Return (width, height) of the upright image from the header; raises DataError, which names file and sample (`where`).
 
     content: an image that is no file of this machine; `path` is then only its name.
     """
@@ -100,7 +106,7 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
                 return size
             file.seek(0)
             with Image.open(file, formats=FORMATS) as image:
-                return image.size
+                return _upright_size(image, _orientation(image))
     except BraidError:
         raise
     except Exception as problem:  # decoders raise errors of every kind for damaged files
@@ -108,7 +114,7 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
 
 
 def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of 8 bits by its header; None for other files: Pillow opens them, or says why not.
+    """Return (width, height) of a JPEG of 8 bits by its header; None for files that Pillow opens, or says why not.
 
     Nothing behind the size is looked at.
     """
@@ -117,10 +123,22 @@ def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
         marker, length, precision, height, width, num_channels = struct.unpack(">HHBHHB", segment)
         if marker in _JPEG_FRAMES:
             return (width, height) if precision == 8 and num_channels in (1, 3, 4) and width and height else None
-        if not (marker in _JPEG_SKIPPED or 0xFFE0 <= marker <= 0xFFEF) or length < 2:
+        if not (marker in _JPEG_SKIPPED or 0xFFE0 <= marker <= 0xFFEF) or length < 2 or segment[4:] in _ORIENTING:
             return None
         file.seek(length - 8, os.SEEK_CUR)  # behind marker and length
     return None
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the orientation of an image that is not loaded yet; 1, upright, if nothing legible before its pixels tells it."""
+    try:  # not by the method of PNG, which would decode it; TIFFs are turned by Pillow itself
+        return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+    except Exception:  # as above
+        return 1
+
+
+def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
+    return image.size[::-1] if orientation in _TURNS and orientation > 4 else image.size
 
 
 def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where: str) -> None:
@@ -144,7 +162,7 @@ def read_image(
     """
     try:
         with Image.open(path if content is None else content, formats=FORMATS) as image:
-            actual_size = image.size
+            actual_size = _upright_size(image, orientation := _orientation(image))
             if actual_size == size:
                 image.load()
     except Exception as problem:  # as above
@@ -158,7 +176,8 @@ def read_image(
         raise DataError(f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits")
     if image.mode not in _MODES:
         raise DataError(f"{where}: {path} has pixels of mode {image.mode}, expected grey, RGB or CMYK; convert it to RGB")
-    return image_to_patches(image, image_input=image_input, tile=tile)
+    upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
+    return image_to_patches(upright, image_input=image_input, tile=tile)
 
 
 def _unreadable(path: str, *, is_file: bool, where: str, problem: Exception) -> DataError:

@@ -2,8 +2,7 @@
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded. Pixels are
 resized bicubically and stay bytes: the stage that takes them normalises them (`model/inputs/pixels.py`), which saves three
-quarters of the memory and copies on the way there. Transparent images are put on white; an animation contributes its first frame;
-an EXIF orientation is not applied.
+quarters of the memory and copies on the way there. Transparent images are put on white; an animation contributes its first frame.
 """
 
 import math

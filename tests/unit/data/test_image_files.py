@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, ImageOps
 
 from multimodal.data.image_files import (
     FORMATS,
@@ -92,9 +92,7 @@ def test_the_documented_formats_are_read(tmp_path: Path, name: str, image: Image
 
 
 def test_a_jpeg_has_the_size_that_pillow_reads() -> None:
-    turned = Image.Exif()
-    turned[0x0112], turned[0x010E] = 6, "a word " * 3000
-    options = ({}, {"progressive": True}, {"exif": turned}, {"comment": b"of any length"}, {"restart_marker_blocks": 1})
+    options = ({}, {"progressive": True}, {"comment": b"of any length"}, {"restart_marker_blocks": 1})
     for image in (Image.new("RGB", (30, 17)), Image.new("L", (1, 300)), Image.new("CMYK", (9, 8))):
         for chosen in options:
             content = saved(image, "JPEG", **chosen)
@@ -105,6 +103,25 @@ def test_a_jpeg_has_the_size_that_pillow_reads() -> None:
             assert _size_of_jpeg(io.BytesIO(lossless)) is None
             with pytest.raises(DataError, match="cannot be decoded"):
                 read_image_size("image", content=io.BytesIO(content[: frame + 7]), where="line 3")
+
+
+@pytest.mark.parametrize("name", ["JPEG", "WEBP", "PNG", "TIFF"])
+def test_a_photo_is_set_upright_as_pillow_does(name: str) -> None:
+    """Whatever lies in its EXIF; one that cannot be read, or an unknown orientation, turns nothing."""
+    picture = Image.fromarray(np.arange(0, 240, 10, dtype=np.uint8).reshape(4, 6)).convert("RGB")
+    told: list[dict[str, Any]] = [{"exif": Image.Exif()} for _ in range(10)]
+    for orientation, options in enumerate(told):
+        options["exif"].update({0x0112: orientation, 0x010E: "a word " * 3000})
+    damaged = {"exif": b"Exif\0\0II*\0\xff\xff\xff\xff"}
+    for options in (*told, *([] if name == "TIFF" else ({"xmp": b'<x tiff:Orientation="6"/>'}, damaged))):
+        content = saved(picture, name, **options)
+        opened = Image.open(io.BytesIO(content))
+        upright = opened if options is damaged else ImageOps.exif_transpose(opened)
+        size = read_image_size("image", content=io.BytesIO(content), where="here")
+        found = read_image("image", size=size, image_input=COLOUR, where="here", content=io.BytesIO(content))
+        expected = image_to_patches(upright, image_input=COLOUR)
+        assert (size, found.grid) == (upright.size, expected.grid)
+        np.testing.assert_array_equal(found.patches, expected.patches)
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "TIFF"])
