@@ -83,7 +83,7 @@ def counts_by_unit(text: str) -> dict[str, int]:
 def at_least_zero(text: str) -> int:
     """Read an integer of at least 0, such as the seed of a random generator, which has at most 64 bits."""
     if not text.isdecimal() or int(text) >= 2**64:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0{' and below 2^64' * text.isdecimal()}, found '{text}'")
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 0{', of 64 bits' * text.isdecimal()}, found '{text}'")
     return int(text)
 
 

@@ -163,8 +163,6 @@ _FUNCTIONS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 )
 """Backend -> its module (imported only when chosen), its function, and the function that prepares a mask for it."""
 
-BACKEND_NAMES = (AUTO, SEQUENCES, FLASH, *_FUNCTIONS)
-
 
 def load_backend(name: str) -> AttentionBackend:
     """Return the function of a backend that takes a mask; raises ConfigError when its package is missing."""

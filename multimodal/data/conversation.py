@@ -88,8 +88,8 @@ class Conversation:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens to be predicted."""
-        return int(self.is_trained.sum())
+        """Tokens to be predicted; the first one never is."""
+        return int(self.is_trained[1:].sum())
 
 
 class TokenRun(NamedTuple):

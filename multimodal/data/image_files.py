@@ -5,6 +5,7 @@ A video is seen as some of its frames: each in the middle of one of so many equa
 these alone, from the last key frame before each. The address of its sound is `PATH\0sound`.
 """
 
+import math
 import os
 import posixpath
 import re
@@ -30,12 +31,9 @@ from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 """The formats that are opened, whatever the file's name; Pillow's other decoders, some of which start programs, are not used."""
-_JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)
-"""Markers before the size: baseline, extended and progressive."""
-_JPEG_SKIPPED = (0xFFC4, 0xFFCC, 0xFFDB, 0xFFDD, 0xFFFE)
-"""Markers of tables and comments, which may stand before the size, as those of applications may."""
-_ORIENTING = b"Exif\0\0", b"http:/"
-"""How the segments of a JPEG begin that may say which side is up: EXIF and XMP."""
+_JPEG_FRAMES = (0xFFC0, 0xFFC1, 0xFFC2)  # markers before the size: baseline, extended and progressive
+_JPEG_SKIPPED = (0xFFC4, 0xFFCC, 0xFFDB, 0xFFDD, 0xFFFE)  # of tables and comments, which may come first, as applications' may
+_ORIENTING = b"Exif\0\0", b"http:/"  # begins of segments of a JPEG that may say which side is up: EXIF and XMP
 _NAMES = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 _TURNS = {number: Image.Transpose[name] for number, name in enumerate(_NAMES.split(), 2)}
 """Orientation in EXIF -> what lets an image stand upright; from 5 on width and height are exchanged."""
@@ -79,20 +77,16 @@ class ManifestPaths:
         full = os.path.join(self._folder, path)
         if not os.path.isfile(full):
             raise DataError(f"{where}: {full} {_missing(full)}")
-        real = full if self._allows_outside else self._real_path(full)
-        if not self._allows_outside and not any(os.path.commonpath((real, root)) == root for root in self._roots):
+        if self._allows_outside:
+            return full
+        folder, name = os.path.split(full)
+        real = os.path.realpath(full) if os.path.islink(full) else os.path.join(self._real_folder(folder), name)
+        if not any(os.path.commonpath((real, root)) == root for root in self._roots):
             raise DataError(
                 f"{where}: {path} leads to {real}, which is not in the manifest's folder {self._root}; move the file there, "
                 "or add --allow-outside-paths if you trust the manifest"
             )
         return full
-
-    def _real_path(self, path: str) -> str:
-        """Resolve links."""
-        if os.path.islink(path):
-            return os.path.realpath(path)
-        folder, name = os.path.split(path)
-        return os.path.join(self._real_folder(folder), name)
 
 
 def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -> tuple[int, int]:
@@ -106,7 +100,7 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
                 return size
             file.seek(0)
             with Image.open(file, formats=FORMATS) as image:
-                return _upright_size(image, _orientation(image))
+                return _upright(image)[0]
     except BraidError:
         raise
     except Exception as problem:  # decoders raise errors of every kind for damaged files
@@ -114,10 +108,7 @@ def read_image_size(path: str, *, content: BinaryIO | None = None, where: str) -
 
 
 def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
-    """Return (width, height) of a JPEG of 8 bits by its header; None for files that Pillow opens, or says why not.
-
-    Nothing behind the size is looked at.
-    """
+    """Return (width, height) of a JPEG of 8 bits by its header; None for files that Pillow opens, or says why not."""
     is_jpeg = file.read(2) == b"\xff\xd8"
     while is_jpeg and len(segment := file.read(10)) == 10:
         marker, length, precision, height, width, num_channels = struct.unpack(">HHBHHB", segment)
@@ -129,24 +120,21 @@ def _size_of_jpeg(file: BinaryIO) -> tuple[int, int] | None:
     return None
 
 
-def _orientation(image: Image.Image) -> int:
-    """Return the orientation of an image that is not loaded yet; 1, upright, if nothing legible before its pixels tells it."""
+def _upright(image: Image.Image) -> tuple[tuple[int, int], int]:
+    """Return (width, height) once an image that is not loaded yet stands upright, and its orientation in EXIF."""
     try:  # not by the method of PNG, which would decode it; TIFFs are turned by Pillow itself
-        return 1 if image.format == "TIFF" else Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
+        orientation = 1 if image.format == "TIFF" else Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except Exception:  # as above
-        return 1
-
-
-def _upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
-    return image.size[::-1] if orientation in _TURNS and orientation > 4 else image.size
+        orientation = 1
+    return (image.size[::-1] if orientation in (5, 6, 7, 8) else image.size), orientation
 
 
 def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where: str) -> None:
     """Raise DataError for an image with too many pixels; `path`, `size` (width, height) and `where` describe the image."""
-    width, height = size
-    if width * height > max_pixels:
+    if math.prod(size) > max_pixels:
+        sides = [f"{side:,}" if side < 10**15 else "more than 10^15" for side in size]
         raise DataError(
-            f"{where}: {path} has {_shown(width)} x {_shown(height)} pixels, but no more than {max_pixels:,} are decoded; "
+            f"{where}: {path} has {' x '.join(sides)} pixels, but no more than {max_pixels:,} are decoded; "
             f"scale it down, or raise --max-image-pixels (up to {PILLOW_MAX_PIXELS:,})"
         )
 
@@ -162,7 +150,7 @@ def read_image(
     """
     try:
         with Image.open(path if content is None else content, formats=FORMATS) as image:
-            actual_size = _upright_size(image, orientation := _orientation(image))
+            actual_size, orientation = _upright(image)
             if actual_size == size:
                 image.load()
     except Exception as problem:  # as above
@@ -172,10 +160,8 @@ def read_image(
             f"{where}: {path} is {actual_size[0]}x{actual_size[1]} pixels but the manifest says {size[0]}x{size[1]}; "
             f"correct width and height there, replace the file, or remove {FOLDER_NAME} if the file is right"
         )
-    if image.mode in ("I", "F"):
-        raise DataError(f"{where}: {path} has 32-bit pixels (mode {image.mode}) of unknown range; convert it to 8 or 16 bits")
     if image.mode not in _MODES:
-        raise DataError(f"{where}: {path} has pixels of mode {image.mode}, expected grey, RGB or CMYK; convert it to RGB")
+        raise DataError(f"{where}: {path} has pixels of mode {image.mode}, expected grey, RGB or CMYK; convert it to 8-bit RGB")
     upright = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
     return image_to_patches(upright, image_input=image_input, tile=tile)
 
@@ -195,10 +181,6 @@ def _missing(path: str) -> str:
     """Say why a path is none of a file, and what to do."""
     found = "is not a regular file; put a file there" if os.path.exists(path) else "does not exist; restore the file"
     return f"{found} or remove that line"
-
-
-def _shown(side: int) -> str:
-    return f"{side:,}" if side < 10**15 else "more than 10^15"
 
 
 FRAME_MARK = "\0frame "

@@ -236,7 +236,10 @@ class ChatFormat:
             )
         done = 0
         for (place, kind), item in zip(places, items, strict=True):
-            placeholder = self.placeholders[kind]
+            placeholder, (start, _, end) = self.placeholders[kind], self._tokenizer.special.around(kind)
+            for beside in (place - 1, place + 1):
+                if token_ids[beside : beside + 1] and token_ids[beside] in (start, end):
+                    trained[beside] = False  # a model is shown items, and does not write them
             yield TokenRun(token_ids[done:place], trained[done:place])
             own = placeholder.tokens(item.num_output_tokens, row_length=item.row_length)
             run = [*placeholder.before, *own, *placeholder.after]

@@ -146,8 +146,7 @@ def parse_manifest_entry(entry: dict[str, Any], *, where: str) -> SegmentedSampl
     "text": ...}`, `{"type": "image", "path": ..., "width": ..., "height": ...}` (the size may be left out), `{"type": "audio",
     "path": ...}` or `{"type": "video", "path": ...}`. An image or a clip with `"role": "assistant"` is an answer, which a
     generator learns to make. `"unit"` names the unit of an item, if several might take it; `"loss_weight"` beside the segments
-    multiplies the loss of the sample's tokens. Keys that only describe a sample (METADATA) are ignored. Raises DataError naming
-    the line for anything else.
+    multiplies the loss of the sample's tokens. Raises DataError naming the line for any key beside these and METADATA.
     """
     sample_id = required(entry, "id", (str, int), where=where)
     where = f"{where} (sample {shown(sample_id)})"

@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
-from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment
+from multimodal.data.conversation import Conversation, GeneratedSegment, ItemSegment, Segment, TextSegment, build_sample_text
 from multimodal.data.tokenizer import HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
-from tests.unit.data.chat.templates import CHATML, FORGETFUL, LLAMA2, LLAVA, write_tokenizer
+from tests.unit.data.chat.templates import CHATML, FORGETFUL, LLAMA2, LLAVA, SPECIAL, write_tokenizer
 
 QUESTION, ANSWER = TextSegment("user", "\n\nwhat is\nthe banané?"), TextSegment("assistant", "an 1st\nanswer\n")
 TURNS = [QUESTION, ANSWER, TextSegment("user", "and then?"), TextSegment("assistant", "the end")]
@@ -117,6 +117,8 @@ def test_placeholders_are_expanded_as_processors_do(open_model, template, config
     spans = [list(range(start, start + length)) for _, start, length in conversation.item_starts]
     assert [len(span) for span in spans] == [3, 2, 1] and placeholders.tolist() == [*spans[0], *spans[1], *spans[2]]
     assert not conversation.is_trained[placeholders].any()
+    inside = model.build([QUESTION, ANSWER, ItemSegment(2), ANSWER])
+    assert as_text or {*SPECIAL[3:]}.isdisjoint(model.theirs.convert_ids_to_tokens(inside.token_ids[inside.is_trained]))
 
 
 def test_rows_of_an_image_end_as_pixtrals_processor_ends_them(open_model):
@@ -186,6 +188,8 @@ def test_documents_are_trained_as_they_stand(open_model):
         "the <|vision_start|><|image_pad|><|image_pad|><|vision_end|>and<|im_end|>"
     )
     assert model.trained_text(conversation) == "the and<|im_end|>"
+    expected = build_sample_text(conversation, pad_id=0).is_target.sum()
+    assert conversation.num_target_tokens == expected == conversation.is_trained.sum() - 1  # nothing tells the first one
     with pytest.raises(DataError, match="line 3: document texts beside turns"):
         model.build([TextSegment("document", "the"), ANSWER])
 
