@@ -185,6 +185,9 @@ def measure(flags: list[str]) -> dict[str, dict[str, float]]:
 
 def main(argv: list[str]) -> None:
     """Count, and print a table."""
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return
     as_json = "--json" in argv
     rows = measure([flag for flag in argv if flag != "--json"])
     if as_json:

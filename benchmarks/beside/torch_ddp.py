@@ -6,7 +6,7 @@ It uses nothing of Braid. The model has the layers and widths of examples/digits
 and what they show is learnt behind them. `benchmarks/starts.py --first-step` starts it beside Braid.
 """
 
-import sys
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -67,4 +67,6 @@ def main(num_steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int, nargs="?", default=1, metavar="STEPS", help="of training (1)")
+    main(parser.parse_args().steps)
