@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", type=Path, nargs="?", default=Path("docs/figures/elastic-recovery.png"))
-    parser.add_argument("--nodes", type=int, default=8, help=f"at least {LOST + 1}, since node {LOST} is the one that is lost (8)")
+    parser.add_argument("--nodes", type=int, default=8, help=f"at least {LOST + 1}, as node {LOST} is the one that is lost (8)")
     flags = parser.parse_args(argv)
     if flags.nodes <= LOST:
         parser.error(f"--nodes {flags.nodes} has no node {LOST}, which is the one that is lost; take at least {LOST + 1}")

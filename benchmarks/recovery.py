@@ -35,6 +35,8 @@ FIRST_PATIENCE_SECONDS, LEAST_PATIENCE_SECONDS, SILENCE_FACTOR = 1800.0, 300.0, 
 FLAGS = ("--elastic-timeout", 120)
 """A machine with other work is slow, and no rank freezes in these runs."""
 LAST_LINES = 40
+LEAST_NODES, LEAST_STEPS = 5, 29
+"""With which 3 nodes can be lost and 2 spared, and 6 losses come at moments of their own."""
 
 
 @dataclass
@@ -67,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--restarts", type=int, default=3, help="restarts from a checkpoint to measure")
     parser.add_argument("--json", type=Path, help="write every outcome into this file, and go on with the runs that it lacks")
     flags = parser.parse_args(argv)
+    if flags.nodes < LEAST_NODES or flags.steps < LEAST_STEPS:
+        parser.error(f"losses are drawn among at least {LEAST_NODES} nodes and {LEAST_STEPS} steps; raise --nodes or --steps")
     found = Findings(flags.json, {"nodes": flags.nodes, "gpus": flags.gpus, "steps": flags.steps})
     with tempfile.TemporaryDirectory() as top:
         _measure(Path(top), Nodes(flags.nodes, flags.gpus), flags, found)

@@ -33,8 +33,9 @@ _WRONG_INPUT = 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says which warnings are shown
     "megatron.runtime.training.elastic",
+    "scipy.optimize",  # a recovery's first use
 )
-"""Modules that are imported once before ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
+"""Modules imported once before ranks are forked, so that ranks do not wait for imports when nodes start, are lost or return."""
 _Answer = TypeVar("_Answer")
 
 
@@ -145,8 +146,7 @@ class Supervisor:
             self._lose(node, 128 + signal.SIGKILL)
             return
         codes = [process.exitcode for process in node.processes]
-        failed = [code for code in codes if code not in (None, 0)]
-        if failed:
+        if failed := [code for code in codes if code]:
             self._lose(node, failed[0] if failed[0] > 0 else 128 - failed[0])
         elif all(code == 0 for code in codes):
             node.exit_code, node.processes = 0, []

@@ -256,7 +256,7 @@ class Reconfigurer:
         self, how: str, choice: Instantiation, nodes: Sequence[int], held: Mapping[int, tuple[int, ...]]
     ) -> Reconfiguration:
         """Place nodes where they lack the fewest bytes in total, and plan the copies."""
-        from scipy.optimize import linear_sum_assignment  # which every rank would wait for at its start otherwise
+        from scipy.optimize import linear_sum_assignment  # which ranks that are never lost need not wait for
 
         places = [(each.nodes, index) for each in choice.instances for index in range(each.nodes)]
         wanted = [self.templates.layers_of_node[place] for place in places]

@@ -1,5 +1,7 @@
 """A supervisor takes over a node that another one has started before, and what forks ranks outlives requests to stop."""
 
+import ast
+import inspect
 import os
 import signal
 import socket
@@ -25,6 +27,7 @@ from megatron.runtime.recovery.connections import Connections, CutError, drop
 from megatron.runtime.recovery.ledger import Ledger, keep
 from megatron.runtime.recovery.member import LeftBehindError, Member, find_standstill
 from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
+from multimodal.plan.planners.templates.reconfigure import Reconfigurer
 from multimodal.values.errors import ConfigError
 from tools.launch import free_port
 
@@ -82,6 +85,11 @@ print("still alive")
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("alive\n", -signal.SIGUSR1), found.stderr
+
+
+def test_no_recovery_waits_for_an_import():
+    inside = [node for node in ast.walk(ast.parse(inspect.getsource(Reconfigurer))) if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in inside} <= {*supervisor._PRELOADED}
 
 
 def test_the_store_listens_at_its_address_only():
@@ -161,23 +169,19 @@ class Work:
 class Pipe(NamedTuple):
     reading: int
     writing: int
+    ended: list[str]
 
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    found = Pipe(*os.pipe())
+    found = Pipe(*os.pipe(), [])
     yield found
-    for end in found:
+    for end in found[:2]:
         os.close(end)
 
 
 @pytest.fixture
-def ended() -> list[str]:
-    return []
-
-
-@pytest.fixture
-def waiting(pipe: Pipe, ended: list[str]) -> Member:
+def waiting(pipe: Pipe) -> Member:
     """Return a rank in its third generation, whose training thread waits for others."""
     found = Member.__new__(Member)
     found.connections, found.generation, found._has_left, found._lock = Connections(), 3, False, threading.Lock()
@@ -186,7 +190,7 @@ def waiting(pipe: Pipe, ended: list[str]) -> Member:
         try:
             Work.wait(pipe.reading, 1)
         except BaseException as problem:
-            ended.append(type(problem).__name__)
+            pipe.ended.append(type(problem).__name__)
 
     found._trainer = start(train)
     limit = threading.Timer(20, lambda: setattr(found, "_has_left", True))
@@ -195,7 +199,7 @@ def waiting(pipe: Pipe, ended: list[str]) -> Member:
     return found
 
 
-def test_a_thread_that_waits_in_vain_is_replaced(waiting, pipe, ended, monkeypatch):
+def test_a_thread_that_waits_in_vain_is_replaced(waiting, pipe, monkeypatch):
     monkeypatch.setattr(member, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     first, went_on = waiting._trainer, threading.Event()
@@ -206,7 +210,7 @@ def test_a_thread_that_waits_in_vain_is_replaced(waiting, pipe, ended, monkeypat
         waiting.check_in_charge()  # as this thread is not it
     os.write(pipe.writing, b"x")
     first.join(20)
-    assert ended == ["LeftBehindError"], "its wait ends, much later"
+    assert pipe.ended == ["LeftBehindError"], "its wait ends, much later"
 
 
 def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting, monkeypatch):
@@ -269,8 +273,7 @@ def test_a_thread_stands_still_only_while_it_waits_for_others(pipe):
     assert wait_until(lambda: (seen := find_standstill(waiting)) is not None and find_standstill(waiting) == seen, seconds=100)
     assert find_standstill(computing) is None and find_standstill(reading) is None
     stop.set()
-    os.write(pipe.writing, b"x")
-    os.write(pipe.writing, b"x")
+    os.write(pipe.writing, b"xx")
     waiting.join(20)
     reading.join(20)
     assert find_standstill(waiting) is None
@@ -294,11 +297,8 @@ def test_a_process_ends_if_it_can_no_longer_listen(monkeypatch):
     del kept
 
 
-Connect = Callable[[], list[socket.socket]]
-
-
 @pytest.fixture
-def connect() -> Iterator[Connect]:
+def connect() -> Iterator[Callable[[], list[socket.socket]]]:
     """Open a listening socket and both ends of a connection to it, until the test ends."""
     with ExitStack() as stack:
 
