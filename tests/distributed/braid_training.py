@@ -16,6 +16,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.run_options import RunOptions
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.schedule.builders import BUILDERS
@@ -107,8 +108,8 @@ def compared_run(plan: Plan, *, balance: str = "orchmllm") -> PlannedRun:
 
 
 class BraidTraining:
-    def __init__(self, case: ComparedCase, run: PlannedRun) -> None:
-        self.case, self.run = case, run
+    def __init__(self, case: ComparedCase, run: PlannedRun, profile: LayerProfile | None = None) -> None:
+        self.case, self.run, self.profile = case, run, profile
         rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP_GRAD}
         optimizer = build_optimizer_config(**rates, betas=BETAS, eps=EPSILON, dtype=torch.float64)
         build = BuildOptions(torch.float64)
@@ -121,7 +122,7 @@ class BraidTraining:
 
     def prepare(self, source: RandomSource) -> Step:
         lengths = [source.lengths(index) for index in range(len(source))]
-        predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs)
+        predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs, self.profile)
         options = BalanceOptions(
             micro_batch_size=self.run.micro_batch_size,
             encoder_micro_batch_sizes=dict(self.run.encoder_micro_batch_sizes),

@@ -243,6 +243,8 @@ class MimoMicrobatch:
     labels: Tensor
     is_target: Tensor
     images: dict[str, Any] | None
+    num_tokens: int
+    """Without padding."""
 
     @classmethod
     def load(cls, source: RandomSource, samples: Sequence[int], *, of: str) -> "MimoMicrobatch":
@@ -256,7 +258,7 @@ class MimoMicrobatch:
             for item, start, length in text.item_starts:
                 token_ids[row, start : start + length] = _image_token(source.graph, source.shapes[index].items[item][0])
         images = {of: {"vit": {"batch": _pack_images(source, samples, of)}}} if of != LANGUAGE else None
-        return cls(token_ids, labels, is_target, images)
+        return cls(token_ids, labels, is_target, images, sum(len(text.token_ids) for text in texts))
 
 
 class _Encoder(Module):
