@@ -156,15 +156,15 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
     rows, columns = grid[:2]
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     full = size if image_input.image_size is None else (image_input.image_size, image_input.image_size)
-    if image.has_transparency_data:
+    if image.mode.startswith("I;16"):
+        values, transparent = np.asarray(image), image.info.get("transparency")
+        image = Image.fromarray(np.where(values == transparent, 255, values >> 8).astype(np.uint8))
+    elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    elif image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     image = image.convert("L" if image_input.in_channels == 1 else "RGB")
-    if image_input.image_size is not None and image_input.fit == "crop":
+    if image_input.image_size is not None and image_input.fit == "crop":  # as CLIP's processor: a square out of the middle
         shorter_side = image_input.shorter_side or image_input.image_size
-        # as CLIP's image processor does: the shorter side is scaled, and a square cut out of the middle
         shorter = min(image.size)
         width, height = (int(shorter_side * side / shorter) for side in image.size)
         if image.size != (width, height):

@@ -35,6 +35,8 @@ from tests.unit.data.forms.test_sample_files import write_tar
 
 TINY = ImageInput(patch_size=2, merge_size=2, in_channels=1, min_pixels=1, max_pixels=10**6)
 COLOUR = ImageInput(patch_size=2, merge_size=2, in_channels=3, min_pixels=1)
+DEEP = Image.fromarray(np.full((4, 4), 51 * 256, dtype=np.uint16))
+DEEP.info["transparency"] = 7  # a grey that it does not have
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,7 @@ COLOUR = ImageInput(patch_size=2, merge_size=2, in_channels=3, min_pixels=1)
         (Image.new("RGB", (4, 4), (255, 0, 51)), (1.0, -1.0, -0.6)),
         (Image.new("RGBA", (4, 4), (0, 0, 0, 0)), (1.0, 1.0, 1.0)),  # transparent: the white behind it
         (Image.new("RGB", (4, 4), (255, 0, 51)).convert("P"), (1.0, -1.0, -0.6)),
-        (Image.fromarray(np.full((4, 4), 51 * 256, dtype=np.uint16)), (-0.6, -0.6, -0.6)),
+        (DEEP, (-0.6, -0.6, -0.6)),
         (Image.new("LA", (4, 4), (0, 0)), (1.0, 1.0, 1.0)),
     ],
     ids=["bits", "grey", "rgb", "transparent", "palette", "16-bit", "transparent grey"],
