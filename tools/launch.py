@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = _read(arguments)
     if asked is None or asked.script.resolve() != _ROOT / "pretrain_mllm.py":
         return _torchrun(arguments)
+    import pretrain_mllm  # noqa: F401 - first, as it says how much torch is to log, and which warnings are to be shown
+
     _check_flags(asked)
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork, so none may be there
@@ -43,7 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = num_threads
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # or microbatches of all sizes leave holes
         return _torchrun(arguments)
-    import pretrain_mllm  # noqa: F401 - first, as it says which warnings are to be shown
     from megatron.runtime import platform
 
     platform.install()  # before megatron-core is imported elsewhere, with a compiler that no rank calls
@@ -85,8 +86,6 @@ def _check_flags(asked: Namespace) -> None:
 
 def import_for_ranks() -> None:
     """Import what a rank needs before its first step, so that ranks forked from this process have it."""
-    import pretrain_mllm  # noqa: F401, I001 - first, as it says how much torch is to log
-
     import megatron.runtime.training.loop  # noqa: F401
     from megatron.runtime.flags.field_flags import all_flags
 

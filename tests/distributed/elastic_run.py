@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates import template_set as sets
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, Started, read_log
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, Started, read_steps
 from tests.distributed.small_run import working_flags, write_working_files
 from tools.launch import free_port
 
@@ -56,7 +56,7 @@ def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[sets.Template
 
 def read_losses(folder: Path) -> dict[int, float]:
     """Return the losses that a run in this folder has logged; fails where a step is there twice."""
-    entries = read_log(folder / "log.jsonl")
+    entries = read_steps(folder / "log.jsonl")
     assert len({entry["step"] for entry in entries}) == len(entries), "a step is logged twice"
     return {entry["step"]: entry["loss"] for entry in entries}
 
@@ -99,7 +99,7 @@ class ElasticRun:
             keeper = Forked("keeper of the store", [*where, "--keeps-store"])
             self._processes += [Forked("supervisor", command, variables, output=folder / "output"), keeper]
         self._ledger: Ledger | None = None
-        self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in read_log(folder / "log.jsonl")}
+        self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in read_steps(folder / "log.jsonl")}
         self._recoveries: list[dict[str, float]] = []
         self._last_sign = time.monotonic()
         self.longest_silence = 0.0
@@ -135,7 +135,7 @@ class ElasticRun:
     def step_times(self) -> list[tuple[float, float]]:
         """Return when each step was first seen in the log, by this process, and its seconds."""
         known = len(self._seen)
-        for entry in read_log(self.folder / "log.jsonl"):
+        for entry in read_steps(self.folder / "log.jsonl"):
             self._seen.setdefault(entry["step"], (time.time(), entry["step_seconds"]))
         if len(self._seen) > known:
             now = time.monotonic()

@@ -116,13 +116,17 @@ def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[l
         log.unlink()
     launched = launch(flags, num_ranks=num_ranks, **how)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
-    return [entry for entry in read_log(log) if "evaluation" not in entry], launched
+    return read_steps(log), launched
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
     """Return what a run has logged so far (--log-json), but for a line that it is writing."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def read_steps(log: Path) -> list[dict[str, Any]]:
+    return [entry for entry in read_log(log) if "evaluation" not in entry]
 
 
 def state_of(process: int) -> str:

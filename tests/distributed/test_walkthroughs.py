@@ -25,7 +25,7 @@ import multimodal
 from multimodal.data.image_files import FramePlace, read_frames
 from multimodal.data.index.index_cache import FOLDER_NAME
 from tests.distributed import megatron_checkpoint
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, launch, read_log, train
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, Forked, launch, read_steps, train
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_megatron_checkpoint import UNITS
 from tests.unit.data.test_image_files import write_video
@@ -192,7 +192,7 @@ def test_the_blocks_of_the_page_train_answer_and_export(tmp_path: Path) -> None:
     *_, opened = done.stdout.splitlines()
     assert opened == "opened"
     assert f"starting at step 0 from the weights of {run}/projector/step_00000002" in done.stdout
-    steps = [entry for entry in read_log(run / "all.jsonl") if "evaluation" not in entry]
+    steps = read_steps(run / "all.jsonl")
     assert [entry["step"] for entry in steps] == [1, 2]
     assert (run / "report" / "index.html").is_file()
     before, after = (load_file(folder / "model.safetensors") for folder in (model, run / "trained"))

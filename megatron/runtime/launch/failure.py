@@ -282,6 +282,7 @@ class StopRequests:
         self._start_seconds = time.monotonic()
         self.is_training = False
         """True once there is a state to save: then stop after a step."""
+        self._else = "before training"
         self._asked_seconds: float | None = None
         self._asked_by = StopReason.NONE
 
@@ -301,6 +302,12 @@ class StopRequests:
         seconds = time.monotonic() - self._start_seconds
         return StopReason.DURATION if exit_duration_minutes and seconds >= 60 * exit_duration_minutes else StopReason.NONE
 
+    def wait_for_nodes(self) -> None:
+        """End at once when asked from now on, or before: an elastic run that lacks nodes has no step after which to stop."""
+        self.is_training, self._else = False, "while it waited for nodes"
+        if self._asked_by:
+            self.take(signal.Signals[self._asked_by.name])
+
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
@@ -316,7 +323,7 @@ class StopRequests:
                 return
             if now - self._asked_seconds < _SAME_SIGNAL_SECONDS:
                 return
-        when = "while training" if self.is_training else "before training"
+        when = "while training" if self.is_training else self._else
         self._ending.fail(InterruptedRunError(f"ended by {number.name} {when}", exit_code=128 + number))
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from megatron.runtime.launch.failure import InterruptedRunError, end_process
 from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import PATIENCE, PATIENCE_SECONDS, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
@@ -62,6 +63,7 @@ class Supervisor:
         self._patience_seconds = PATIENCE_SECONDS
         self._nodes = []
         self._requests: list[int] = []  # signals to pass on once no rank is starting, which has no process number yet
+        self._has_forked = False
         for number in range(flags.node, flags.node + flags.nodes_here):
             told = self._flag(f"processes/{number}")  # by another supervisor of this node, which has been lost
             self._nodes.append(_Node(number, int(told.partition(":")[0]) if told else -1))
@@ -71,7 +73,7 @@ class Supervisor:
     def run(self) -> int:
         """Start all ranks and return when none is left and none will be restarted; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: self._requests.append(number))
+            signal.signal(number, self._take)
         try:
             for node in self._nodes:
                 self._start(node)
@@ -89,10 +91,20 @@ class Supervisor:
                 f"the store at {where} is gone ({problem}), and the run with it; start it again: it goes on from its newest "
                 "checkpoint where --load names the folder of --save"
             )
+        except InterruptedRunError as asked:
+            with suppress(RuntimeError):
+                self._tell("died", node=self._nodes[0].number, incarnation=self._nodes[0].incarnation)
+                self._tell("left")
+            end_process(_fail(asked, exit_code=asked.exit_code))
         codes = [node.exit_code or 0 for node in self._nodes]
         with suppress(RuntimeError):
             self._tell("left")
         return 0 if 0 in codes else max(codes, default=0)
+
+    def _take(self, number: int, frame: object) -> None:
+        if not self._has_forked:  # by a process that imports what ranks need first, which may take long
+            raise InterruptedRunError(f"ended by {signal.Signals(number).name} before ranks started", exit_code=128 + number)
+        self._requests.append(number)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Return the store's answer; leaves no thread that asks, as ranks may be forked. RuntimeError if it is gone or frozen."""
@@ -113,6 +125,7 @@ class Supervisor:
         node.processes = [self._context.Process(target=_run_rank, args=(list(self._command), each)) for each in environments]
         for process in node.processes:
             process.start()
+            self._has_forked = True
         pids = ",".join(str(process.pid) for process in node.processes)
         self._ledger.set_flag(f"processes/{node.number}", f"{node.incarnation}:{pids}")
 
@@ -167,7 +180,7 @@ class Supervisor:
 
     def _pass_on(self) -> None:
         while self._requests:
-            number = self._requests.pop(0)
+            number, self._flags.return_after = self._requests.pop(0), None
             for node in self._nodes:
                 node.return_at = None
                 for pid in (process.pid for process in node.processes if process.pid):

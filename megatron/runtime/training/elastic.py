@@ -153,11 +153,13 @@ class ElasticRun:
             self._waits = True
             if self._member.identity.local_rank == 0:
                 logger.warning("node %d: waiting: %s", self._member.identity.node, problem)
+            self._stop_requests.wait_for_nodes()
             return None
         self._times["planned"] = time.time()
         if self._member.identity.node not in found.nodes:
             self._let_go()
             self._held, self._is_spare = None, True
+            self._stop_requests.is_training = True  # who trains stops after a step, and the run with them
             return None
         return found
 

@@ -189,17 +189,18 @@ class RecordedEnding(failure.Ending):
         (True, {0: signal.SIGTERM, 1: signal.SIGTERM}, None, failure.StopReason.SIGTERM),  # the same, from srun and from torchrun
         (True, {0: signal.SIGTERM, 60: signal.SIGTERM}, ("ended by SIGTERM while training", 143), failure.StopReason.SIGTERM),
         (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), failure.StopReason.NONE),
+        (True, {0: signal.SIGUSR1, 1: None}, ("ended by SIGUSR1 while it waited for nodes", 138), failure.StopReason.SIGUSR1),
     ],
 )
 def test_what_signals_end_and_what_they_ask_for(is_training, signals, ends, reason, monkeypatch):
-    """signals: by the second in which they come; ends: what ends the process at once, and its exit code."""
+    """signals: by the second in which they come, None: nodes are lacking; ends: what ends the process, and its exit code."""
     ending, now = RecordedEnding(), time.monotonic()
     requests = failure.StopRequests(ending)
     if is_training:
         requests.is_training = True
     for second, number in signals.items():
         monkeypatch.setattr(time, "monotonic", lambda second=second: now + second)
-        requests.take(number)
+        requests.wait_for_nodes() if number is None else requests.take(number)
     assert [(str(problem), problem.exit_code) for problem in ending.problems] == ([ends] if ends else [])
     assert requests.reason(exit_duration_minutes=None) is reason
 

@@ -62,6 +62,7 @@ def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_mess
         monkeypatch.setattr(supervised, "_patience_seconds", 0.1)
         monkeypatch.setattr(supervised._ledger, "tell", lambda *args, **values: thaw.wait())
     else:
+        supervised._has_forked = True
         supervised._nodes[0].processes = [SimpleNamespace(pid=None, kill=lambda: None)]  # starting: 0 would be the whole group
         monkeypatch.setattr(supervised, "_start", lambda node: (handlers[15](15, None), supervised._ledger.flag("other")))
         kept.clear()
@@ -70,6 +71,22 @@ def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_mess
     reason = " (the store in which the ranks meet does not answer" if is_frozen else ""
     assert f"the store at 127.0.0.1:{port} is gone{reason}" in capsys.readouterr().err
     thaw.set()
+
+
+def test_a_request_to_stop_ends_a_supervisor_that_has_forked_no_rank_yet(monkeypatch, capsys):
+    """Others of the run do not wait for its node, and what imports for the ranks is not waited for."""
+    kept = Ledger(keep("127.0.0.1", port := free_port()), TOKEN.encode())
+    supervised = Supervisor(*read_flags(["--nodes", "1", "--port", str(port), "program.py"]))
+    monkeypatch.setattr(supervised, "_context", SimpleNamespace(Process=lambda **how: SimpleNamespace(start=request)))
+    handlers: dict[int, Callable[[int, object], None]] = {}
+    request = lambda: handlers[signal.SIGTERM](signal.SIGTERM, None)  # noqa: E731
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(supervisor, "end_process", sys.exit)
+    with pytest.raises(SystemExit, match="143"):
+        supervised.run()
+    told = iter(partial(kept.next_event, seconds=1.0), None)
+    assert [event["kind"] for event in told] == ["started", "died", "left"]
+    assert "ended by SIGTERM before ranks started" in capsys.readouterr().err
 
 
 def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks():
@@ -90,6 +107,27 @@ print("still alive")
 def test_no_recovery_waits_for_an_import():
     inside = [node for node in ast.walk(ast.parse(inspect.getsource(Reconfigurer))) if isinstance(node, ast.ImportFrom)]
     assert {node.module for node in inside} <= {*supervisor._PRELOADED}
+
+
+def test_a_rank_ends_with_its_supervisor_though_the_process_that_forked_it_waits_for_ranks(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+import multiprocessing, os, time
+from megatron.runtime.recovery.preloaded import die_with_supervisor
+
+def run_rank(ready):
+    die_with_supervisor()
+    ready.send(None)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    context.Process(target=run_rank, args=(theirs,)).start()
+    ours.recv()
+    os.kill(os.getpid(), 9)
+""")
+    subprocess.run([sys.executable, program], capture_output=True, timeout=60)  # until none has its output open
 
 
 def test_the_store_listens_at_its_address_only():
@@ -240,16 +278,17 @@ def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(waitin
     supervised, ended, started = Supervisor(flags, command), [], []
     monkeypatch.setattr(supervised, "_start", started.append)
     (node,) = supervised._nodes
-    node.incarnation, supervised._requests = 0, [signal.SIGUSR1]
-    node.processes = [SimpleNamespace(pid=7, exitcode=None, **{end: partial(ended.append, end) for end in ("kill", "join")})]
+    node.incarnation, node.processes = 0, (process := [SimpleNamespace(pid=7, exitcode=None, kill=list, join=list)])
     monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
     supervised._look_at(node)
-    supervised._pass_on()
-    assert ended == [(7, signal.SIGUSR1)]
     kept.set_flag("kill/0/0")  # as the keeper does after the timeout (test_a_survivor_that_never_arrives_is_left_out)
-    supervised._look_at(node)
-    supervised._look_at(node)
-    assert (ended[1:], started) == (["kill", "join"], [node])
+    for asked in ([], [signal.SIGUSR1]):  # a run that is asked to stop starts none again
+        node.processes, node.exit_code, supervised._requests = process, None, asked
+        supervised._pass_on()
+        supervised._look_at(node)
+        supervised._look_at(node)
+        assert (node.exit_code, started) == (137, [node])
+    assert ended == [(7, signal.SIGUSR1)]
     waiting.place_in_step, waiting._has_left = sys.exit, True
     never.set()
     for thread in (beating, cutting):
