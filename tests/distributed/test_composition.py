@@ -83,10 +83,11 @@ def test_weights_come_from_their_folders_and_go_into_folders_like_them(folders, 
         for part, source in (("llm", "llm"), ("vision", encoder)):
             theirs = (folders / source / "model.safetensors").read_bytes()
             assert (tmp_path / name / part / "model.safetensors").read_bytes() == theirs, f"{part} under {name}"
-        projector = load_file(tmp_path / name / "projectors" / "model.safetensors")
-        assert {key.split(".", 4)[4] for key in projector} == {
-            f"linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
-        }, "a norm is the encoder's"
+        projector = {key.split(".", 4)[4] for key in load_file(tmp_path / name / "projectors" / "model.safetensors")}
+        assert projector == {f"linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")}
+    larger = replace(graph, units=(*graph.encoders, replace(graph.backbone, vocab_size=VOCABULARY + 1)))
+    ranks.run(run_and_save, replace(alone, graph=larger), str(tmp_path / "larger"), world_size=1)
+    assert json.loads((tmp_path / "larger" / "llm" / "config.json").read_text())["vocab_size"] == VOCABULARY + 1
 
 
 def test_what_transformers_has_as_a_whole_is_written_as_that(folders, ranks, tmp_path):

@@ -92,9 +92,11 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
         with WeightFiles(folder) as files:
             layout = like_files(names, files.weights, files.metadata)
         config = read_mapping(folder / CONFIG_NAME, error=CheckpointError)
+        if unit.role is Role.BACKBONE and (vocab_size := unit.vocab_size or 0) not in (0, config.get("vocab_size")):
+            config = with_vocab_size(config, vocab_size)
         yield unit.name, Export(names, layout, {CONFIG_NAME: config}, like=folder), names.rows
-    own = [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)]
-    projectors = projectors_export(session, own, what=what)
+    of_projectors = (tensor for tensor in tensors if is_of_projector(session.graph, tensor.key))
+    projectors = projectors_export(session, [*of_projectors], what=what)
     yield "projectors", projectors, projectors.names.rows
 
 
@@ -190,9 +192,8 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     write_folder(folder / unit.name, export, session=session, tensors=own)
     if any(each.trains_weights(len(each.layers) - 1) for each in graph.encoders):
         projectors = [tensor for tensor in tensors if not is_adapter(tensor.key)]
-        write_folder(
-            folder / "projectors", projectors_export(session, projectors, what=what), session=session, tensors=projectors
-        )
+        export = projectors_export(session, projectors, what=what)
+        write_folder(folder / "projectors", export, session=session, tensors=projectors)
 
 
 def _describe_adapter(

@@ -105,8 +105,7 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
     def check() -> NamedWeights:
         with WeightFiles(folder) as files:
             theirs = as_spelled(names, best_spelling(names, encoder.spellings, found=files.weights))
-            unused = [key for key in files.weights if encoder.is_unused(key, unit)]
-            check_weights(files, theirs, unused=unused)
+            check_weights(files, theirs, unused=[key for key in files.weights if encoder.is_unused(key, unit)])
             return theirs
 
     return on_first_rank(check, what=what)
