@@ -155,6 +155,9 @@ def _torchrun(arguments: Sequence[str]) -> int:
         return int(first.exitcode) if first.exitcode > 0 else 128 - int(first.exitcode)
     except SignalException as ended:
         return 128 + int(ended.sigval)
+    except Exception as problem:
+        print(f"launch.py: error: torchrun starts no ranks ({problem!r}); correct its flags, or the port", file=sys.stderr)
+        return 2
     return 0
 
 

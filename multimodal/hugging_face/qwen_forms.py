@@ -49,10 +49,7 @@ def _read_qwen3_vl(config: Config, where: str) -> dict[str, Any]:
 
 def _write_qwen3_vl(unit: Unit) -> dict[str, Any]:
     image = image_of(unit)
-    return {
-        "num_position_embeddings": (image.position_grid or 0) ** 2,
-        "deepstack_visual_indexes": list(image.deepstack_layers),
-    }
+    return {"num_position_embeddings": (image.position_grid or 0) ** 2, "deepstack_visual_indexes": list(image.deepstack_layers)}
 
 
 def _read_whisper(config: Config, where: str) -> dict[str, Any]:

@@ -28,11 +28,7 @@ _COMPUTATIONS = {
     ActionKind.INPUT_GRADIENT: "input gradient",
     ActionKind.WEIGHT_GRADIENT: "weight gradient",
 }
-_OTHERS = {
-    Resource.SEND: "sending",
-    Resource.RECEIVE: "waiting for a message",
-    Resource.COLLECTIVE: "reducing gradients",
-}
+_OTHERS = {Resource.SEND: "sending", Resource.RECEIVE: "waiting for a message", Resource.COLLECTIVE: "reducing gradients"}
 _LANE_HEIGHT_INCHES = 0.42
 _LARGEST_NUMBER_POINTS = 8.0
 _SMALLEST_NUMBER_POINTS = 4.5

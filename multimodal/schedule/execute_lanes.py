@@ -130,8 +130,7 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     Work inside a computation prolongs it, completes with it, and its time is an event.
 
     seconds: of every computation and collective, [num_computed], with which replicas that share experts compute together; unit
-    costs by default, for which a schedule runs once.
-    O((actions + dependencies) log lanes).
+    costs by default, for which a schedule runs once. O((actions + dependencies) log lanes).
     """
     if seconds is None and _EXECUTION in schedule.made:
         return cast(Execution, schedule.made[_EXECUTION])

@@ -75,8 +75,7 @@ class LanesToFill:
         When a piece that keeps its order begins, ready fillers of its lanes go into its waits as far as these are long, with the
         same tolerance; the piece gets longer by the excess of the fillers, and by the time for which collectives behind a wait
         outlast the interval that is computed there. The needs of such fillers are met, or run before them inside the same piece;
-        their results are available when that piece ends.
-        O(tolerances x pieces x (lanes + queues)).
+        their results are available when that piece ends. O(tolerances x pieces x (lanes + queues)).
         """
         run = reference if kernels is None else kernels.fill_idle_lanes
         return FilledLanes(*run(**vars(self), tolerances=np.array(tolerances, np.int64)))

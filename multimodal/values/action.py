@@ -92,8 +92,7 @@ class LayerRange:
 class SegmentRange:
     """Segments `first` to `end` - 1 of a virtual stage, counted from 0 in the order of a forward over all its layers.
 
-    A segment is the smallest part of a layer that runs on its own; a kind of layer says which it has
-    (`multimodal/cost/layers`).
+    A segment is the smallest part of a layer that runs on its own; a kind of layer says which it has (`multimodal/cost/layers`).
     """
 
     first: int

@@ -67,10 +67,7 @@ _CONDITIONS: Mapping[str, tuple[str, Condition]] = {
         lambda c: all(sizes.pipeline_parallel_size == 1 for sizes in c.parallelism.units.values()),
     ),
     "the model has one unit": ("model", lambda c: len(c.parallelism.units) == 1),
-    "a model of one unit masks items": (
-        "model",
-        lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1,
-    ),
+    "a model of one unit masks items": ("model", lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1),
 }
 """Conditions that are more than one field's value: name -> the fields that determine it, and the condition."""
 

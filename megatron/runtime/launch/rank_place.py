@@ -33,6 +33,10 @@ class RankPlace:
 
 def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them it is alone. Raises ConfigError if invalid."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun's and mpirun's
+        if environ.get(name, "1") != "1" and "WORLD_SIZE" not in environ:
+            found = f"{name} is {environ[name]} and WORLD_SIZE is not set, so each process would train alone"
+            raise ConfigError(f"{found}; start one torchrun on each node, as scripts/slurm/pretrain.sh does")
     size = _whole_number(environ, "WORLD_SIZE", default=1)
     if not 1 <= size <= MOST_RANKS:
         raise ConfigError(

@@ -52,10 +52,7 @@ def load_evaluation_steps(run: Run, data: DataSet) -> Generator[Step, None, None
 
 
 def _load(
-    run: Run,
-    build: Callable[[MeasuredCosts | None], StepPlanner],
-    steps: range,
-    known_at: Callable[[int], MeasuredCosts | None],
+    run: Run, build: Callable[[MeasuredCosts | None], StepPlanner], steps: range, known_at: Callable[[int], MeasuredCosts | None]
 ) -> Generator[Step, None, None]:
     planners = StepPlanners(build, run.measured)
     try:

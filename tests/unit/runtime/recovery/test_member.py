@@ -109,25 +109,16 @@ def test_no_recovery_waits_for_an_import():
     assert {node.module for node in inside} <= {*supervisor._PRELOADED}
 
 
-def test_a_rank_ends_with_its_supervisor_though_the_process_that_forked_it_waits_for_ranks(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text("""
+def test_a_rank_ends_with_its_supervisor_though_the_process_that_forked_it_waits_for_ranks():
+    rank = """
 import multiprocessing, os, time
 from megatron.runtime.recovery.preloaded import die_with_supervisor
-
-def run_rank(ready):
-    die_with_supervisor()
-    ready.send(None)
-    time.sleep(600)
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    context.Process(target=run_rank, args=(theirs,)).start()
-    ours.recv()
-    os.kill(os.getpid(), 9)
-""")
-    subprocess.run([sys.executable, program], capture_output=True, timeout=60)  # until none has its output open
+die_with_supervisor()
+os.kill(multiprocessing.parent_process().pid, 9)
+time.sleep(600)
+"""
+    supervisor = f"import multiprocessing as m; m.get_context('forkserver').Process(target=exec, args=({rank!r},)).start()"
+    subprocess.run([sys.executable, "-c", supervisor], capture_output=True, timeout=60)  # until none has its output open
 
 
 def test_the_store_listens_at_its_address_only():
