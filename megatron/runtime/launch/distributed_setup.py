@@ -43,8 +43,7 @@ _ADVICE: Mapping[str, str] = {
     "costs": "rank {rank} has other costs: {name} is {there}, on rank 0 {here}; give every rank the same --emulate and --cluster",
 }
 """Section -> message about a difference in it."""
-_ABSENT = "missing"
-_AGREED = "agreed"
+_ABSENT, _AGREED = "missing", "agreed"
 
 
 def digest_of(values: StartValues) -> str:

@@ -31,8 +31,7 @@ _EARLY_SECONDS = 15.0
 """Seconds for which a rank that fails before the meeting looks for the others, and rank 0 informs them."""
 _REPORT_SECONDS = 8.0
 """Seconds for which other ranks wait for the message of the one that failed first."""
-_LEAVE_SECONDS = 4.0
-_ROLL_CALL_SECONDS = 2.5
+_LEAVE_SECONDS, _ROLL_CALL_SECONDS = 4.0, 2.5
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed"),
     "Transport endpoint is not connected",

@@ -51,8 +51,7 @@ class Keeper:
         self._is_ending = True
         """True while the next generation is awaited."""
         self._is_cut = False
-        self._num_signals = 0
-        self._num_supervisors_left = 0
+        self._num_signals = self._num_supervisors_left = 0
         self._seconds: dict[str, float] = {}
         self._since = clock()
         """Time at which ranks began to leave; infinite while they finish a step before nodes join, which may take any time."""

@@ -119,8 +119,7 @@ PATIENCE = "patience"
 """Flag with --elastic-timeout: the seconds for which ranks and supervisors wait for the store, and the keeper for ranks."""
 PATIENCE_SECONDS = 30.0
 """Seconds for which they wait before a rank has told that."""
-_CONNECT_SECONDS = 60.0
-_LOOK_SECONDS = 0.01
+_CONNECT_SECONDS, _LOOK_SECONDS = 60.0, 0.01
 _LATE_SECONDS = 1.0
 """Seconds between taking an event's number and writing it after which its sender is considered dead."""
 _MOST_PASSED_OVER = 64

@@ -64,8 +64,7 @@ class Member:
         self.ledger = open_ledger(self._address, self._port, self._token)
         self.ledger.set_flag(PATIENCE, str(timeout_seconds))
         self.connections = Connections()
-        self.generation = 0
-        self.nodes_have_joined = False
+        self.generation, self.nodes_have_joined = 0, False
         self.left_seconds = 0.0
         """Time at which this rank left the last generation, by the system's clock."""
         self._finished, self._has_left = threading.Event(), False

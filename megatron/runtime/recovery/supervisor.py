@@ -29,8 +29,7 @@ from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import PATIENCE, PATIENCE_SECONDS, TOKEN_VARIABLE, Ledger, find_token, keep, open_ledger
 from multimodal.values.errors import ConfigError, first_line
 
-_LOOK_SECONDS = 0.2
-_WRONG_INPUT = 2
+_LOOK_SECONDS, _WRONG_INPUT = 0.2, 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says which warnings are shown
     "megatron.runtime.training.elastic",

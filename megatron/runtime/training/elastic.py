@@ -38,8 +38,7 @@ from multimodal.plan.planners.templates.template_plan import NodesPlan, plan_nod
 from multimodal.values.errors import CheckpointError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
-_END_SECONDS = 10.0
-_LONG_SECONDS = 1e6
+_END_SECONDS, _LONG_SECONDS = 10.0, 1e6
 _PHASE_ENDS = ("left", "agreed", "planned", "met", "formed", "copied")
 """Names of the times at which the phases of a recovery end, in order."""
 
