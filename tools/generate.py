@@ -80,6 +80,8 @@ def main(argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag_of(name)} {given}: expected a number above 0")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
+    if flags.output is not None and not flags.output.parent.is_dir():
+        raise ConfigError(f"--output {flags.output}: there is no folder {flags.output.parent}; make it, or name another file")
     making = _making_options(flags)
     # Behind the flags, since torch takes seconds.
     from megatron.runtime.generation.answering import generate, open_answering
@@ -99,8 +101,7 @@ def main(argv: Sequence[str]) -> None:
         elif flags.interactive:
             _talk(session, model, options)
         else:
-            held_out = flags.held_out is not None
-            answering = _held_out(session, flags) if held_out else open_answering(session, model, flags.jsonl)
+            answering = _held_out(session, flags) if flags.held_out else open_answering(session, model, flags.jsonl)
             _answer_all(answering, num=flags.held_out or len(answering.source), options=options, output=flags.output)
 
 

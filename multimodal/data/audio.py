@@ -171,8 +171,7 @@ def _to_unit_range(samples: npt.NDArray[Any], path: str, *, where: str) -> npt.N
     raise DataError(f"{where}: {path} has samples of type {samples.dtype}; convert it to 16-bit PCM")
 
 
-HOP = 160
-"""Samples from one frame to the next."""
+HOP = 160  # samples from one frame to the next
 WINDOW = 400
 """Samples of a frame."""
 _FRAMES_BEFORE = 2
