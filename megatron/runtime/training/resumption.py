@@ -99,10 +99,12 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     A run that starts from given weights and has saved since resumes from its own checkpoint, so it can be requeued unchanged.
     Raises CheckpointError if a folder that must hold a checkpoint does not.
     """
+    if (save := checkpoint.save) and find_newest_checkpoint(save) == save:
+        raise CheckpointError(f"--save {save}: is a checkpoint, in which no other would be found again; give {save.parent}")
     own, own_flag = checkpoint.load, "--load"
     given, given_flag = checkpoint.pretrained_checkpoint, "--pretrained-checkpoint"
     if checkpoint.finetune:
-        own, own_flag, given, given_flag = checkpoint.save, "--save", checkpoint.load, "--load"
+        own, own_flag, given, given_flag = save, "--save", checkpoint.load, "--load"
     newest = find_newest_checkpoint(own) if own else None
     if own and newest:
         if weights := given or checkpoint.load_hf or checkpoint.load_megatron:
@@ -116,7 +118,7 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
         return Start(checkpoint.load_hf, FROM_HUGGING_FACE, is_resumption=False)
     if checkpoint.load_megatron:
         return Start(checkpoint.load_megatron, FROM_MEGATRON, is_resumption=not checkpoint.finetune)
-    if own and own != checkpoint.save:
+    if own and own != save:
         raise CheckpointError(
             f"--load {own}: no complete checkpoint there; give a folder that --save wrote to, or leave --load out "
             "(with --load equal to --save, a run without a checkpoint starts anew)"

@@ -71,6 +71,7 @@ def start_in_folders(document: dict[str, Any]) -> str:
     """Choose where a run starts; `full` and `own` hold a checkpoint each, `empty` none."""
     for path in ("full/step_00000005", "own/step_00000002", "empty"):
         Path(path).mkdir(parents=True, exist_ok=True)
+    Path("full/step_00000005/braid.json").touch()
     places = {name: Path(value) if isinstance(value, str) else value for name, value in document.items()}
     start = choose_start(CheckpointConfig(**places))
     if start is None:
