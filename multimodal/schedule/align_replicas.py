@@ -229,5 +229,5 @@ def computed_together(work: StepWork) -> Integers | None:
 def _problem(unit: str, found: str) -> str:
     return (
         f"unit '{unit}': {found}, and replicas that share experts exchange tokens in every layer; use --schedule 1f1b with "
-        "--balance whole-sample, or --expert-model-parallel-size 1"
+        "--balance whole-sample (and, before a generator, something to make in every sample), or --expert-model-parallel-size 1"
     )
