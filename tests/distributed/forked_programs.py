@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
@@ -45,6 +46,18 @@ for _dtype in (torch.float64, torch.float32):
 def supervise(argv: Sequence[str]) -> int:
     flags, command = supervisor.read_flags(argv)
     return supervisor.Supervisor(flags, command, start_method="fork").run()
+
+
+def ask_within(seconds: float, question: Any, ask: Any = supervisor.ask_within) -> Any:
+    """Ask, until the thread that asked has gone: while it ends it may hold OpenSSL's locks, and ranks are forked from here."""
+    threads = {*os.listdir("/proc/self/task")}
+    answer = ask(seconds, question)
+    while {*os.listdir("/proc/self/task")} - threads:
+        time.sleep(0.001)
+    return answer
+
+
+supervisor.ask_within = ask_within
 
 
 def run_tool(name: str, argv: list[str]) -> int | None:
