@@ -31,8 +31,7 @@ def balance_every_unit(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
 
     An encoder's items (or the items of a sample together, by `options.granularity`) are balanced over its own replicas by their
-    own work, wherever their samples are: its output is routed straight to its consumer, OrchMLLM's composition of two
-    rearrangements.
+    own work, wherever their samples are: its output goes straight to its consumer (OrchMLLM's composed rearrangements).
     """
     return place_every_unit(balance_llm(work, plan=plan), work, plan=plan)
 

@@ -62,8 +62,7 @@ class StageLayers:
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
 
-        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first rank. Experts are listed apart if
-        replicas share them.
+        num_copies: as in `RunOptions`. Ranks are those that share with the stage's first. Shared experts are listed apart.
         """
         unit, replica, index = stage
         sizes, start = self.plan.units[unit], self.plan.virtual_stage(*stage).layers.start

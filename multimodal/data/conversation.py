@@ -12,8 +12,7 @@ Targets are the texts of assistant turns and their `end`. A sample with document
 is written like a document turn.
 
 An image that a generator makes is part of an assistant turn, as `vision_start vision_end` without placeholders, and sound as
-`audio_start audio_end`. The first of the two is a target (the LLM decides what follows), and its hidden state is the generator's
-input.
+`audio_start audio_end`. The first of the two is a target (the LLM decides what follows), its hidden state the generator's input.
 
     begin user "draw 7" assistant vision_start vision_end end
                                   ^^^^^^^^^^^^            ^^^   targets

@@ -39,8 +39,7 @@ class Architecture:
     names: tuple[UnitNames | Callable[[Unit], UnitNames], ...]
     """Names of every unit's weights, in the order of the model graph; a function if they depend on the unit."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
-    """True for tensors that are part of no parameter here, and are copied: older versions saved some that follow from
-    config.json."""
+    """True for tensors that are part of no parameter here, and are copied: older versions saved what config.json gives."""
     spellings: tuple[Spelling, ...] = ((),)
     """Spellings of the names: each replaces prefixes of names by others; the first one replaces none."""
     written_spelling: Spelling = ()

@@ -1,7 +1,6 @@
 """Composes a multimodal model from unimodal ones: an LLM and encoders from Hugging Face folders, with new projectors.
 
-Cornstarch, section 5.1: modules stay unchanged; adaptations go between them. The result is a model file for pretrain_mllm.py and
-all tools.
+Cornstarch, section 5.1: modules stay unchanged; adaptations go between them. The result is a model file for all programs.
 """
 
 import math

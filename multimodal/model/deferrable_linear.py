@@ -22,8 +22,7 @@ Adapters of Transformer Engine's layers are computed beside the layers' own prod
     split by inputs       the layer's input         split      sum, this rank's rows        whole
 
 What is sent then has the adapter's rank for its width, where local layers add the product before the sum of theirs
-(`adapter.py`). The gradient of a whole matrix comes from the rows that a rank has, so it is summed under sequence parallelism
-only.
+(`adapter.py`). The gradient of a whole matrix comes from the rows that a rank has, so only sequence parallelism sums it.
 """
 
 from typing import Any, ClassVar

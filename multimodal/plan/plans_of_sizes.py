@@ -201,8 +201,7 @@ def plan_disaggregated(
     If that would split tensor parallel groups over nodes, units with large groups come first. sizes: of units; those without an
     entry have size 1 in everything but their data parallel size, which is open. At most one unit may leave it open: it takes all
     ranks that the others leave. world_size: processes, all of which must be used. ranks_per_node: None if unknown, or if there is
-    one node. layer_seconds: units without an entry are cut evenly. Raises PlanError, with the arithmetic, if the numbers of ranks
-    do not add up.
+    one node. layer_seconds: units without an entry are cut evenly. Raises PlanError, with the arithmetic, if ranks do not add up.
     """
     complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
 

@@ -40,8 +40,7 @@ def align_replicas(schedule: Schedule, units: Collection[str] | None = None) -> 
 
     The schedule is run in that order: a computation waits until all replicas of its unit have reached the same one. If all lanes
     wait, one that could run is run, and the other replicas join it: preferably a forward of the lane with the most work left.
-    So every schedule that finishes without shared weights finishes with them, and all ranks of a group make the same calls in
-    the same order.
+    So every schedule that finishes without shared weights finishes with them, and all ranks of a group call alike, in one order.
 
     schedule: lowered and valid; fillers count as work in line. units: those whose replicas compute together (except in weight
     gradients), because they share experts; None: all units. Deterministic; O(actions + dependencies + joins x lanes).
@@ -201,8 +200,7 @@ def check_expert_groups(schedule: Schedule) -> None:
 def computed_together(work: StepWork) -> Integers | None:
     """Return, for every piece, the first replica's piece that it is computed together with; None if no experts are shared.
 
-    Pieces are computed together if they are forwards or backwards of the same number in stages with shared experts. O(pieces
-    log).
+    Computed together are forwards or backwards of the same number in stages with shared experts. O(pieces log).
     """
     if not work.plan.units_with_shared_experts:
         return None

@@ -46,8 +46,7 @@ class LanesToFill:
     """Per queue: pieces that fill, in the order that they keep."""
     holders: Integers
     releases: Integers
-    """Per piece that fills: the holder that keeps one microbatch more, and the one that keeps one less, from its start on; -1:
-    none."""
+    """Per piece that fills: the holder that keeps one microbatch more, and that of one less, from its start; -1: none."""
     limits: Integers
     """Per holder: the most microbatches that it keeps at a time."""
     wait_starts: Integers

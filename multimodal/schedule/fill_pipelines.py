@@ -37,8 +37,7 @@ MOST_WORK = 300_000_000
 """Largest product of pieces and queues of a pipeline that is filled: some tenths of a second. Large pipelines try fewer
 tolerances; beyond this limit, where routes connect many pipelines, encoders run as in 1F1B."""
 MOST_SEGMENTS = 60_000
-"""Most segments of encoders that are placed one by one, over as many pipelines as possible; pipelines that are alike count
-once."""
+"""Most segments of encoders that are placed one by one, over as many pipelines as possible; alike pipelines count once."""
 _NANOSECONDS = 1e9
 
 
@@ -168,8 +167,7 @@ class _Filling:
     ) -> None:
         """Take all values from the costs.
 
-        in_line: of the uncut step; inside: encoders that may run inside the LLM's work; lanes: those of the pipelines that are
-        filled; None: all.
+        in_line: of the uncut step; inside: encoders that may run inside the LLM's work; lanes: of pipelines filled; None: all.
         """
         self.in_line, self.cut = in_line, cut
         self.work, uncut = step_work(cut), in_line.work

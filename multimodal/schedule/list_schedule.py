@@ -36,8 +36,7 @@ class Policy:
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
     """Stage -> the stage that represents the group sharing its limit; by default every stage is its own group."""
     phase: Callable[[StepWork], Integers] | None = None
-    """[num_computed] phases: a lane finishes each before the next; no action may have a later phase than an action that needs
-    it."""
+    """[num_computed] phases: a lane finishes each before the next; no action may have a later phase than one that needs it."""
     orders: Sequence[Integers] = ()
     """Pieces that run exactly in this order; together with the dependencies the orders must not form a circle."""
     forwards_go_first: bool = False

@@ -271,8 +271,7 @@ def _unfolded(folded: bytes) -> Plan:
 def split_layers(layers: tuple[str, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:
     """Cut a unit's layer list into `num_stages` ranges with transformer layers as even as possible.
 
-    The first layer (an embedding) joins the first range, and the last layer (projector or head) the last range. A remainder goes
-    to the first ranges.
+    The first layer (an embedding) joins the first range, the last (projector or head) the last. First ranges take a remainder.
     """
     num_transformer = max(1, len(layers) - 2)  # a module of transformers is the first layer, and one piece
     if not 1 <= num_stages <= num_transformer:

@@ -124,8 +124,7 @@ class RankGradients:
 def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = None) -> Session:
     """This rank's part of a case, by default in float64 so that the comparison is exact.
 
-    Biases, norm weights and what adapters have as zeros are drawn at random: as zeros and ones they would hide what adds or
-    scales twice.
+    Biases, norm weights and what adapters have as zeros are drawn: as zeros and ones they would hide what adds or scales twice.
     """
     how = {"seed": SEED, "timeout": TIMEOUT, "optimizer": optimizer, "builder": BUILDERS[case.builder]}
     how |= sharing_options(case)

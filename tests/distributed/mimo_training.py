@@ -243,8 +243,7 @@ class MimoMicrobatch:
     labels: Tensor
     is_target: Tensor
     images: dict[str, Any] | None
-    num_tokens: int
-    """Without padding."""
+    num_tokens: int  # without padding
 
     @classmethod
     def load(cls, source: RandomSource, samples: Sequence[int], *, of: str) -> "MimoMicrobatch":

@@ -46,8 +46,7 @@ def test_losses_of_twenty_steps_equal_those_of_mimo(ranks, layout):
 def test_mimos_loop_trains_on_braids_schedules_as_on_megatrons(ranks, layout, schedule, balance):
     """Encoders on ranks of their own; also as in one process. More replicas than the LLM's fail there if images are unlike.
 
-    With an LLM of several stages on the encoders' ranks, or of several chunks on a rank, which MIMO has not, encoders compute in
-    its bubbles.
+    With an LLM of several stages on the encoders' ranks, or of several chunks (not in MIMO), encoders compute in its bubbles.
     """
     case = TWO_ENCODERS if layout.num_encoders > 1 else WITH_IMAGES
     (weights,) = ranks.run(initial_weights, case, world_size=1)

@@ -222,8 +222,7 @@ def load_checkpoint(
     hyperparameters to the flags; new adapters (LoRA) keep their initial values. Nothing in the files is executed, and every value
     that is read is compared with its checksum. check_run: called on rank 0 with the checkpoint and its run_state, before anything
     is loaded; may raise CheckpointError. takes_averages: fill parameters with their averages, where there are any. Raises
-    CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with `load_optimizer`)
-    precision.
+    CheckpointError on every rank if nothing is there, a file is damaged, or of another model or (`load_optimizer`) precision.
     """
 
     def find() -> tuple[Path, Manifest]:

@@ -210,8 +210,7 @@ class PipelineStep(LaneRun):
         }
         """Forward -> True if all its layers recompute their activations; None: as configured.
 
-        Of the microbatches in flight at once, the first (Megatron's num_microbatches_with_partial_activation_checkpoints) keep
-        theirs.
+        Of microbatches in flight, the first (Megatron's num_microbatches_with_partial_activation_checkpoints) keep theirs.
         """
         self.last_of_chunk = {(action.kind, self._chunk_index(action)): action for action in actions}
 

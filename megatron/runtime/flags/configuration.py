@@ -239,8 +239,7 @@ class TrainingConfig:
     """The number of microbatches that --balance entrain (also as tried by auto) makes: as --micro-batch-size asks; as many as can
     all have the encoders' work of the longest sample (Entrain's K_eff); or whichever is predicted to take shortest."""
     merge_encoders: bool = False
-    """--balance entrain: balance all encoders as one, by the sum of their work (--schedule encoders-colocated also runs them
-    so)."""
+    """--balance entrain: balance all encoders as one, by their work in sum (--schedule encoders-colocated also runs them so)."""
     refine_encoders: bool = False
     """Balance encoders over their replicas by themselves where the --balance would place them beside the LLM: disttrain and
     entrain as published leave their replicas uneven where these are not the LLM's."""
@@ -401,8 +400,7 @@ class DataConfig:
     media_dir: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "DIR"})
     """Folder, or address, that paths of images, sound and videos in the data begin at; by default that of the data."""
     allow_outside_paths: bool = False
-    """Let a manifest name files outside its own folder, by addresses, absolute paths, .. or links; for manifests that you
-    trust."""
+    """Let a manifest name files outside its own folder, by addresses, absolute paths, .. or links; for trusted manifests."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)
     """Largest image file (width x height) of a manifest that is decoded; a larger one is an error at the start."""
     num_frames: int = field(default=NUM_FRAMES, metadata={"minimum": 1, "maximum": 10**5})
@@ -410,8 +408,7 @@ class DataConfig:
     video_fps: float | None = field(default=None, metadata={"above": 0, "maximum": 10**4})
     """Frames that are taken of a second of video, up to --num-frames; by default that many of any."""
     video_max_pixels: int | None = field(default=None, metadata={"minimum": 1, "maximum": 2**31})
-    """Most pixels of a frame of a video once it is scaled, for encoders of images at native resolution; by default as the model
-    says."""
+    """Most pixels of a scaled frame of a video, for encoders of images at native resolution; by default as the model says."""
     video_sound: bool = False
     """Let models with an encoder of sound hear videos, behind their frames."""
     split: str = field(default="969,30,1", metadata={"metavar": "TRAIN,VALID,TEST"})
@@ -528,8 +525,7 @@ class CheckpointConfig:
     the weights that it starts from. It says what --lora-rank, --lora-alpha and --lora-targets would."""
     save_hf: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets the model after the last step as Hugging Face's transformers load it, with names, types, files and
-    tokenizer of --load-hf if given, or of a folder that --model names where the family needs one. Adapters are added to the
-    weights."""
+    tokenizer of --load-hf if given, or of a folder that --model names where the family needs one. Adapters are merged."""
     save_megatron: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder that gets checkpoints which Megatron loads (torch_dist), every --save-interval steps and at the end."""
     save_adapter: Path | None = field(default=None, metadata={"metavar": "DIR"})

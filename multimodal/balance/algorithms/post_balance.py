@@ -69,8 +69,7 @@ def post_balance(
     A local search then moves and swaps items between the costliest and cheaper bins (`csrc/exchange_refinement.cpp`), until it is
     within a thousandth of the lower bound. Batches of up to 256 items that miss the bound are also partitioned by largest
     differencing (Karmarkar and Karp 1982), and from the best partition a branch and bound continues (`csrc/bounded_search.cpp`).
-    So the result is never worse than longest first or differencing. Equal lengths are ordered by item index, equal costs by bin
-    index.
+    So the result is never worse than longest first or differencing. Equal lengths are ordered by item, equal costs by bin.
 
     lengths: [num_items] whole numbers of tokens, not negative, at least one; with fewer items than bins some stay empty.
     refinement_steps: budget of the local search in examined items, 0 for none; a count, so that all ranks end alike.

@@ -36,8 +36,7 @@ class LayerCollectives(NamedTuple):
     context: Quadratic = Quadratic()
     """Gathering the keys and values of all heads over context parallel ranks, or returning their gradients, in one step."""
     num_groups: int = 1
-    """Groups of heads. `count_groups_at_once` of them are gathered in one step, while the groups of the step before are attended
-    to."""
+    """Groups of heads. `count_groups_at_once` are gathered in one step, while those of the step before are attended to."""
     bytes_per_key: float = 0.0
     """Bytes of one token's key and value in one group of heads."""
     experts: Quadratic = Quadratic()

@@ -64,8 +64,7 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
 
     The search ends when `request.time_budget_seconds` of nominal work are used up (`Trials`): the same inputs give the same plan
     on every machine. Steps 3 and 5 are always done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far;
-    a second interrupt aborts it. others: the planners of step 3; without them step 5 is left out, too. Raises PlanError if
-    nothing fits.
+    a second interrupt aborts it. others: the planners of step 3; without them no step 5, either. Raises PlanError if none fits.
     """
     search = PlanSearch(request)
     try:

@@ -151,8 +151,7 @@ class _Search:
     def _seconds(self, candidate: Candidate, encoding_seconds: float) -> float:
         """Return the seconds of a step: the LLM's work, plus its bubbles or the work that fills them, whichever is longer.
 
-        The first encoder forward and the last backward are in no bubble: the first stage waits for the one, and nothing follows
-        the other.
+        The first encoder forward and last backward are in no bubble: the first stage waits for one, nothing follows the other.
         """
         encoders = {unit.name for unit in self.graph.encoders}
         ends = slowest = bubbles = reducing = 0.0

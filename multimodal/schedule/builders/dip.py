@@ -25,8 +25,7 @@ def build_dip(shape: StepShape, *, num_rounds: int = 1) -> Schedule:
     the LLM's phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own runs as in GPipe.
 
     num_rounds: rounds into which the step is cut by the LLM's microbatches, each with the three phases; an encoder then keeps the
-    activations of one round only, at least 1. OrchMLLM's iterations (one mini-batch each) are such rounds with accumulated
-    gradients.
+    activations of one round only, at least 1. OrchMLLM's iterations (of one mini-batch) are such rounds, accumulated.
     """
     encoders = frozenset(unit.name for unit in shape.graph.encoders)
     limits = forward_limits(shape)

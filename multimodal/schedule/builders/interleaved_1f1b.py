@@ -298,8 +298,7 @@ def stages_that_share(
 ) -> Iterator[tuple[list[StageKey], Replica, int]]:
     """Yield the layer ranges of each physical stage that have a backward, if several have, with its replica and its index.
 
-    They share a limit in flight; ranges without a backward keep nothing, and have limits of their own. has_order: see
-    `ordered_pieces`.
+    They share a limit in flight; ranges without a backward keep nothing, and have their own. has_order: see `ordered_pieces`.
     """
     for replica, each in enumerate(shape.plan.units[name].replicas):
         for stage_index, held in enumerate(chunk_stages(each) if has_order(each) else ()):

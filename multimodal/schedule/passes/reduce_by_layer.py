@@ -22,8 +22,7 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     whole backward of the last microbatch, or there is no microbatch. Others stay whole: if weight gradients are split from the
     backward, if another reduction has to go first, if microbatches end in another order, and in stages of one layer. With unlike
     replicas there are more parts (`StepShape.reductions`), all stages of a unit are cut or none, and only the last part stands
-    behind the backward. If lanes would then wait for each other in a circle when reductions block, all stay whole. O(actions +
-    dependencies).
+    behind the backward. If lanes would then wait in a circle when reductions block, all stay whole. O(actions + dependencies).
     """
     return schedule if schedule.shape.cuts.reduced_by_layer else cut_reductions(schedule)
 

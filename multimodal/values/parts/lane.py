@@ -25,8 +25,7 @@ class SlotMode(IntEnum):
     start, it runs right after the carrier. It stands before its carrier; both orders must be allowed, and are checked to be."""
     INSIDE = 2
     """It stands before its *carrier*, the next computation in line, and runs inside it: while the carrier waits for the tensor
-    parallel collective of number `Slot.wait`. Its needs are met when the carrier starts, and others get its result when the
-    carrier ends."""
+    parallel collective of number `Slot.wait`. Its needs are met when the carrier starts; others get its result at its end."""
 
 
 class Slot(NamedTuple):

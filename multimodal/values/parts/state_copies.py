@@ -27,8 +27,7 @@ def state_sharers(
     """Return, by tensor parallel rank, the ranks that share the state of their part of a layer, ascending.
 
     replicas: those of one copy of the state. tensor_size: that of the stages to look at; without such stages there are no
-    sharers. is_tied_copy: take the last layer's copy of the word embeddings, which stages that hold the first layer, too, do not
-    have.
+    sharers. is_tied_copy: take the last layer's copy of the word embeddings, which stages with the first layer lack.
     """
     held = (stage for index in replicas for stage in unit.replicas[index].virtual_stages if layer in stage.layers)
     chosen = (each for each in held if unit.tensor_size(each) == tensor_size and not (is_tied_copy and 0 in each.layers))

@@ -42,8 +42,7 @@ class VideoInput:
     tokens_per_second: int | None = field(default=None, metadata=up_to(2**20))
     """Rotary positions of a second (Qwen2.5-VL); None: a step is one position behind the step before."""
     ends_at_last_time: bool = False
-    """Text behind a video continues behind the time of its last step, too; False: behind its rows and columns alone, as for
-    images."""
+    """Text behind a video continues behind its last step's time, too; False: behind its rows and columns alone, as for images."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class ImageInput:
 
     patch_size: int = field(default=14, metadata=up_to(2**10))
     merge_size: int = field(default=2, metadata=up_to(2**6))
-    """Neighbouring patches, merge_size x merge_size, leave the projector as one token; sizes are multiples of patch x merge
-    size."""
+    """Neighbouring patches, merge_size x merge_size, leave the projector as one token; sizes are multiples of patch x merge."""
     in_channels: int = field(default=3, metadata=up_to(2**10))
     min_pixels: int = field(default=3136, metadata=up_to(2**31))
     max_pixels: int = field(default=1003520, metadata=up_to(2**31))

@@ -50,8 +50,7 @@ class _UnlikeReductions:
     """The units with unlike replicas, and those of them that reduce by layer.
 
     Their reductions cover layers in either case: whole ranges that the same ranks hold, or parts of such ranges (by layer). If
-    all ranges are single layers, both look alike: then a unit reduces by layer if its stages compute after their first
-    reductions.
+    all ranges are single layers, both look alike: a unit reduces by layer if its stages compute after their first reductions.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -63,8 +63,7 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph, num_state_copies: int 
 
 @st.composite
 def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int, num_state_copies: int | None = None) -> UnitPlan:
-    """TP 1-3, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
-    stages."""
+    """TP 1-3, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, virtual stages."""
     allowed = [1, *(size for size in (2, 3) if divides(size, unit))]
     grid = itertools.product((1, 2, 3), (1, 2, 3), allowed, draw(st.sampled_from([(1,), (1, 2, 3, 4)])))
     sizes = [(dp, pp, tp, cp) for dp, pp, tp, cp in grid if dp * pp * tp * cp <= budget and pp <= len(unit.layers)]
@@ -80,8 +79,7 @@ def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int, n
 
 @st.composite
 def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1-4, cut anywhere, also into virtual
-    stages; CP 1-2."""
+    """Two or three replicas within `budget` ranks, each with PP 1-3, stages of TP 1-4 (CP 1-2), cut anywhere, also virtual."""
     allowed = [size for size in (1, 2, 3, 4) if divides(size, unit)]
     cp = draw(st.sampled_from([1, 1, 1, 2])) if budget >= 6 else 1
     replicas: list[Replica] = []

@@ -10,7 +10,6 @@ import pytest
 import yaml
 from PIL import Image
 
-from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
@@ -106,22 +105,6 @@ def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     assert all(name in text for name in ("megatron", "entrain", "disttrain")) and picture.stat().st_size > 1000
     answer = json.loads(plan(capsys, *flags, *data, "--json"))
     assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
-
-
-@pytest.mark.deep  # searches are compared with all planners in tests/unit/plan/planners
-@pytest.mark.parametrize("units", [("vision", "llm"), ("llm",)])
-def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(flags, tmp_path, capsys, units):
-    (tmp_path / "model.yaml").write_text(
-        yaml.safe_dump({"units": {name: MODEL["units"][name] for name in units}}, sort_keys=False)
-    )
-    tokens = "vision=64,llm=128" if "vision" in units else "llm=128"
-    data = ["--uniform-lengths", tokens, "--planner", "braid", "--compare", "all", "--time-budget", "0.3", "--json"]
-    data += ["--global-batch-size", "4"]
-    compared = json.loads(plan(capsys, *flags, *data))["compare"]
-    assert set(compared) >= set(COMPARED) and "error" not in compared["optimus"]
-    planned = [compared[name] for name in COMPARED if "error" not in compared[name]]
-    trained = [each for each in planned if not any("never run" in note for note in each["notes"])]
-    assert compared["braid"]["iteration_seconds"] <= min(each["iteration_seconds"] for each in trained) * (1 + 1e-9)
 
 
 def test_freezing_and_fixed_sizes_reach_the_planner(flags, capsys):

@@ -36,8 +36,7 @@ class Candidate:
     def first_ranks(self) -> Mapping[str, int]:
         """Unit -> the first of its ranks; the group with the largest stages (tp x cp) comes first.
 
-        With sizes that divide a node, no tensor parallel group then spans two nodes. Sizes that do not divide each other are
-        sorted by tp.
+        With sizes that divide a node, no tensor parallel group then spans two nodes. Other sizes are sorted by tp.
         """
         groups, layouts = self.all_groups, self.layouts
         whole = {group: max(layouts[unit].size.num_ranks for unit in group) for group in groups}

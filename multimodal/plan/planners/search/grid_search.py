@@ -141,8 +141,7 @@ def _known_ranges(request: PlanningRequest, shape: GridShape) -> dict[tuple[int,
 def fits(request: PlanningRequest, grid: Grid) -> bool:
     """Return True if the bytes that lanes of a chain keep at any time of a step are within the planned memory.
 
-    Each lane of an interleaved one keeps less than the one before it, but the first one has the embedding in addition, and the
-    last one the head.
+    Each lane of an interleaved one keeps less than the one before it, but the first has the embedding, too, the last the head.
     """
     if grid.virtual_stages == 1:
         return grid.fits(request)

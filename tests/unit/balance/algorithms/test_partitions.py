@@ -1,7 +1,7 @@
 """Partitions and cuts: kernels against their references, and both against brute force."""
 
 import shutil
-from itertools import pairwise, permutations, product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import row_starts
-from multimodal.values.errors import AssignmentError
 from tests.unit.golden_answers import Kinds, golden_test
 from tests.unit.schedule.built_schedules import GivenCosts
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
@@ -200,11 +199,6 @@ LENGTHS_OF_ITEMS: Kinds = {
 test_wrong_lengths_and_costs_are_named = golden_test("post_balance.txt", LENGTHS_OF_ITEMS)
 
 
-def test_wrong_lengths_of_an_array_are_named():
-    with pytest.raises(AssignmentError, match="item 1 has length -2"):
-        post_balance(np.array([1, -2]), num_bins=2)
-
-
 SECONDS = st.one_of(st.integers(0, 9), st.floats(0, 10), st.floats(0, 1e300))
 
 
@@ -233,16 +227,6 @@ def test_the_kernel_equals_its_reference_and_never_ends_later(pipeline, num_swap
     assert without_kernels(reorder_microbatches)(**pipeline) == tuple(given_order)
     given_seconds, seconds = pipeline_seconds(given_order, **pipeline), pipeline_seconds(order, **pipeline)
     assert seconds < given_seconds or order == tuple(given_order)
-
-
-def test_small_pipelines_come_close_to_the_best_order():
-    found, best = [], []
-    for seed in range(6):
-        pipeline = stragglers(3, 6, seed)
-        found.append(pipeline_seconds(reorder_microbatches(**pipeline), **pipeline))
-        best.append(min(pipeline_seconds(order, **pipeline) for order in permutations(range(6))))
-    assert all(seconds >= least for seconds, least in zip(found, best, strict=True))
-    assert np.mean(np.array(found) / best) < 1.02
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 1), (2, 2)])

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import math
-import os
 import re
 import resource
 import sys
@@ -324,15 +323,6 @@ def test_a_link_keeps_leading_to_its_file(tmp_path: Path) -> None:
     write(tmp_path / "link.jsonl", range(3, 5), keep_until=2)
     assert (tmp_path / "link.jsonl").is_symlink()
     assert read(tmp_path / "log.jsonl") == [entry(step) for step in range(1, 5)]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
-def test_a_device_is_written_to_and_not_replaced() -> None:
-    log = JsonLog(Path("/dev/full"), keep_until=2)
-    with pytest.raises(OSError) as problem:
-        log.append(entry(3))
-    assert problem.value.errno == errno.ENOSPC
-    assert Path("/dev/full").is_char_device()
 
 
 def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
