@@ -75,7 +75,7 @@ class BatchWork:
         """Return the argument of `cost` for each of a unit's atoms, or for each group of atoms that stay together.
 
         These are tokens if the unit's cost is declared. Else they are FLOPs of forward and backward, in 1/1024 of one token's
-        linear work: these add up over packed sequences of any lengths, attention included. groups: [num_atoms] of atoms.
+        linear work: these add up over packed sequences of any lengths, attention included. groups: [num_atoms].
         """
         work = self.of_unit(unit)
         if unit in self.options.unit_costs:
