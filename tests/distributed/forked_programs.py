@@ -45,6 +45,7 @@ for _dtype in (torch.float64, torch.float32):
 
 def supervise(argv: Sequence[str]) -> int:
     flags, command = supervisor.read_flags(argv)
+    supervisor.ask_within = ask_within
     return supervisor.Supervisor(flags, command, start_method="fork").run()
 
 
@@ -55,9 +56,6 @@ def ask_within(seconds: float, question: Any, ask: Any = supervisor.ask_within) 
     while {*os.listdir("/proc/self/task")} - threads:
         time.sleep(0.001)
     return answer
-
-
-supervisor.ask_within = ask_within
 
 
 def run_tool(name: str, argv: list[str]) -> int | None:

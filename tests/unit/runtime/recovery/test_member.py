@@ -273,6 +273,7 @@ def test_a_rank_whose_abort_does_not_return_is_replaced_by_its_supervisor(waitin
     monkeypatch.setattr(os, "kill", lambda *told: ended.append(told))
     supervised._look_at(node)
     kept.set_flag("kill/0/0")  # as the keeper does after the timeout (test_a_survivor_that_never_arrives_is_left_out)
+    assert wait_until(lambda: supervised._flag("kill/0/0"), seconds=20)
     for asked in ([], [signal.SIGUSR1]):  # a run that is asked to stop starts none again
         node.processes, node.exit_code, supervised._requests = process, None, asked
         supervised._pass_on()
