@@ -100,7 +100,8 @@ class PlanReview:
         """Return the current plan's step and the best plan for measured layers; the names of weights must not change."""
         run, request = self.planned.choice.run, self._request
         assert request.profile is not None
-        cluster = replace(request.cluster, cores_per_node=None)  # what was measured holds the waits for cores
+        cores = request.cluster.cores_per_node and request.cluster.gpus_per_node  # what was measured holds the waits for cores
+        cluster = replace(request.cluster, cores_per_node=cores)
         corrected = replace(request, cluster=cluster, profile=request.profile.times(self.factors), sharding=run.sharding)
         current = judge_run(run, corrected)
         made_for = {"what was measured": "times what was profiled, " + str(dict(self.factors))}

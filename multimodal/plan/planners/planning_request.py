@@ -305,7 +305,9 @@ class PlanningRequest:
         if not has_copies or self.zero_stage == 3:
             return ()
         zero_stage = self.zero_stage if plan.has_alike_copies else 0
-        return tuple(name for name, row in PASSES.items() if row.is_planned and zero_stage >= row.least_zero_stage)
+        planned = {name: row for name, row in PASSES.items() if row.is_planned and zero_stage >= row.least_zero_stage}
+        on_cores = self.cluster.cores_per_node is not None  # where a reduction beside a backward takes the time of its products
+        return tuple(name for name, row in planned.items() if not (row.reduces_by_layer and on_cores))
 
     def run_options(self, run: PlannedRun) -> RunOptions:
         """Return those options of a run that affect costs."""

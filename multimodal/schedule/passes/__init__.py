@@ -40,7 +40,7 @@ class PassRow:
     reduces_by_layer: bool = False
     """True if ranks must be set up to reduce gradients layer by layer."""
     is_planned: bool = False
-    """True if every planned run uses it where it changes anything, because it costs nothing."""
+    """True if every planned run uses it where it changes anything: it costs nothing where ranks have accelerators."""
     least_zero_stage: int = 0
     """The lowest ZeRO stage at which the pass changes anything."""
     undone_by: Mapping[str, str] = field(default_factory=dict)

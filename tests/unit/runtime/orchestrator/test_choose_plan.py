@@ -23,6 +23,7 @@ from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.plans_of_sizes import UnitSizes, plan_colocated
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -66,6 +67,9 @@ def choice() -> Choice:
 
 def test_a_choice_is_planned_told_and_run(choice):
     assert choice.run.num_gpus == 2 and choice.seconds > 0
+    copies = plan_colocated(GRAPH, sizes=dict.fromkeys(GRAPH.unit_names, UnitSizes(data_parallel_size=2)), world_size=2)
+    of_cores = (replace(asked(configured()), cluster=replace(CLUSTER, cores_per_node=cores)) for cores in (None, 2))
+    assert ["reduce-by-layer" in request.passes(copies) for request in of_cores] == [True, False]
     assert [line.partition(":")[0] for line in choice.lines] == ["plan", "predicted", "why"]
     assert "#   model: digits" in choice.text
     told = Choice.from_dict(json.loads(json.dumps(choice.to_dict())))
