@@ -13,7 +13,6 @@ Run `python benchmarks/drop_in.py [--json] [--iterations N]`.
 import argparse
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -33,7 +32,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.beside.turns import show, take_turns
+from benchmarks.beside.turns import Waited, show, take_turns
 from examples.balance import megatron_mimo as mimo
 from examples.balance.torch_ddp import MERGED, PIXELS, Encoder
 from megatron.runtime import patches
@@ -51,23 +50,6 @@ UNITS = {
     "llm": {"role": "backbone", "num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256},
 }
 UNITS["vision"]["image"] = {"patch_size": 4, "merge_size": 2, "in_channels": 3, "min_pixels": 64, "max_pixels": 65536}
-
-
-class Waited(torch.autograd.Function):
-    """Waits in forward, and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, seconds: float) -> Tensor:
-        """Return the rows."""
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient."""
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
 
 
 class TimedEncoder(Encoder):

@@ -39,7 +39,7 @@ import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from benchmarks.beside.turns import show, take_turns
+from benchmarks.beside.turns import Waited, show, take_turns
 from megatron.runtime import platform, profiler
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from megatron.runtime.orchestrator import profile_layers
@@ -96,23 +96,6 @@ def build_case(data: str) -> ComparedCase:
     return ComparedCase(ModelGraph.from_dict({"units": {"vision": VISION, "llm": LLM}}), tuple(shapes))
 
 
-class Wait(torch.autograd.Function):
-    """Waits in forward, and twice as long in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, seconds: float, *weights: Tensor) -> Tensor:
-        """Return the hidden states."""
-        ctx.seconds, ctx.weights = seconds, weights
-        time.sleep(seconds)
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient, and zeros for weights."""
-        time.sleep(2 * ctx.seconds)
-        return gradient, None, *(torch.zeros((), dtype=each.dtype).expand_as(each) for each in ctx.weights)
-
-
 @contextmanager
 def waiting_layers(*, is_packed: bool) -> Iterator[None]:
     """Let transformer layers wait instead of computing; is_packed: MIMO's LLM waits for the tokens that are no padding."""
@@ -133,7 +116,7 @@ def waiting_layers(*, is_packed: bool) -> Iterator[None]:
             num_tokens = without_padding[0] if without_padding else num_tokens * num_samples
         weights = tuple(self.parameters())
         products = sum(2 * each.numel() for each in weights if each.dim() > 1)
-        hidden: Tensor = Wait.apply(hidden_states, num_tokens * products / (1e9 * WAITED_GFLOPS), *weights)  # type: ignore[no-untyped-call]
+        hidden: Tensor = Waited.apply(hidden_states, num_tokens * products / (1e9 * WAITED_GFLOPS), *weights)  # type: ignore[no-untyped-call]
         return hidden, None
 
     with (
@@ -147,7 +130,7 @@ def waiting_layers(*, is_packed: bool) -> Iterator[None]:
 
 
 class Planned(NamedTuple):
-    """What `--plan auto` finds."""
+    """The plans that `--plan auto` finds, and the times of layers that it goes by."""
 
     free: PlannedRun
     apart: PlannedRun

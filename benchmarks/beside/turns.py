@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 
 class Training(Protocol):
@@ -23,6 +25,23 @@ class Training(Protocol):
 
     def train_step(self, step: Any) -> float:
         """Train on it; returns this rank's share of the loss."""
+
+
+class Waited(torch.autograd.Function):
+    """Waits in forward, and twice as long in backward, in place of a computation or beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seconds: float, *weights: Tensor) -> Tensor:
+        """Return the rows; weights: those that the computation would have."""
+        ctx.seconds, ctx.weights = seconds, weights
+        time.sleep(seconds)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient, and zeros for weights."""
+        time.sleep(2 * ctx.seconds)
+        return gradient, None, *(torch.zeros((), dtype=each.dtype).expand_as(each) for each in ctx.weights)
 
 
 def compare(seconds: Sequence[float], peer_seconds: Sequence[float]) -> dict[str, float]:
