@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.data.image_processing import patch_positions
-from multimodal.data.index.item_reader import DIGEST, latent_key
-from multimodal.hugging_face.architecture import autoencoder_digest
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, parser_beside_a_run, program, read_run_flags
 
@@ -39,6 +36,9 @@ def main(argv: Sequence[str]) -> None:
     import torch  # behind the flags, as it takes seconds
 
     from megatron.runtime.feed.data_sets import latent_images, open_manifest, text_settings
+    from multimodal.data.image_processing import patch_positions
+    from multimodal.data.index.item_reader import latent_key
+    from multimodal.hugging_face.architecture import autoencoder_digest
     from multimodal.model.latents import encode_image, join_patches, normalised_patches
 
     images, device = latent_images(graph), torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -86,6 +86,8 @@ class _Writer:
     def flush(self) -> None:
         """Write what is held; the file appears when it is complete."""
         from safetensors.torch import save_file
+
+        from multimodal.data.index.item_reader import DIGEST
 
         if self._held:
             path = self._folder / f"{self._digest[:8]}-{self._num_files:05d}.safetensors"

@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from multimodal.cost.layers.registry import read_model
-from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.values.errors import BraidError, ConfigError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
 
 if TYPE_CHECKING:
     from megatron.runtime.flags.configuration import RunConfig
+    from multimodal.values.model_graph import ModelGraph
+    from multimodal.values.sample_lengths import SampleLengths
 
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")  # which tools import behind their flags
 DEFAULT_VOCAB_SIZE = 50304
@@ -43,9 +41,10 @@ def parser_beside_a_run(name: str, description: str | None) -> Parser:
 
 def read_run_flags(parser: Parser, argv: Sequence[str]) -> "tuple[argparse.Namespace, RunConfig, ModelGraph]":
     """Return a tool's flags, the run of all others, and the model it trains; raises BraidError."""
-    from megatron.runtime.flags.arguments import choose_trained, parse_arguments  # which few tools need
-
     given, of_run = parser.parse_known_args(argv)
+    from megatron.runtime.flags.arguments import choose_trained, parse_arguments  # behind the flags, as in all tools
+    from multimodal.cost.layers.registry import read_model
+
     config = parse_arguments([*of_run, "--plan", "auto"], environ={})
     return given, config, choose_trained(read_model(config.model.model), config.model)
 
@@ -87,15 +86,17 @@ def at_least_zero(text: str) -> int:
     return int(text)
 
 
-def padded_vocab_size(flags: argparse.Namespace, graph: ModelGraph) -> int:
+def padded_vocab_size(flags: argparse.Namespace, graph: "ModelGraph") -> int:
     """Return --vocab-size, or what the model file says, or DEFAULT_VOCAB_SIZE."""
     return flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE
 
 
-def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLengths, ...]:
+def read_lengths(flags: argparse.Namespace, graph: "ModelGraph") -> "tuple[SampleLengths, ...]":
     """Return the samples of --lengths, or one sample of --uniform-lengths; raises ConfigError unless there is one of the two."""
     if (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
+    from multimodal.data.length_table import read_length_table, uniform_lengths
+
     if flags.lengths is not None:
         return read_length_table(flags.lengths, graph=graph)
     return uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)

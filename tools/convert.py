@@ -23,9 +23,6 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.cost.layers.adapters import adapt_units
-from multimodal.cost.layers.registry import linear_layers
-from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, count, program
 
@@ -139,6 +136,10 @@ def _find_hugging_face(flags: Namespace) -> "StoredModel":
     found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by)
     if flags.load_adapter is None:
         return found
+    from multimodal.cost.layers.adapters import adapt_units
+    from multimodal.cost.layers.registry import linear_layers
+    from multimodal.hugging_face.adapter_files import read_peft_adapter
+
     adapter = read_peft_adapter(flags.load_adapter, graph=found.graph, base=flags.load_hf)
     stop = adapter.new_tokens[1] if adapter.new_tokens is not None else 0
     if stop > (found.graph.backbone.vocab_size or 0):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from multimodal.data.index.sample_indexer import BAD
 from multimodal.values.errors import ConfigError, DataError
 from tools.command_line import Parser, parser_beside_a_run, program, read_run_flags
 
@@ -62,6 +61,8 @@ def main(argv: Sequence[str]) -> None:
 
 def _problems(source: "ManifestSource") -> Iterator[str]:
     """Yield what is wrong with samples that could not be indexed, and with items that cannot be decoded, each once."""
+    from multimodal.data.index.sample_indexer import BAD
+
     found = [reason.removeprefix(BAD) for reason in source.skipped if reason.startswith(BAD)]
     items = ((index, item) for index in range(len(source)) for item in range(len(source.lengths(index).items)))
     blocks, seen = iter(lambda: list(islice(items, _BLOCK)), []), set[str]()

@@ -38,7 +38,6 @@ def main(argv: Sequence[str]) -> None:
     from megatron.runtime.feed.producers.wire import parse_address
 
     address = parse_address(given.listen)
-
     try:
         listener = socket.create_server(address, backlog=1024)
     except OSError as problem:
