@@ -14,16 +14,20 @@ import random
 import signal
 import socket
 import sys
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from multimodal.values.errors import ConfigError
+from tools.command_line import Parser
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))
 _GRACE_SECONDS = 30.0
 """Seconds that ranks have to end by themselves once one has failed, as under torchrun."""
 
@@ -52,22 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _fork(asked, num_threads)
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def _read(arguments: Sequence[str]) -> Namespace | None:
     """Return what is asked for; None where torchrun is needed, or to say what is wrong."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, required=True)
-    parser.add_argument("--master-port", "--master_port", type=int)
-    parser.add_argument("--standalone", action="store_true")
-    parser.add_argument("script", type=Path)
-    parser.add_argument("flags", nargs=REMAINDER)
+    parser = Parser(prog="launch.py", description=__doc__, epilog="All other flags are torchrun's; torchrun --help lists them.")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, required=True, metavar="N", help="Ranks to start.")
+    parser.add_argument("--master-port", "--master_port", type=int, metavar="PORT", help="Where they meet (any that is free).")
+    parser.add_argument("--standalone", action="store_true", help="Taken, as it changes nothing for the ranks of one node.")
+    parser.add_argument("script", type=Path, help="pretrain_mllm.py, or another program, which torchrun starts.")
+    parser.add_argument("flags", nargs=REMAINDER, help="The program's own.")
     try:
         asked = parser.parse_args(arguments)
-    except ValueError:
+    except ConfigError:
         return None
     return asked if asked.nproc_per_node > 0 else None
 

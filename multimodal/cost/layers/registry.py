@@ -9,7 +9,6 @@ from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.opaque import DenoiserLayer, OpaqueLayer
 from multimodal.cost.layers.query_projector import QueryProjectorLayer
 from multimodal.cost.layers.transformer import ModulatedTransformerLayer, TransformerLayer
-from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -69,6 +68,8 @@ def count_segments(unit: Unit, layers: range) -> int:
 def read_model(path: str | Path) -> ModelGraph:
     """Read a model file, or a Hugging Face folder's config.json, and check its kinds of layer; a ModelError names the place."""
     if Path(path).is_dir():
+        from multimodal.hugging_face.registry import read_graph  # which no run of a model file needs
+
         return _with_known_kinds(read_graph(path))
     graph = read_file(path, lambda value: _with_known_kinds(ModelGraph.from_dict(value)), error=ModelError)
     return replace(graph, units=tuple(_beside(Path(path), unit) for unit in graph.units))
