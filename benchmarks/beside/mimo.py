@@ -45,7 +45,6 @@ from megatron.runtime.emulation.emulated_run import run_on_ranks
 from megatron.runtime.orchestrator import profile_layers
 from megatron.runtime.orchestrator.machine import describe_device
 from megatron.runtime.orchestrator.profile_layers import profile_model
-from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners import PLANNERS, plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -130,12 +129,13 @@ def waiting_layers(*, is_packed: bool) -> Iterator[None]:
 
 
 class Planned(NamedTuple):
-    """The plans that `--plan auto` finds, and the times of layers that it goes by."""
+    """The plans that `--plan auto` finds, and for what."""
 
     free: PlannedRun
     apart: PlannedRun
     """With the sizes that MIMO has."""
-    profile: LayerProfile
+    request: PlanningRequest
+    """With the machine and the times of layers that balancers and schedules go by, too."""
 
 
 def plan_auto(case: ComparedCase, layout: MimoLayout, *, waits: bool) -> Planned:
@@ -153,12 +153,10 @@ def plan_auto(case: ComparedCase, layout: MimoLayout, *, waits: bool) -> Planned
         transformer_impl="local",
         sharding="optim",
     )
-    profile, _ = profile_model(request, build)
+    request = replace(request, profile=profile_model(request, build)[0])
     fixed = {"vision": FixedSizes(1, 1, layout.vision_dp), "llm": FixedSizes(1, layout.llm_pp, layout.llm_dp)}
-    free, apart = (
-        plan_or_advise(PLANNERS["braid"], replace(request, profile=profile, fixed_sizes=sizes)).run for sizes in ({}, fixed)
-    )
-    return Planned(free, apart, profile)
+    free, apart = (plan_or_advise(PLANNERS["braid"], replace(request, fixed_sizes=sizes)).run for sizes in ({}, fixed))
+    return Planned(free, apart, request)
 
 
 def build_runs(
@@ -180,7 +178,7 @@ def build_runs(
         "--plan auto": planned.free,
     }
     mimo = MimoTraining(case, weights, layout)
-    return {"MIMO": mimo, **{name: BraidTraining(case, run, planned.profile) for name, run in runs.items()}}
+    return {"MIMO": mimo, **{name: BraidTraining(case, run, planned.request) for name, run in runs.items()}}
 
 
 def measure(

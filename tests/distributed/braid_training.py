@@ -16,9 +16,9 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.model_graph import ModelGraph
@@ -108,8 +108,9 @@ def compared_run(plan: Plan, *, balance: str = "orchmllm") -> PlannedRun:
 
 
 class BraidTraining:
-    def __init__(self, case: ComparedCase, run: PlannedRun, profile: LayerProfile | None = None) -> None:
-        self.case, self.run, self.profile = case, run, profile
+    def __init__(self, case: ComparedCase, run: PlannedRun, request: PlanningRequest | None = None) -> None:
+        self.case, self.run = case, run
+        self._machine = (request.cluster, request.profile) if request else (assumed_cluster(), None)
         rates = {"lr": LEARNING_RATE, "min_lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "clip_grad": CLIP_GRAD}
         optimizer = build_optimizer_config(**rates, betas=BETAS, eps=EPSILON, dtype=torch.float64)
         build = BuildOptions(torch.float64)
@@ -122,14 +123,12 @@ class BraidTraining:
 
     def prepare(self, source: RandomSource) -> Step:
         lengths = [source.lengths(index) for index in range(len(source))]
-        predictor = StepPredictor(self.session.schedules(), assumed_cluster(), VOCAB_SIZE, self._costs, self.profile)
-        options = BalanceOptions(
-            micro_batch_size=self.run.micro_batch_size,
-            encoder_micro_batch_sizes=dict(self.run.encoder_micro_batch_sizes),
-            predictor=predictor,
-        )
+        cluster, profile = self._machine
+        predictor = StepPredictor(self.session.schedules(), cluster, VOCAB_SIZE, self._costs, profile)
+        sizes = dict(self.run.encoder_micro_batch_sizes)
+        options = BalanceOptions(micro_batch_size=self.run.micro_batch_size, encoder_micro_batch_sizes=sizes, predictor=predictor)
         assignment = BALANCERS[self.run.balance](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
-        return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
+        return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank(), costs_of=predictor.costs))
 
     def train_step(self, step: Step) -> float:
         loss = sum(self.session.forward_backward(step).loss_sums.values()) / step.num_target_tokens
