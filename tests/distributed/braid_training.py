@@ -125,8 +125,8 @@ class BraidTraining:
         lengths = [source.lengths(index) for index in range(len(source))]
         cluster, profile = self._machine
         predictor = StepPredictor(self.session.schedules(), cluster, VOCAB_SIZE, self._costs, profile)
-        sizes = dict(self.run.encoder_micro_batch_sizes)
-        options = BalanceOptions(micro_batch_size=self.run.micro_batch_size, encoder_micro_batch_sizes=sizes, predictor=predictor)
+        sizes = {"encoder_micro_batch_sizes": dict(self.run.encoder_micro_batch_sizes), "vocab_size": VOCAB_SIZE}
+        options = BalanceOptions(micro_batch_size=self.run.micro_batch_size, predictor=predictor, **sizes)
         assignment = BALANCERS[self.run.balance](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
         return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank(), costs_of=predictor.costs))
 
