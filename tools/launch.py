@@ -85,9 +85,12 @@ def _check_flags(asked: Namespace) -> None:
 
 def import_for_ranks() -> None:
     """Import what a rank needs before its first step, so that ranks forked from this process have it."""
+    import megatron.runtime.flags.cross_checks
     import megatron.runtime.training.loop  # noqa: F401
     from megatron.runtime.flags.field_flags import all_flags
+    from multimodal.values.deferred import import_deferred
 
+    import_deferred()
     list(all_flags())  # the flags' descriptions, which are read from the source code and kept
 
 

@@ -1,13 +1,13 @@
 """Tries the balancers on the current batch and takes the assignment with the shortest predicted step."""
 
-from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from multimodal.balance import BALANCERS, placements_of
 from multimodal.balance.balance_options import pick_shortest, unique
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.disttrain import order_llm
 from multimodal.balance.orchmllm import balance_llm
-from multimodal.balance.placement import follow_llm, has_unequal_shares, place_every_unit
+from multimodal.balance.placement import balance_unlike, follow_llm, has_unequal_shares, place_every_unit
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 
@@ -15,18 +15,22 @@ MOST_DEALT = 4
 """Most assignments with encoders dealt by idle time that are predicted: those with the least work on the busiest rank."""
 
 
-def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..., Assignment]]) -> Assignment:
+def balance_auto(work: BatchWork, *, plan: Plan) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
-    Candidates are the results of the balancers, the data's order first, and, where replicas take equal shares, the LLM's
-    balanced microbatches in DistTrain's order, with encoders balanced on their own or with the LLM. If several encoder
+    Candidates are the results of the balancers that suit, the data's order first, and, where replicas take equal shares, the
+    LLM's balanced microbatches in DistTrain's order, with encoders balanced on their own or with the LLM. If several encoder
     pipelines lie beside an LLM replica, each candidate is also tried with encoders' microbatches dealt by the idle time of
-    their ranks (`deal_by_idle_time`). `options.predictor` predicts the steps, or `busiest_replicas_work` if there is none.
-    Ties go to the first candidate, as does a gain below `Predictor.margin`. Limits
-    apply to the number of candidates and the size of simulations, not to their time, so that ranks agree.
+    their ranks (`deal_by_idle_time`). `options.predictor` predicts the steps, or `busiest_replicas_work` if there is none. Ties
+    go to the first candidate, as does a gain below `Predictor.margin`. Limits apply to the number of candidates and the size of
+    simulations, not to their time, so that ranks agree.
     """
-    candidates = [balance(work, plan=plan) for balance in balancers]
-    if not has_unequal_shares(work.graph, plan):
+    placements = placements_of(tuple(plan.units.values()))
+    if has_unequal_shares(work.graph, plan):
+        whole = (row.balance for row in BALANCERS.values() if row.keeps_samples_whole)
+        candidates = [balance_unlike(work, plan=plan, balance=balance) for balance in whole]
+    else:
+        candidates = [row.balance(work, plan=plan) for row in BALANCERS.values() if row.suits(placements)]
         reordered = next(order_llm(balance_llm(work, plan=plan), work, plan=plan))
         candidates += [place(reordered, work, plan=plan) for place in (place_every_unit, follow_llm)]
     if work.options.predictor is None:

@@ -1,7 +1,7 @@
 """The work of a global batch: FLOPs or declared costs of each sample and item in each unit, and their imbalance."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from statistics import fmean
@@ -192,3 +192,25 @@ def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imb
 def _largest_over_mean(costs: Sequence[float]) -> float:
     total = sum(costs)
     return max(costs) * len(costs) / total if total else 1.0
+
+
+def fit_tokens(work: BatchWork, balance: Callable[[BatchWork], Assignment]) -> Assignment:
+    """Return an assignment whose microbatches of several samples have at most `tokens_per_microbatch`, if that is set.
+
+    Balancers equalise work, not tokens, so the number that suffices on average may be too small. It grows by an eighth, or one,
+    at a time, up to a replica's number of samples.
+    """
+    assignment, most = balance(work), work.options.tokens_per_microbatch
+    if most is None:
+        return assignment
+    arrays, count = work.arrays, 0
+    while True:
+        placed = assignment.placed[work.graph.backbone.name]
+        samples = np.searchsorted(arrays.sample_ids, placed.sample_ids)
+        tokens = sum_by(placed.microbatch_of_atom, arrays.num_tokens[samples], placed.num_microbatches)
+        too_full = (tokens > most) & (np.diff(placed.atom_starts) > 1)
+        count = max(count, int(placed.counts.max(initial=1)))
+        if not too_full.any() or count >= len(arrays):
+            return assignment
+        count += max(1, count // 8)
+        assignment = balance(replace(work, options=replace(work.options, num_microbatches=count)))

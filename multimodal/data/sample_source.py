@@ -5,16 +5,18 @@ import sys
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Literal, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.units.items import Grid
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from multimodal.values.sample_lengths import SampleLengths
 
 Overlong = Literal["truncate", "skip", "error"]
 """The ways to treat samples of more tokens than a sequence may have."""
@@ -32,11 +34,11 @@ PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS
 class SampleText:
     """One sample as the LLM sees it."""
 
-    token_ids: npt.NDArray[np.int64]
+    token_ids: "npt.NDArray[np.int64]"
     """[num_tokens]; with the placeholder id at the positions of items' outputs."""
-    labels: npt.NDArray[np.int64]
+    labels: "npt.NDArray[np.int64]"
     """[num_tokens], already shifted: `labels[i]` is the token after `i` (the last one has none and holds the pad id)."""
-    is_target: npt.NDArray[np.bool_]
+    is_target: "npt.NDArray[np.bool_]"
     """[num_tokens]; True where `labels[i]` counts in the loss."""
     item_starts: tuple[tuple[int, int, int], ...]
     """(item_index, start, num_output_tokens) of every item, `start` counted from the sample's first token; an image that a
@@ -47,7 +49,7 @@ class SampleText:
 class ItemPixels:
     """One image or step of a video, cut into patches, or one clip of sound: the input of an encoder, or a generator's target."""
 
-    patches: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+    patches: "npt.NDArray[np.uint8] | npt.NDArray[np.float32]"
     """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or already normalised values, where the patches
     of one output token are adjacent (Qwen2-VL's order). For a clip: [num_tokens, FRAMES_PER_TOKEN * num_mel_bins]."""
     grid: Grid
@@ -60,7 +62,7 @@ class SampleSource(Protocol):
     def __len__(self) -> int:
         """Count the samples."""
 
-    def lengths(self, index: int) -> SampleLengths:
+    def lengths(self, index: int) -> "SampleLengths":
         """Return the lengths of one sample from metadata only; `sample_id` is the index, which callers replace."""
 
     def text(self, index: int) -> SampleText:

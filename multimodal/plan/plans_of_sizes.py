@@ -8,12 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
-from multimodal.plan.partition_layers import partition_unit, range_seconds
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import MOST_RANKS, Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.typed_reader import shown
-from multimodal.values.validate import validate_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +103,8 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, seconds: S
     except PlanError as problem:
         raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
     if seconds is not None and sizes.layers_per_virtual_stage is None:
+        from multimodal.plan.partition_layers import partition_unit, range_seconds
+
         # Cuts with equal slowest ranges fill pipelines differently, so even ones are kept where little is gained.
         best = partition_unit(unit, seconds, num_stages=len(ranges))
         if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, ranges)):
@@ -217,8 +217,7 @@ def plan_disaggregated(
     if ranks_per_node is not None and split_units(plan, ranks_per_node=ranks_per_node):
         order = sorted(graph.unit_names, key=lambda name: -complete[name].tensor_parallel_size)
         plan = min(plan, place(order), key=lambda each: len(split_units(each, ranks_per_node=ranks_per_node)))
-    validate_plan(plan, graph=graph, world_size=world_size)
-    return plan
+    return _valid(plan, graph, world_size)
 
 
 def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str, UnitSizes]:
@@ -304,5 +303,11 @@ def plan_colocated(
         spread = replace(each, data_parallel_size=world_size // replica)
         units[name] = build_unit_plan(graph.unit(name), sizes=spread, first_rank=0, seconds=layer_seconds.get(name))
     plan = Plan(units)
+    return _valid(plan, graph, world_size)
+
+
+def _valid(plan: Plan, graph: ModelGraph, world_size: int) -> Plan:
+    from multimodal.values.validate import validate_plan  # behind what lists the sizes
+
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan

@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import chain, islice, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import FileValue
 from multimodal.values.typed_reader import BRIEF, Plain
 from multimodal.values.units.transformer import MOST_LAYERS
+
+if TYPE_CHECKING:
+    from multimodal.values.arrays.rows import Integers
 
 MOST_RANKS = 2**20
 """Every rank is smaller than this, so that a typing error does not make a list that fills the memory."""
@@ -158,10 +160,10 @@ class UnitPlan:
 class StageTable(NamedTuple):
     """The virtual stages of a unit, stage by stage, replica by replica."""
 
-    lane_starts: Integers
+    lane_starts: "Integers"
     """[num_stages x num_replicas + 1] into the lanes; none where a replica has fewer stages than others."""
-    lanes: Integers
-    rank_groups: Integers
+    lanes: "Integers"
+    rank_groups: "Integers"
     """[num_stages x num_replicas] a number for each group of ranks, the same in all units; -1 where there is no such stage."""
 
 
@@ -230,6 +232,8 @@ class Plan(FileValue):
     @cached_property
     def stage_tables(self) -> "Mapping[str, StageTable]":
         """unit -> the lanes and ranks of its virtual stages, as arrays."""
+        from multimodal.values.arrays.rows import integers, row_starts  # NumPy's, which takes longer to import than all flags
+
         groups: dict[tuple[int, ...], int] = {}
         lanes: dict[int, tuple[int, ...]] = {}
         tables: dict[str, StageTable] = {}

@@ -12,16 +12,12 @@ from typing import Any
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import A_COUNT, GROUPS, UNIT_RATES, ModelConfig, RunConfig
-from megatron.runtime.flags.cross_checks import check_config, check_plan, drop_overruled
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.ignored_flags import ignored_flags
 from megatron.runtime.flags.megatron_flags import FREEZES
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
-from multimodal.cost.layers.adapters import adapt_units
-from multimodal.cost.layers.registry import linear_layers, read_model
-from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.plan.plans_of_sizes import EVEN, LayerSeconds, UnitSizes, fold_stages, plan_colocated, plan_disaggregated
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
@@ -29,7 +25,6 @@ from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.typed_reader import shown
-from multimodal.values.validate import read_plan
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
@@ -47,9 +42,12 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
         raise ConfigError(str(problem)) from None
     config_path = Path(first["config"]) if "config" in first else None
     entries = read_config_file(config_path) if config_path else {}
-    graph = _read_model(first, entries=entries, config_path=config_path)
+    graph = _read_model(first, entries=entries, config_path=config_path) if first else None
     parser = FlagParser(graph)
     from_command_line = parser.parse_given(argv)
+    from megatron.runtime.flags.cross_checks import check_config, check_plan  # behind the flags: --help ends before it
+    from multimodal.cost.seconds.layer_profile import LayerProfile
+
     from_command_line.pop("config", None)
     from_file = _parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
@@ -73,6 +71,8 @@ def with_epochs(config: RunConfig, *, graph: ModelGraph, num_samples: int) -> Ru
     training = config.training
     if training.num_epochs is None:
         return config
+    from megatron.runtime.flags.cross_checks import check_config
+
     train_iters = max(1, math.ceil(training.num_epochs * num_samples / training.global_batch_size))
     config = replace(config, training=replace(training, train_iters=train_iters))
     check_config(config, graph=graph)
@@ -87,6 +87,8 @@ def _with_steps(config: RunConfig) -> RunConfig:
 
 def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
     """Read the model of --model, or else of --load-hf, the command line first; raises ConfigError if there is no such file."""
+    from multimodal.cost.layers.registry import read_model
+
     for flag in ("--model", "--load-hf"):
         entry = entries.get(flag)
         if (path := first.get(flag[2:].replace("-", "_"))) is None:
@@ -139,6 +141,7 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
             f"missing {', '.join(missing)}; give {'it' if len(missing) == 1 else 'them'} as flags or in the --config file"
         )
     assert graph is not None
+    from megatron.runtime.flags.cross_checks import drop_overruled
 
     def overruled(name: str, by: str) -> bool:
         return name not in from_command_line and by in from_command_line
@@ -239,6 +242,8 @@ def build_plan(
 
         return plan_of_start(config, graph, world_size)
     if flags.plan is not None:
+        from multimodal.values.validate import read_plan
+
         return read_plan(flags.plan, graph=graph, world_size=world_size)
     sizes = flags.units.values()
     is_alone = world_size == 1 and all(each.ranks_per_replica == 1 and each.data_parallel_size in (None, 1) for each in sizes)
@@ -268,6 +273,9 @@ def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
     frozen = replace(graph, units=tuple(units))
     if model.lora_rank is None:
         return frozen
+    from multimodal.cost.layers.adapters import adapt_units
+    from multimodal.cost.layers.registry import linear_layers
+
     return adapt_units(frozen, linear_layers(frozen), rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 

@@ -7,17 +7,19 @@ A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
-from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.blend import NamedData, read_data_path, read_mixture
-from multimodal.data.remote import RemoteOptions
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, DIGITS_PROGRAM, NUM_FRAMES, BadSample, Overlong
 from multimodal.plan.plans_of_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES, PassRow, passes_named
 from multimodal.values.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multimodal.balance.length_cost import LengthCost
+    from multimodal.data.remote import RemoteOptions
 
 AT_LEAST_ONE = {"minimum": 1}
 AT_LEAST_ZERO = {"minimum": 0}
@@ -279,8 +281,10 @@ class TrainingConfig:
         return self.tokens_per_microbatch if most is None else most * self.micro_batch_size
 
     @property
-    def declared_costs(self) -> dict[str, LengthCost]:
+    def declared_costs(self) -> "dict[str, LengthCost]":
         """Unit -> its declared cost, by the names in --unit-costs; raises ConfigError."""
+        from multimodal.balance.length_cost import CostForm, LengthCost  # behind the flags, like all that they do not list
+
         found: dict[str, LengthCost] = {}
         for words in self.unit_costs:
             name, _, text = words.partition("=")
@@ -423,8 +427,10 @@ class DataConfig:
     """--data-path FILE.py or digits: number of training samples that the program makes."""
 
     @property
-    def remote(self) -> RemoteOptions:
+    def remote(self) -> "RemoteOptions":
         """The way in which remote data are read."""
+        from multimodal.data.remote import RemoteOptions
+
         folder = self.data_cache_path and self.data_cache_path / "remote"
         return RemoteOptions(folder, cache_mib=self.data_cache_mib, retries=self.data_retries)
 

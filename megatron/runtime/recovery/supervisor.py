@@ -32,6 +32,7 @@ from multimodal.values.errors import ConfigError, first_line
 _LOOK_SECONDS, _WRONG_INPUT = 0.2, 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says which warnings are shown
+    "megatron.runtime.flags.cross_checks",
     "megatron.runtime.training.elastic",
     "scipy.optimize",  # a recovery's first use
 )

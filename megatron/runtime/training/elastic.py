@@ -35,8 +35,10 @@ from megatron.runtime.training.trainer import Outcome
 from multimodal.cost.step_memory import optimizer_bytes
 from multimodal.plan.planners.templates.reconfigure import Pipeline
 from multimodal.plan.planners.templates.template_plan import NodesPlan, plan_nodes
+from multimodal.values.deferred import import_deferred
 from multimodal.values.errors import CheckpointError, ConfigError, PlanError
 
+import_deferred()  # no recovery waits for an import
 logger = logging.getLogger(__name__)
 _END_SECONDS, _LONG_SECONDS = 10.0, 1e6
 _PHASE_ENDS = ("left", "agreed", "planned", "met", "formed", "copied")

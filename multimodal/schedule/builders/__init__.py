@@ -6,27 +6,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from multimodal.cost.memoize import memoized
-from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.builders.breadth_first import build_breadth_first, build_gpipe
-from multimodal.schedule.builders.dip import build_dip
-from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, build_interleaved_zb, interleaves
-from multimodal.schedule.builders.nested import build_nested
-from multimodal.schedule.builders.one_f_one_b import build_in_memory, build_one_f_one_b, build_zb_h1
-from multimodal.schedule.builders.optimus import build_optimus
-from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
-from multimodal.schedule.execute_lanes import UnitCosts
+from multimodal.values.deferred import Deferred
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
-from multimodal.values.schedule import Schedule
-from multimodal.values.shape import StepShape
+from multimodal.values.file_form import read_table
 from multimodal.values.typed_reader import split_options
 
-Builder = Callable[[StepShape], Schedule]
+if TYPE_CHECKING:
+    from multimodal.cost.step_costs import StepCosts
+    from multimodal.values.model_graph import ModelGraph
+    from multimodal.values.plan import Plan
+    from multimodal.values.schedule import Schedule
+    from multimodal.values.shape import StepShape
+
+Builder = Callable[["StepShape"], "Schedule"]
 """Builds a schedule in the compute dialect; raises ScheduleError if the plan's layout does not allow it."""
 
 
@@ -44,7 +40,7 @@ class VirtualStages(Enum):
 class Layout(NamedTuple):
     """A shape that a plan must have."""
 
-    is_met: Callable[[ModelGraph, Plan], bool]
+    is_met: Callable[["ModelGraph", "Plan"], bool]
     wanted: str
     """The shape in words, for messages."""
 
@@ -62,7 +58,7 @@ class Parameter(NamedTuple):
 class ScheduleRow:
     """One schedule: its builder, and all facts that flags, planners, estimates, tools and pages read."""
 
-    build: Callable[..., Schedule]
+    build: Callable[..., "Schedule"]
     """A `Builder`; if `needs_costs`, one that takes the `costs` of the step as well."""
     meaning: str
     """Its effect, in one line."""
@@ -100,11 +96,13 @@ class ScheduleRow:
     alias_of: str = ""
     """The name with parameters that its name stands for; empty if it stands for itself."""
 
-    def __call__(self, shape: StepShape) -> Schedule:
+    def __call__(self, shape: "StepShape") -> "Schedule":
         """Build the schedule, so that a row is a `Builder`. One that needs costs takes unit costs; see `with_costs`."""
+        from multimodal.schedule.execute_lanes import UnitCosts  # behind what lists the facts
+
         return self.with_costs(UnitCosts(shape))(shape)
 
-    def with_costs(self, costs: StepCosts) -> Builder:
+    def with_costs(self, costs: "StepCosts") -> Builder:
         """Return the builder for a step with these costs."""
         return partial(self.build, costs=costs) if self.needs_costs else self.build
 
@@ -113,14 +111,14 @@ class ScheduleRow:
         """False if it is only for models in which no encoder feeds another one, as it runs all of them as one."""
         return self.fewest_encoders < 2
 
-    def is_for(self, graph: ModelGraph, *, has_virtual_stages: bool) -> bool:
+    def is_for(self, graph: "ModelGraph", *, has_virtual_stages: bool) -> bool:
         """Return True if the schedule is meant for such a model, with or without several layer ranges per stage."""
         unmeant = VirtualStages.NO_USE if has_virtual_stages else VirtualStages.EXPECTED
         takes_all = self.takes_fed_encoders or not fed_encoders(graph)
         return self.virtual_stages is not unmeant and takes_all and len(graph.encoders) >= self.fewest_encoders
 
 
-def fed_encoders(graph: ModelGraph) -> list[str]:
+def fed_encoders(graph: "ModelGraph") -> list[str]:
     """Return the encoders that other encoders feed."""
     return [unit.name for unit in graph.encoders if graph.upstream(unit.name)]
 
@@ -188,13 +186,13 @@ def _factor(text: str) -> float:
 def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value == IN_MEMORY:
         meaning = f"{'zb-h1' if row.splits_backwards else '1F1B'} whose forwards run ahead as far as the memory model allows"
-        build, source = partial(build_in_memory, splits_backwards=row.splits_backwards), row.source
-        row = replace(row, meaning=meaning, source=f"{_EAGER}; {source}" if row.splits_backwards else _EAGER)
+        build = partial(Deferred(f"{__name__}.one_f_one_b.build_in_memory"), splits_backwards=row.splits_backwards)
+        row = replace(row, meaning=meaning, source=f"{_EAGER}; {row.source}" if row.splits_backwards else _EAGER)
         return replace(row, build=build, is_tried_first=False, fills_memory=True, needs_costs=True, needs_messages=True)
     if row.splits_backwards:
         raise ValueError(value)
     factor, meaning = _factor(value), "1F1B whose forwards run ahead where memory allows"
-    build = partial(build_one_f_one_b, memory_factor=factor)
+    build = partial(row.build, memory_factor=factor)
     return replace(row, build=build, meaning=meaning, source=_EAGER, in_flight=factor, needs_messages=True)
 
 
@@ -202,7 +200,7 @@ def _run_in_rounds(row: ScheduleRow, value: str) -> ScheduleRow:
     num_rounds = int(value)
     if num_rounds < 1:
         raise ValueError(value)
-    build, fewest = partial(build_dip, num_rounds=num_rounds), 0 if num_rounds > 1 else 1
+    build, fewest = partial(row.build, num_rounds=num_rounds), 0 if num_rounds > 1 else 1
     meaning = f"the phases of dip in {num_rounds} rounds" if num_rounds > 1 else row.meaning
     return replace(row, build=build, meaning=meaning, num_rounds=num_rounds, fewest_encoders=fewest)
 
@@ -220,113 +218,32 @@ def _split_backwards(row: ScheduleRow, value: str) -> ScheduleRow:
     return replace(row, build=build, meaning=meaning, source=f"{row.source}; Qi et al.", splits_backwards=True)
 
 
-_DEALT = Layout(interleaves, "a unit whose stages hold several layer ranges each, dealt in turn")
-_V_SHAPED = Layout(
-    lambda graph, plan: any(map(is_v_shaped, plan.units.values())),
-    "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
-)
-_ZERO_BUBBLE, _EAGER = "Qi et al., Zero Bubble Pipeline Parallelism", "Entrain 4.5.3"
+_EAGER = "Entrain 4.5.3"
+_LAYOUTS = {
+    "dealt": Layout(
+        Deferred(f"{__name__}.interleaved_1f1b.interleaves"), "a unit whose stages hold several layer ranges each, dealt in turn"
+    ),
+    "v_shaped": Layout(
+        lambda graph, plan: any(map(Deferred(f"{__name__}.zb_v.is_v_shaped"), plan.units.values())),
+        "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
+    ),
+}
+_PARAMETERS = {
+    "1f1b": {"ahead": Parameter(f"a factor of at least 1 or {IN_MEMORY}", _run_ahead)},
+    "zb-h1": {"ahead": Parameter(IN_MEMORY, _run_ahead)},
+    "dip": {"rounds": Parameter("a whole number of at least 1", _run_in_rounds)},
+    "optimus": {"keep": Parameter("a factor of at least 1", _keep_fewer), "split": Parameter("", _split_backwards)},
+}
 
-BUILDERS = ScheduleTable(
-    {
-        "gpipe": ScheduleRow(
-            build=build_gpipe, meaning="all forwards, then all backwards", source="Huang et al., GPipe", in_flight=math.inf
-        ),
-        "breadth-first": ScheduleRow(
-            build=build_breadth_first,
-            meaning="all microbatches through one layer range before the next",
-            source="Lamy-Poirier, Breadth-First Pipeline Parallelism",
-            in_flight=math.inf,
-            virtual_stages=VirtualStages.EXPECTED,
-            otherwise="gpipe",
-        ),
-        "1f1b": ScheduleRow(
-            build=build_one_f_one_b,
-            meaning="one forward, one backward in turn after the warm-up",
-            source="Narayanan et al., PipeDream-flush",
-            parameters={"ahead": Parameter(f"a factor of at least 1 or {IN_MEMORY}", _run_ahead)},
-        ),
-        "eager-1f1b": "1f1b:ahead=2",
-        "eager-1f1b-memory": f"1f1b:ahead={IN_MEMORY}",
-        "interleaved-1f1b": ScheduleRow(
-            build=build_interleaved_1f1b,
-            meaning="1F1B over layer ranges dealt to the stages in turn",
-            source="Narayanan et al., Megatron-LM 2.2",
-            virtual_stages=VirtualStages.EXPECTED,
-            layout=_DEALT,
-        ),
-        "interleaved-zb": ScheduleRow(
-            build=build_interleaved_zb,
-            meaning="interleaved 1F1B with weight gradients where a lane would be idle",
-            source=_ZERO_BUBBLE,
-            splits_backwards=True,
-            virtual_stages=VirtualStages.EXPECTED,
-            layout=_DEALT,
-            fills_memory=True,
-            needs_costs=True,
-            needs_messages=True,
-        ),
-        "zb-h1": ScheduleRow(
-            build=build_zb_h1,
-            meaning="1F1B with weight gradients where a lane would be idle",
-            source=_ZERO_BUBBLE,
-            splits_backwards=True,
-            virtual_stages=VirtualStages.OPTIONAL,
-            is_tried_first=True,
-            parameters={"ahead": Parameter(IN_MEMORY, _run_ahead)},
-        ),
-        "zb-v": ScheduleRow(
-            build=build_zb_v,
-            meaning="no bubble on stages that hold the layers in the shape of a V",
-            source=_ZERO_BUBBLE,
-            splits_backwards=True,
-            virtual_stages=VirtualStages.EXPECTED,
-            is_folded=True,
-            layout=_V_SHAPED,
-            otherwise="zb-h1",
-        ),
-        "zb-memory": f"zb-h1:ahead={IN_MEMORY}",
-        "dip": ScheduleRow(
-            build=build_dip,
-            meaning="encoders, then the LLM, then encoders, on the same ranks",
-            source="DIP",
-            in_flight=math.inf,
-            num_rounds=1,
-            fewest_encoders=1,
-            parameters={"rounds": Parameter("a whole number of at least 1", _run_in_rounds)},
-        ),
-        **{f"dip-{rounds}": f"dip:rounds={rounds}" for rounds in (2, 4, 8, 16)},
-        "optimus": ScheduleRow(
-            build=build_optimus,
-            meaning="encoder work in the bubbles of the LLM's pipeline",
-            source="Optimus, Algorithm 2",
-            in_flight=math.inf,
-            only_encoders_keep_more=True,
-            virtual_stages=VirtualStages.OPTIONAL,
-            fewest_encoders=1,
-            runs_segments=True,
-            needs_costs=True,
-            needs_messages=True,
-            parameters={"keep": Parameter("a factor of at least 1", _keep_fewer), "split": Parameter("", _split_backwards)},
-        ),
-        "optimus-lean": "optimus:keep=2",
-        "optimus-zb": "optimus:split",
-        "nested": ScheduleRow(
-            build=build_nested,
-            meaning="encoders and generators in pauses of the LLM's pipeline",
-            source="BigMac",
-            only_encoders_keep_more=True,
-            virtual_stages=VirtualStages.OPTIONAL,
-            fewest_encoders=1,
-            needs_costs=True,
-            needs_messages=True,
-        ),
-        "encoders-colocated": ScheduleRow(
-            build=build_encoders_colocated,
-            meaning="several encoders run as one in the same stages",
-            source="Cornstarch 2",
-            fewest_encoders=2,
-        ),
-    }
-)
+
+def _read_row(name: str, facts: dict[str, Any] | str) -> ScheduleRow | str:
+    if isinstance(facts, str):
+        return facts
+    build = Deferred(f"{__name__}.{facts.pop('build')}")
+    stages, layout = VirtualStages[facts.pop("virtual_stages", "no_use").upper()], _LAYOUTS.get(facts.pop("layout", ""))
+    return ScheduleRow(build=build, virtual_stages=stages, layout=layout, parameters=_PARAMETERS.get(name, {}), **facts)
+
+
+_TABLE = read_table(Path(__file__).with_name("builders.yaml"))
+BUILDERS = ScheduleTable({name: _read_row(name, facts) for name, facts in _TABLE.items()})
 """Every schedule by the name that selects it, and aliases of schedules with parameters that searches try as well."""

@@ -1,16 +1,18 @@
 """Passes: functions from one schedule to another, one file each, and a row of facts about each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from multimodal.schedule.passes.move_actions import Pass, defer_receives, delay_forward, fill
-from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
-from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.values.deferred import Deferred
 from multimodal.values.errors import ConfigError
-from multimodal.values.schedule import Schedule
 
-__all__ = ["PASSES", "Need", "Pass", "PassRow", "passes_named"]
+if TYPE_CHECKING:
+    from multimodal.values.schedule import Schedule
+
+Pass = Callable[["Schedule"], "Schedule"]
+"""Rewrites a schedule of the compute dialect."""
 
 
 class Need(Enum):
@@ -46,37 +48,39 @@ class PassRow:
     undone_by: Mapping[str, str] = field(default_factory=dict)
     """Later pass -> the way in which it would undo this one, since a schedule does not record the reason for late forwards."""
 
-    def __call__(self, schedule: Schedule) -> Schedule:
+    def __call__(self, schedule: "Schedule") -> "Schedule":
         """Rewrite the schedule, so that a row is a `Pass`."""
         return self.rewrite(schedule)
 
 
 PASSES: dict[str, PassRow] = {
     "split-backward": PassRow(
-        rewrite=split_backward,
+        rewrite=Deferred(f"{__name__}.split_backward.split_backward"),
         meaning="runs an encoder's backward sample subset by sample subset",
         source="Entrain 4.5.3",
         need=Need.ENCODERS,
     ),
     "defer-receives": PassRow(
-        rewrite=defer_receives, meaning="runs actions that are ready while a lane waits for a message", need=Need.MESSAGES
+        rewrite=Deferred(f"{__name__}.move_actions.defer_receives"),
+        meaning="runs actions that are ready while a lane waits for a message",
+        need=Need.MESSAGES,
     ),
     "delay-forward": PassRow(
-        rewrite=delay_forward,
+        rewrite=Deferred(f"{__name__}.move_actions.delay_forward"),
         meaning="shortens the LLM's warm-up",
         source="Optimus",
         need=Need.OWN_RANKS,
         undone_by={"defer-receives": "would move delayed forwards back into the warm-up, to where a lane waits"},
     ),
     "fill": PassRow(
-        rewrite=fill,
+        rewrite=Deferred(f"{__name__}.move_actions.fill"),
         meaning="lets weight gradients fill waits for messages",
         source="Qi et al., Zero Bubble Pipeline Parallelism",
         need=Need.MESSAGES,
         splits_backwards=True,
     ),
     "gather-parameters": PassRow(
-        rewrite=gather_parameters,
+        rewrite=Deferred(f"{__name__}.reduce_by_layer.gather_parameters"),
         meaning="gathers updated weights in the next step, stage by stage",
         source="Megatron-LM's --overlap-param-gather",
         need=Need.COPIES,
@@ -85,7 +89,7 @@ PASSES: dict[str, PassRow] = {
         least_zero_stage=1,
     ),
     "reduce-by-layer": PassRow(
-        rewrite=reduce_by_layer,
+        rewrite=Deferred(f"{__name__}.reduce_by_layer.reduce_by_layer"),
         meaning="reduces gradients layer by layer during the last backward",
         source="Megatron-LM's --overlap-grad-reduce",
         need=Need.COPIES,

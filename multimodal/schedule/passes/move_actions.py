@@ -8,6 +8,7 @@ from functools import wraps
 import numpy as np
 
 from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
@@ -63,10 +64,6 @@ def _carrier(lane: Lane, position: int) -> Action | None:
         if slot.action.kind is not ActionKind.WEIGHT_GRADIENT and slot.mode is not SlotMode.INSIDE:
             return slot.action
     return None
-
-
-Pass = Callable[[Schedule], Schedule]
-"""Rewrites a schedule of the compute dialect."""
 
 
 def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass]:
