@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -201,6 +199,9 @@ def main(argv: Sequence[str]) -> None:
 
 def print_table(report: Mapping[str, Any]) -> None:
     """Print a report for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=120, highlight=False)
     console.print(
         f"{report['balance']}: {report['num_batches']} batches of {report['global_batch_size']} samples, "

@@ -22,8 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.builders import BUILDERS, schedule_name
-from multimodal.schedule.chrome_trace import write_chrome_trace
-from multimodal.schedule.draw import draw_timelines
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from tools import simulate
@@ -50,6 +48,8 @@ def main(argv: Sequence[str]) -> None:
     """Emulate and print; raises BraidError."""
     given, model_flags = build_parser().parse_known_args(argv)
     from megatron.runtime.emulation.emulated_run import emulate  # behind the flags, as torch takes seconds
+    from multimodal.schedule.chrome_trace import write_chrome_trace
+    from multimodal.schedule.draw import draw_timelines
 
     emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
     simulation = simulate_schedule(emulated.schedule, emulated.costs)

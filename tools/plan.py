@@ -11,32 +11,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, get_args
-
-from rich.console import Console
+from typing import TYPE_CHECKING, NoReturn, get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.baselines import COMPARED
-from megatron.runtime.flags.arguments import choose_trained
-from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.plan.planners import TEMPLATE_PLANNERS, plan_or_advise
-from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.planned_run import PlannedRun, Sharding
 from multimodal.plan.planners.planning_request import SEED, FixedSizes, PlanningRequest
-from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
-from multimodal.plan.planners.search.prediction import judge_run
-from multimodal.plan.planners.templates.template_plan import run_of_templates
-from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import BraidError, ConfigError
 from tools.command_line import Parser, count, format_seconds, padded_vocab_size, program, read_lengths
-from tools.filling_report import report_filling, with_filling
-from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
+
+if TYPE_CHECKING:
+    from multimodal.plan.planners.search.goodput import Failures
+    from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+    from multimodal.plan.planners.templates.template_set import TemplateSet
 
 DEFAULT_FAULT_TOLERANCE = 1
 SIZE_NAMES = {
@@ -87,6 +80,9 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
 
 def build_request(flags: argparse.Namespace) -> PlanningRequest:
     """Read the files that the flags name, and build the request; raises BraidError."""
+    from megatron.runtime.flags.arguments import choose_trained
+    from megatron.runtime.flags.configuration import ModelConfig
+
     trained = {name: getattr(flags, name) for name in ("model", "freeze", "freeze_projector", "lora_rank", "lora_targets")}
     graph = choose_trained(read_model(flags.model), ModelConfig(**trained))
     if flags.lora_rank is None and flags.lora_targets:
@@ -156,8 +152,11 @@ def _given_plan(text: str) -> NoReturn:
     )
 
 
-def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
+def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> "PredictedRun":
     """Plan with one planner; raises PlanError."""
+    from multimodal.plan.planners.search.goodput import plan_for_goodput  # behind the flags, like all that they do not list
+    from multimodal.plan.planners.search.plan_to_fit import plan_per_gpu
+
     row, failures = COMPARED[name], failures_of(flags)
     planner = partial(plan_per_gpu, row.plan_best) if flags.prefer == "per-gpu" else row.plan_best
     if failures is not None:
@@ -165,8 +164,10 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
     return plan_or_advise(row, request, plan=planner)
 
 
-def failures_of(flags: argparse.Namespace) -> Failures | None:
+def failures_of(flags: argparse.Namespace) -> "Failures | None":
     """Return the failures that the plan is made for, if any; raises ConfigError."""
+    from multimodal.plan.planners.search.goodput import Failures
+
     given = {name: getattr(flags, name) for name in Failures.__dataclass_fields__ if getattr(flags, name) is not None}
     if given and "mtbf_hours" not in given:
         name = next(iter(given)).replace("_", "-")
@@ -176,7 +177,7 @@ def failures_of(flags: argparse.Namespace) -> Failures | None:
     return Failures(**given) if given else None
 
 
-def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: PredictedRun) -> dict[str, PredictedRun | str]:
+def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: "PredictedRun") -> "dict[str, PredictedRun | str]":
     """Plan with all compared planners; returns the error text of those that fail."""
     compared: dict[str, PredictedRun | str] = {}
     for name in dict.fromkeys((*flags.compare, flags.planner)):
@@ -219,8 +220,10 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     )
 
 
-def write_plan(path: Path, planned: PredictedRun, request: PlanningRequest, flags: argparse.Namespace) -> None:
+def write_plan(path: Path, planned: "PredictedRun", request: PlanningRequest, flags: argparse.Namespace) -> None:
     """Write a commented YAML file that `Plan.from_file` reads."""
+    from multimodal.plan.planners.plan_file import plan_text
+
     again = simulate_flags(flags, request, planned.run)
     path.write_text(plan_text(path.name, *planned, made_for=made_for(flags), cluster=flags.cluster, simulate_flags=again))
 
@@ -237,12 +240,16 @@ def main(argv: Sequence[str]) -> None:
         if getattr(flags, flag) is not None:
             advice = "use --output" if flag == "output_plan" else "leave it out, or choose that"
             raise ConfigError(f"--{flag.replace('_', '-')} is for --planner {', '.join(TEMPLATE_PLANNERS)}; {advice}")
+    from multimodal.plan.planners.search.goodput import goodput_of
+    from tools.filling_report import report_filling, with_filling
+    from tools.show_plans import draw_plans, print_comparison, print_plan, report
+
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
     if flags.output is not None:
         write_plan(flags.output, planned, request, flags)
     if flags.picture is not None:
-        draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
+        draw_plans({name: other.prediction for name, other in compared.items() if not isinstance(other, str)}, flags.picture)
     if flags.json:
         answer = report(planned, request, filling=filling)
         if failures := failures_of(flags):
@@ -263,15 +270,19 @@ def main(argv: Sequence[str]) -> None:
 
 def plan_replicas(
     name: str, request: PlanningRequest, fault_tolerance: int, replicas_per_copy: int = 1
-) -> tuple[TemplateSet, float]:
+) -> "tuple[TemplateSet, float]":
     """Plan templates; return them and the seconds that it took. Raises PlanError."""
     started = time.perf_counter()
     templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
     return templates, time.perf_counter() - started
 
 
-def predict_first(templates: TemplateSet, request: PlanningRequest, *, planner: str, planning_seconds: float) -> PredictedRun:
+def predict_first(templates: "TemplateSet", request: PlanningRequest, *, planner: str, planning_seconds: float) -> "PredictedRun":
     """Return the run of the templates' first replicas; raises PlanError."""
+    from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+    from multimodal.plan.planners.search.prediction import judge_run
+    from multimodal.plan.planners.templates.template_plan import run_of_templates
+
     found = replace(run_of_templates(templates, request, planner=planner), planning_seconds=planning_seconds)
     return PredictedRun(found, judge_run(found, request))
 
@@ -291,6 +302,10 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
         write_plan(flags.output_plan, planned, request, flags)
     if flags.output is not None:
         templates.to_file(flags.output)
+    from rich.console import Console
+
+    from tools.show_plans import describe_templates, report_templates
+
     if flags.json:
         print(json.dumps({"planner": flags.planner, **report_templates(templates), "planning_seconds": seconds}))
         return

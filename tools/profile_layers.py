@@ -22,9 +22,6 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rich.console import Console
-from rich.table import Table
-
 from multimodal.cost.layers.registry import LAYER_KINDS, read_model
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
@@ -77,6 +74,7 @@ def main(argv: Sequence[str]) -> None:
     _check(given, graph)
     # Behind the flags, since torch takes seconds.
     import torch
+    from rich.console import Console
 
     from megatron.runtime import platform
     from megatron.runtime.orchestrator.profile_layers import ProfileOptions, join_profile, layers_of, profile_layer
@@ -191,6 +189,9 @@ def _report(rows: "Sequence[ProfiledLayer]", profile: LayerProfile, given: argpa
         ]
         print(json.dumps({"output": str(given.output), "layers": layers, "step": asdict(step)}))
         return
+    from rich.console import Console
+    from rich.table import Table
+
     from megatron.runtime.profiler import LayerTimes
 
     names = LayerTimes._fields[:3]

@@ -7,9 +7,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import CheckpointSize, checkpoint_size, default_zero_stage
 from multimodal.plan.communicators import max_communicators_per_rank
@@ -81,6 +78,9 @@ def _shown(size: int | list[int]) -> str:
 
 def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path) -> None:
     """Print one plan."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=120, highlight=False)
     run, prediction = planned
     console.print(
@@ -113,6 +113,9 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
 
 def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
     """Print all planners' plans in one table, and below it the errors of those that found none."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=140, highlight=False)
     best = min((run.prediction.iteration_seconds for run in compared.values() if isinstance(run, PredictedRun)), default=0.0)
     shares = ("of best", "ideal/step", "floor/step", "MFU")

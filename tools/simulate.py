@@ -11,30 +11,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.placement import as_computed
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
-from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.run_options import RunOptions
+from multimodal.cost.run_options import OVERLAPPED_PARTS, RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, checkpoint_size, default_zero_stage
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.plan.communicators import max_communicators_per_rank
-from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
-from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, schedule_name
-from multimodal.schedule.chrome_trace import write_chrome_trace, write_picture
 from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import report_simulations, simulate_schedule
 from multimodal.values.assignment import Assignment
@@ -115,6 +106,10 @@ def check_flags(flags: argparse.Namespace) -> None:
 
 def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
     """Yield the steps to simulate."""
+    from multimodal.balance.placement import as_computed  # behind the flags, like all that they do not list
+    from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
+    from multimodal.cost.model_costs import ModelCosts
+
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
         yield CostedStep(*build_table_step(table), TableCosts(table))
@@ -161,6 +156,8 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
 
 def build_step_schedule(step: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Schedule:
     """Build the schedule of a step, rewrite, lower and validate it; raises ConfigError or ScheduleError."""
+    from multimodal.schedule.build_schedule import build_schedule
+
     row = BUILDERS[builder]
     if row.layout is not None and not row.layout.is_met(step.shape.graph, step.shape.plan):
         raise ConfigError(
@@ -172,6 +169,9 @@ def build_step_schedule(step: CostedStep, *, builder: str, passes: Sequence[Pass
 
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     """Print a report as tables; memory_bytes: None if nothing is known about memory (--costs)."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=120, highlight=False)
     mfu = f", MFU {report['mfu']:.1%}" if report["mfu"] else ""
     steps = f", mean of {len(report['iterations'])} steps" if len(report["iterations"]) > 1 else ""
@@ -200,6 +200,9 @@ def main(argv: Sequence[str]) -> None:
     """Simulate, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     check_flags(flags)
+    from multimodal.cost.model_costs import ModelCosts
+    from multimodal.schedule.chrome_trace import write_chrome_trace, write_picture
+
     passes = passes_named(flags.schedule_passes)
     names = [name for name in flags.schedule_passes.split(",") if name]
     steps = list(build_steps(flags))

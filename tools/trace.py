@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.schedule.chrome_trace import read_timeline, write_picture
@@ -101,6 +98,9 @@ def build_parser() -> Parser:
 
 def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int]]) -> None:
     """Print the kinds of all lanes together, then every lane."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console(width=120, highlight=False)
     console.print(
         f"A takes {format_seconds(difference.first_seconds)}, B {format_seconds(difference.second_seconds)}: "

@@ -3,19 +3,11 @@
 from collections import ChainMap
 from functools import partial
 
-from benchmarks.baselines.alpa import plan_alpa
-from benchmarks.baselines.cornstarch import plan_cornstarch
-from benchmarks.baselines.disttrain import plan_disttrain
-from benchmarks.baselines.encoders_colocated import plan_encoders_colocated
-from benchmarks.baselines.encoders_replicated import plan_encoders_replicated
-from benchmarks.baselines.entrain import plan_entrain
-from benchmarks.baselines.flops_ratio import plan_flops_ratio
-from benchmarks.baselines.one_grid import plan_fsdp, plan_megatron_balanced
 from multimodal.plan.planners import PLANNERS, PlannerRow
-from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import fed_encoders
+from multimodal.values.deferred import Deferred
 from multimodal.values.errors import PlanError
 
 
@@ -34,51 +26,68 @@ class _WithoutFedEncoders(PlannerRow):
 
 _ROWS = (
     PlannerRow(
-        "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
+        "disttrain",
+        Deferred(f"{__name__}.disttrain.plan_disttrain"),
+        "GPUs, tp and dp of every unit by the adaptive resource allocation",
+        "DistTrain, Alg. 1",
     ),
     PlannerRow(
-        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
+        "alpa",
+        Deferred(f"{__name__}.alpa.plan_alpa"),
+        "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency",
+        "Optimus 5",
     ),
     PlannerRow(
         "megatron-replicated",
-        partial(plan_megatron, replicates=True),
+        partial(Deferred("multimodal.plan.planners.megatron.plan_megatron"), replicates=True),
         "as `megatron`, but every rank of an encoder's or a generator's tensor parallel group has all of it, for other images",
         "DistTrain 2.1",
     ),
     PlannerRow(
         "megatron-balanced",
-        plan_megatron_balanced,
+        Deferred(f"{__name__}.one_grid.plan_megatron_balanced"),
         "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
         "Optimus, App. B",
     ),
     PlannerRow(
-        "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
+        "fsdp",
+        Deferred(f"{__name__}.one_grid.plan_fsdp"),
+        "all units on all ranks, without tensor or pipeline parallelism; weights are sharded",
+        "Optimus 5",
     ),
     PlannerRow(
         "cornstarch",
-        plan_cornstarch,
+        Deferred(f"{__name__}.cornstarch.plan_cornstarch"),
         "every unit partitioned by itself, coupled by the LLM's stage time; backwards as freezing makes them",
         "Cornstarch 4.2, Alg. 1",
     ),
     PlannerRow(
         "entrain",
-        plan_entrain,
+        Deferred(f"{__name__}.entrain.plan_entrain"),
         "one dp; a replica's GPUs in proportion to work, from a batch that is shown to be large enough",
         "Entrain, Alg. 2, 3",
     ),
-    PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
+    PlannerRow(
+        "flops-ratio",
+        Deferred(f"{__name__}.flops_ratio.plan_flops_ratio"),
+        "every unit on GPUs of its own, in proportion to FLOPs",
+        "DistTrain 4.2",
+    ),
     _WithoutFedEncoders(
-        "encoders-colocated", plan_encoders_colocated, "all encoders fused in the same first stages", "Cornstarch 2"
+        "encoders-colocated",
+        Deferred(f"{__name__}.encoders_colocated.plan_encoders_colocated"),
+        "all encoders fused in the same first stages",
+        "Cornstarch 2",
     ),
     _WithoutFedEncoders(
         "encoders-replicated",
-        plan_encoders_replicated,
+        Deferred(f"{__name__}.encoders_replicated.plan_encoders_replicated"),
         "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
         "Cornstarch 2",
     ),
     PlannerRow(
         "cornstarch-unaware",
-        partial(plan_cornstarch, is_frozen_aware=False),
+        partial(Deferred(f"{__name__}.cornstarch.plan_cornstarch"), is_frozen_aware=False),
         "`cornstarch` with every backward at twice its forward: the paper's baseline",
         "Cornstarch, Table 3",
     ),

@@ -9,6 +9,9 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.values.model_graph import Unit
 
+OVERLAPPED_PARTS = 4
+"""Parts of `--tp-comm-overlap` unless a run says otherwise."""
+
 
 @dataclass(frozen=True)
 class RunOptions:

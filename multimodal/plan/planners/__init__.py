@@ -5,21 +5,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from multimodal.plan.planners.allowed_sizes import fewest_enough
-from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
-from multimodal.plan.planners.megatron import plan_megatron
-from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, memory_concessions, plan_to_fit
-from multimodal.plan.planners.search.trials import plan_tuned
-from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.values.deferred import Deferred
 from multimodal.values.errors import BraidError, NothingFitsError, PlanError
 from multimodal.values.plan import MOST_RANKS
+
+if TYPE_CHECKING:
+    from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun
+    from multimodal.plan.planners.templates.template_set import TemplateSet
 
 MOST_SEARCHED_SIZES = 2
 """Most expert parallel sizes with which a search also tries other planners' plans."""
@@ -30,14 +29,17 @@ class PlannerRow:
     """One planner: its function, and the facts about it for searches and documentation."""
 
     name: str
-    plan: Planner
+    plan: "Planner"
     meaning: str
     source: str = ""
     searches_others: bool = False
     """True if it also judges the other planners' plans, so that none of them is better than its own."""
 
-    def plan_best(self, request: PlanningRequest) -> PredictedRun:
+    def plan_best(self, request: PlanningRequest) -> "PredictedRun":
         """Plan as well as its user would (`plan_tuned`: best microbatch size and balancer); raises PlanError if nothing fits."""
+        from multimodal.plan.planners.search.plan_to_fit import plan_to_fit  # behind what lists the names
+        from multimodal.plan.planners.search.trials import plan_tuned
+
         return (plan_to_fit if self.searches_others else plan_tuned)(self, request)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
@@ -56,14 +58,16 @@ class PlannerRow:
         """
         sizes = request.expert_parallel_sizes
         if self.searches_others and len(sizes) > MOST_SEARCHED_SIZES:
+            from multimodal.plan.planners.braid import PROMISING
+
             with suppress(PlanError):  # where nothing fits, other planners' plans may
-                own = self._plan_sizes(request, sizes, partial(plan_braid, others=()), seconds=request.time_budget_seconds / 2)
+                own = self._plan_sizes(request, sizes, partial(_PLAN_BRAID, others=()), seconds=request.time_budget_seconds / 2)
                 enough = PROMISING * own[0][1].objective_seconds
                 sizes = tuple(size for size, run in own[:MOST_SEARCHED_SIZES] if run.objective_seconds <= enough)
         return self._plan_sizes(request, sizes, self.plan, seconds=request.time_budget_seconds)[0][1]
 
     def _plan_sizes(
-        self, request: PlanningRequest, sizes: Sequence[int], plan: Planner, *, seconds: float
+        self, request: PlanningRequest, sizes: Sequence[int], plan: "Planner", *, seconds: float
     ) -> list[tuple[int, PlannedRun]]:
         """Return expert parallel sizes and their plans, the shortest step first; raises PlanError if there is none."""
         found, problems = list[tuple[int, PlannedRun]](), list[PlanError]()
@@ -81,10 +85,14 @@ class PlannerRow:
         return sorted(found, key=lambda entry: entry[1].objective_seconds)
 
 
-def _plan_oobleck(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
+_PLAN_TEMPLATES: "Callable[..., TemplateSet]" = Deferred(f"{__name__}.templates.plan_templates.plan_templates")
+_PLAN_BRAID = Deferred(f"{__name__}.braid.plan_braid")
+
+
+def _plan_oobleck(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> "TemplateSet":
     """Plan templates (Oobleck 2.4); raises PlanError, which names the planner."""
     try:
-        return plan_templates(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
+        return _PLAN_TEMPLATES(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
     except PlanError as problem:
         raise type(problem)(f"planner 'oobleck': {problem}") from None
 
@@ -92,19 +100,19 @@ def _plan_oobleck(request: PlanningRequest, *, fault_tolerance: int, replicas_pe
 _ROWS = (
     PlannerRow(
         "megatron",
-        plan_megatron,
+        Deferred(f"{__name__}.megatron.plan_megatron"),
         "one grid: the same tp, cp and dp for all units; encoders and generators are extra stages; LLM stages as tuned",
         "DistTrain 2.1",
     ),
     PlannerRow(
         "optimus",
-        plan_optimus,
+        Deferred(f"{__name__}.optimus.plan_optimus"),
         "encoders with sizes of their own on the LLM's ranks, computing in the bubbles of its pipeline",
         "Optimus 4.1, Alg. 1",
     ),
     PlannerRow(
         "braid",
-        lambda request: plan_braid(request, [row for row in PLANNERS.values() if not row.searches_others]),
+        lambda request: _PLAN_BRAID(request, [row for row in PLANNERS.values() if not row.searches_others]),
         "searches the union of these layouts by simulation",
         searches_others=True,
     ),
@@ -113,7 +121,7 @@ _ROWS = (
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
 """Every planner by its name for `--planner`. Rows can be added at any time; `benchmarks/baselines` has those of comparisons."""
 
-TEMPLATE_PLANNERS: dict[str, Callable[..., TemplateSet]] = {"oobleck": _plan_oobleck}
+TEMPLATE_PLANNERS: dict[str, "Callable[..., TemplateSet]"] = {"oobleck": _plan_oobleck}
 """Planners, by their name for `--planner`, of pipeline templates for every number of nodes, whose replicas differ."""
 LARGEST_SEARCH = 1 << 14
 """Most GPUs up to which a sufficient number is searched."""
@@ -122,9 +130,11 @@ SEARCH_BUDGET_SECONDS = 1.0
 
 
 def plan_or_advise(
-    planner: PlannerRow, request: PlanningRequest, *, plan: Callable[[PlanningRequest], PredictedRun] | None = None
-) -> PredictedRun:
+    planner: PlannerRow, request: PlanningRequest, *, plan: "Callable[[PlanningRequest], PredictedRun] | None" = None
+) -> "PredictedRun":
     """Plan (by default `plan_to_fit`); if nothing fits, raise PlanError with enough GPUs, or with the unit that never fits."""
+    from multimodal.plan.planners.search.plan_to_fit import memory_concessions, plan_to_fit
+
     try:
         return plan(request) if plan else plan_to_fit(planner, request)
     except NothingFitsError as problem:
@@ -155,8 +165,9 @@ def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool
     A planner that searches by simulation is asked for a plan with the least memory, one sample per microbatch and full
     recomputation; it also counts as successful if any other planner has a plan.
     """
+    from multimodal.plan.planners.search.plan_to_fit import memory_concessions, plan_to_fit
 
-    def find(row: PlannerRow, asked: PlanningRequest) -> PredictedRun | None:
+    def find(row: PlannerRow, asked: PlanningRequest) -> "PredictedRun | None":
         try:
             return plan_to_fit(row, asked)
         except BraidError:

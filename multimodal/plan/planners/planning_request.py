@@ -14,7 +14,7 @@ from multimodal.cost.engine_limits import Instead, LayerUse, limits_met
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.memoize import memoized
-from multimodal.cost.run_options import RunOptions
+from multimodal.cost.run_options import OVERLAPPED_PARTS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
@@ -36,8 +36,6 @@ LEAST_SHARE_TOKENS = 32 * DEFAULT_BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
-OVERLAPPED_PARTS = 4
-"""Parts of `--tp-comm-overlap` unless a run says otherwise."""
 
 
 def plain_schedule(*, has_virtual_stages: bool = False) -> str:

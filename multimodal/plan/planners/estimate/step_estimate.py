@@ -19,11 +19,12 @@ from multimodal.plan.planners.estimate.unit_layout import UnitLayout, stage_time
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
 from multimodal.schedule.simulate_events import NodeKind, run_without_messages
 from multimodal.values.arrays.rows import Bytes, Integers, row_starts
+from multimodal.values.deferred import Deferred
 from multimodal.values.work.step_work import BACKWARD, FORWARD
 
+interleaved_order = Deferred("multimodal.schedule.builders.interleaved_1f1b.interleaved_order")
 SHORT, LONG = 2, 3
 """Microbatches of two short steps, divided by the number of lanes: after its warm-up a pipeline is periodic."""
 
