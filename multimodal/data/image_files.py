@@ -233,8 +233,10 @@ def read_video_length(path: str, *, content: BinaryIO | None = None, where: str)
 
     content, where: as for `read_image_size`. Raises ConfigError without PyAV (extra `video`), and DataError for no video.
     """
-    with _opened(path, content, where=where) as (_, stream):
-        return _length(stream)
+    with _opened(path, content, where=where) as (container, stream):
+        length = _length(stream)
+        frame = next(container.decode(stream), None) if math.prod(length.size) <= PILLOW_MAX_PIXELS else None
+        return length._replace(size=length.size[::-1]) if frame and _orientation(frame) > 4 else length
 
 
 def read_frames(place: FramePlace, *, content: BinaryIO | None = None, where: str) -> list[Image.Image]:
@@ -245,8 +247,18 @@ def read_frames(place: FramePlace, *, content: BinaryIO | None = None, where: st
         for frame in dict.fromkeys(place.frames):
             time = length.start + (frame + 0.5) * length.seconds / place.num_frames
             container.seek(int(time / stream.time_base), stream=stream)
-            images[frame] = _frame_at(container.decode(stream), time).to_image()
+            found = _frame_at(container.decode(stream), time)
+            image, orientation = found.to_image(), _orientation(found)
+            images[frame] = image.transpose(_TURNS[orientation]) if orientation in _TURNS else image
         return [images[frame] for frame in place.frames]
+
+
+def _orientation(frame: Any) -> int:
+    """Return the EXIF orientation that says what the matrix of a frame's container does; no header that PyAV shows says so."""
+    matrix = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), bytes(36))
+    a, b, _, c, d, *_ = struct.unpack("9i", matrix)  # a pixel at (x, y) is shown at (a x + c y, b x + d y)
+    x, y = (c, b) if abs(b) > abs(a) else (a, d)
+    return 1 + 4 * (abs(b) > abs(a)) + ((x < 0) ^ 3 * (y < 0))
 
 
 def _frame_at(frames: Iterator[Any], time: float) -> Any:

@@ -30,7 +30,7 @@ _SUMMARY, _LOCK = "index.json", "lock"
 _HIDDEN = ".writing-"
 _KEPT_SECONDS = 7 * 86400.0
 """Time after which nobody is expected to go on with an index that is not complete."""
-FORMAT = 6
+FORMAT = 7
 """Version of what is written, and of how samples become tokens."""
 _ARRAYS = {
     "token_ids": "int32",

@@ -1,6 +1,7 @@
 """Steps of videos as Qwen's models see them: which frames, of which size, at which time, from headers alone."""
 
 import random
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,14 +79,16 @@ def test_short_videos_have_whole_steps(total: int) -> None:
 
 
 def write_clip(path: Path, *, num_frames: int, fps: int, codec: str = "mpeg4", seconds_of_sound: float = 0.0) -> Path:
-    """Frame i has the grey 2 * i; sound is a tone of 200 Hz."""
+    """Frame i has the grey 2 * i but for a black quarter above on the left; sound is a tone of 200 Hz."""
     av = pytest.importorskip("av", reason="PyAV is not installed (pip install 'braid[video]')")
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv420p"
         sound = container.add_stream("pcm_s16le", rate=22050) if seconds_of_sound else None
         for index in range(num_frames):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 2 * index % 256, np.uint8), format="rgb24")
+            pixels = np.full((16, 32, 3), 2 * index % 256, np.uint8)
+            pixels[:8, :16] = 0
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
         if sound is not None:
@@ -167,4 +170,20 @@ def test_wrong_videos_are_named(data: DataFolder, tmp_path: Path) -> None:
 def test_frames_of_a_step_are_both_decoded(tmp_path: Path) -> None:
     path = write_clip(tmp_path / "clip.mkv", num_frames=30, fps=10, codec="mpeg4")
     greys = [np.asarray(each).mean() for each in read_frames(FramePlace(str(path), (3, 21, 3), 30), where="here")]
-    assert greys == pytest.approx([6, 42, 6], abs=3)
+    assert greys == pytest.approx([4.5, 31.5, 4.5], abs=3)
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_frames_stand_upright_as_the_container_says(turns: int, is_mirrored: bool, tmp_path: Path) -> None:
+    path = write_clip(tmp_path / "clip.mp4", num_frames=30, fps=10)
+    (a, b), (c, d) = np.linalg.matrix_power([[0, 1], [-1, 0]], turns) * 2**16 * ([[-1], [1]] if is_mirrored else 1)
+    whole, matrix = (struct.pack(">9i", *each, 0, 0, 2**30) for each in ((2**16, 0, 0, 0, 2**16, 0), (a, b, 0, c, d, 0)))
+    before, _, after = path.read_bytes().rpartition(whole)
+    path.write_bytes(before + matrix + after)
+    (frame,) = read_frames(FramePlace(str(path), (29,), 30), where="here")
+    is_bright = np.asarray(frame.convert("L")) > 30
+    shown = np.array([[False, True], [True, True]])
+    expected = np.rot90(shown[:, ::-1] if is_mirrored else shown, -turns).repeat(16 if turns % 2 else 8, 0)
+    np.testing.assert_array_equal(is_bright, expected.repeat(8 if turns % 2 else 16, 1))
+    assert read_video_length(str(path), where="here").size == frame.size
