@@ -252,12 +252,12 @@ def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[
     """Raise ConfigError if `target_modules` names something else than the file has adapters of.
 
     Names of which the model has none are passed over, as by PEFT: scripts list those of several families. A regular expression
-    is not evaluated: the tensors say what has adapters.
+    is not evaluated, nor `exclude_modules`: the tensors say what has adapters.
     """
     targets = config.get("target_modules")
     if isinstance(targets, str):
         targets = [f"^{targets}"] if _NAME.fullmatch(targets) and targets != "all-linear" else None
-    if targets is None:
+    if targets is None or config.get("exclude_modules"):
         return
     of_none = [each for each in targets if any(_matches(each, module) for module in known)]
     of_none = [each for each in of_none if not any(_matches(each, module) for module in modules)]

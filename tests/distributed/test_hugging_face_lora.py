@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,15 @@ def test_a_folder_without_adapters_is_refused(tmp_path):
     llama().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"there is no adapter_config.json; give a folder that save_pretrained of PEFT"):
         read_peft_adapter(tmp_path, graph=read_model(tmp_path), base=tmp_path)
+
+
+def test_embeddings_that_peft_unties_are_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_peft(model := build_wide_model(partial(llama, tie_word_embeddings=True), Path("model")), Path("peft"))
+    rows = {f"{PREFIX}model.embed_tokens.weight": model.get_input_embeddings().weight.detach()}
+    save_file(load_file("peft/adapter_model.safetensors") | rows, "peft/adapter_model.safetensors")
+    assert convert.main(["--load-hf", "model", "--load-adapter", "peft", "--save-hf", "merged"]) == 2
+    assert "PEFT trained embeddings apart from the output" in capsys.readouterr().err
 
 
 def test_adapters_of_a_model_of_another_size_are_refused(ranks, tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.checkpoint.storage import failing_together, on_this_rank
-from megatron.runtime.hugging_face.load_weights import check_finite, fill, new_row_tensors
+from megatron.runtime.hugging_face.load_weights import VOCABULARIES, check_finite, fill, new_row_tensors
 from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_as_here, name_weights
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
 from megatron.runtime.hugging_face.weight_files import WeightFiles
@@ -119,5 +119,10 @@ def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Ses
                 "model"
             )
         wanted = [tensor for tensor in own if all(rows.key in others for rows in theirs.rows[tensor.key])]
+        if adapter.graph.backbone.ties_embeddings and any(tensor.key.endswith(VOCABULARIES) for tensor in wanted):
+            raise CheckpointError(
+                f"{adapter.folder / ADAPTER_WEIGHTS}: PEFT trained embeddings apart from the output, here the same matrix; "
+                "merge this adapter with PEFT into a model of two matrices"
+            )
         with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
             fill(wanted, files, theirs)
