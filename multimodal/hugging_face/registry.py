@@ -55,7 +55,7 @@ def _name_of(config: Mapping[str, Any]) -> Any:
 def _find(folder: str | Path, known: Mapping[str, Family]) -> tuple[Family, dict[str, Any]]:
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
-        raise ModelError(f"{folder}: there is no {CONFIG_NAME}; give the folder of a model of Hugging Face")
+        raise ModelError(f"{folder}: there is no {CONFIG_NAME}; give a folder of Hugging Face (composed models: --load a run)")
     config = read_mapping(path, error=ModelError)
     name = _name_of(config)
     if name not in known:
@@ -175,8 +175,7 @@ def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     if "thinker_config" in config:
         return {**config, "thinker_config": with_vocab_size(config["thinker_config"], vocab_size)}
     inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
-    own = {"vocab_size": vocab_size} if "vocab_size" in config or not inner else {}
-    return {**config, **inner, **own}
+    return {**config, **inner, **({"vocab_size": vocab_size} if "vocab_size" in config or not inner else {})}
 
 
 def _first_difference(graph: ModelGraph, described: ModelGraph) -> str | None:

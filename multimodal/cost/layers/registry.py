@@ -76,10 +76,10 @@ def read_model(path: str | Path) -> ModelGraph:
 
 
 def _beside(path: Path, unit: Unit) -> Unit:
-    """Return a unit whose relative folders have been looked up beside the model file first."""
+    """Return a unit whose relative folders have been looked up beside the model file, or else here, for whoever is elsewhere."""
 
     def found(folder: str) -> str:
-        return str(path.parent / folder) if (path.parent / folder).is_dir() else folder
+        return next((str(each.absolute()) for each in (path.parent / folder, Path(folder)) if each.is_dir()), folder)
 
     module = replace(unit.module, directory=found(unit.module.directory)) if unit.module is not None else None
     image = unit.image
