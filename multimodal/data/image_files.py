@@ -284,8 +284,7 @@ def read_sound(path: str, *, num_samples: int, content: BinaryIO | None = None, 
         resampler = av.AudioResampler(format="fltp", layout="mono", rate=SAMPLING_RATE)
         frames = (*container.decode(audio=0), None)  # nothing: what the resampler holds back
         parts = [part.to_ndarray()[0] for frame in frames for part in resampler.resample(frame)]
-    found = np.concatenate([*parts, np.zeros(num_samples, np.float32)])[:num_samples]
-    return found.astype(np.float32)
+    return np.concatenate([*parts, np.zeros(num_samples, np.float32)])[:num_samples].astype(np.float32)
 
 
 @contextmanager

@@ -153,8 +153,7 @@ def build_options(case: GradientCase) -> BuildOptions:
 
 
 def _delays_weight_gradients(case: GradientCase) -> bool:
-    splits = BUILDERS[case.builder].splits_backwards or split_backward in case.passes
-    return splits and case.transformer_impl != "local"
+    return (BUILDERS[case.builder].splits_backwards or split_backward in case.passes) and case.transformer_impl != "local"
 
 
 def plan_case(case: GradientCase, *, forward_only: bool = False) -> Step:
@@ -179,8 +178,7 @@ def plan_case(case: GradientCase, *, forward_only: bool = False) -> Step:
     how = {"shards_weights": case.shards_weights, "build": build_options(case), "seed": SEED}
     how["costs_of"] = predictor.costs if predictor is not None else None
     options = StepOptions(schedules, dist.get_rank(), sharing=sharing, **how)
-    step = plan_step(source, lengths=lengths, assignment=case.assignment, options=options)
-    return step.packed()
+    return plan_step(source, lengths=lengths, assignment=case.assignment, options=options).packed()
 
 
 def plan_all(source: SampleSource, assignment: Assignment, options: StepOptions) -> Step:

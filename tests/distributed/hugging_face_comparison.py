@@ -117,8 +117,7 @@ def run_alone(run: FromFolder, case: GradientCase, own: Path, theirs: Mapping[st
     head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
     softcap = stage.unit.transformer.logit_softcap
     head.register_forward_hook(lambda module, inputs, output: logits.append(capped(output[0][:, 0].detach(), softcap).numpy()))
-    expected = _gradients_here(session, case, architecture, theirs)
-    return Alone(logits, expected, run_step(session, plan_case(case)))
+    return Alone(logits, _gradients_here(session, case, architecture, theirs), run_step(session, plan_case(case)))
 
 
 def _gradients_here(

@@ -260,8 +260,7 @@ def other_half(right: Any, shard: torch.Tensor, sharding: Any, part: Any, *, ran
 
 def norms_of_the_first_rank(right: Any, stage: UnitStage, *args: Any, **options: Any) -> Iterator[Callable[[], None]]:
     def started(start: Any, views: Any, group: dist.ProcessGroup, **_: Any) -> Any:
-        is_counted = [stage.groups.tp.rank() == 0] * len(views) if group.size() == 3 else None
-        return start(views, group, is_counted=is_counted)
+        return start(views, group, is_counted=[stage.groups.tp.rank() == 0] * len(views) if group.size() == 3 else None)
 
     with replaced(unlike_gradients, "start_sum", started)():
         yield from right(stage, *args, **options)

@@ -81,8 +81,7 @@ class RandomSource:
             size = (grid[0] * grid[1], found.num_pixel_values)
             pixels = np.random.default_rng((self.seed, index, item_index)).integers(256, size=size, dtype=np.uint8)
             return ItemPixels(pixels, grid)
-        size = (grid[0] * grid[1], found.num_patch_values)
-        return ItemPixels(self._numbers(index, item_index, size), grid)
+        return ItemPixels(self._numbers(index, item_index, (grid[0] * grid[1], found.num_patch_values)), grid)
 
     def frames(self, index: int, item_index: int) -> npt.NDArray[np.float32]:
         """[max_frames, num_mel_bins]: a clip's spectrogram, and what follows it."""

@@ -173,8 +173,7 @@ class RunInsideWaits:
         if action.kind not in (_FORWARD, _BACKWARD) or action.covers or step.plan.units[action.unit].tensor_parallel_size == 1:
             return 0
         layers = StageLayers(step.graph, step.plan, vocab_size=0).in_order(action.place[:3])
-        unit = step.graph.unit(action.unit)
-        return len(computation_waits(action.kind, layers, options=self.options, unit=unit))
+        return len(computation_waits(action.kind, layers, options=self.options, unit=step.graph.unit(action.unit)))
 
 
 def _with_inside(lane: Lane, action: Action, carrier: Action, wait: int) -> Lane:

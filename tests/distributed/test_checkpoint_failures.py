@@ -41,8 +41,7 @@ def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: in
 
 def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple[int, set[float]]:
     training = Training(case)
-    step = training.load(folder, load_optimizer=load_optimizer).step
-    return step, training.found()
+    return training.load(folder, load_optimizer=load_optimizer).step, training.found()
 
 
 def error_of(action: Callable[..., Any], *args: Any) -> str:

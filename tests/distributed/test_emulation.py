@@ -78,8 +78,7 @@ class LateCosts(UniformCosts):
     """The second replica computes its weight gradients late."""
 
     def compute(self, action: Action) -> ComputeCost:
-        is_late = action.kind is ActionKind.WEIGHT_GRADIENT and action.replica == 1
-        return ComputeCost(0.02 if is_late else 0.001)
+        return ComputeCost(0.02 if action.kind is ActionKind.WEIGHT_GRADIENT and action.replica == 1 else 0.001)
 
 
 def test_replicas_that_share_experts_begin_together(ranks):

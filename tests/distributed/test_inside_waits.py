@@ -42,8 +42,7 @@ def rewritten_once(case: GradientCase) -> GradientCase:
 
 def schedule_of(case: GradientCase) -> Schedule:
     """The schedule in the compute dialect."""
-    schedules = ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, False)
-    return schedules.schedule(case.assignment)
+    return ScheduleCache(case.graph, case.plan, BUILDERS[case.builder], case.passes, False).schedule(case.assignment)
 
 
 @settings(max_examples=8, suppress_health_check=list(HealthCheck))

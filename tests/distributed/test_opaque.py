@@ -243,8 +243,7 @@ def given_to(source: Any, index: int, item: int, length: int) -> torch.Tensor:
     if audio.waveform is not None:
         samples = np.random.default_rng((0, index, item)).standard_normal(length).astype(np.float32)
         samples = (samples - samples.mean()) / np.sqrt(samples.var() + 1e-7)
-        whole = SEEN + (length - SEEN) // STEP * STEP
-        return torch.from_numpy(samples[:whole]).double()[None]
+        return torch.from_numpy(samples[: (SEEN + (length - SEEN) // STEP * STEP)]).double()[None]
     num_frames = 2 * ((length - 1) // 2 + 1) + 1
     frames = source.frames(index, item).copy()
     frames[num_frames:] = frames[:num_frames].max() - 2

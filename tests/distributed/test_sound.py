@@ -33,8 +33,7 @@ def model_of(**changes: Any) -> dict[str, Any]:
 
 
 def tone(seconds: float, *, hertz: float = 440) -> Sound:
-    times = np.arange(round(seconds * 16000)) / 16000
-    return Sound((0.5 * np.sin(2 * np.pi * hertz * times)).astype(np.float32))
+    return Sound((0.5 * np.sin(2 * np.pi * hertz * (np.arange(round(seconds * 16000)) / 16000))).astype(np.float32))
 
 
 def write_run(folder: Path) -> dict[str, object]:

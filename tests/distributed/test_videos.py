@@ -106,8 +106,7 @@ class Theirs:
         )
 
     def _normalised(self, frames: list[Any]) -> torch.Tensor:
-        pixels = torch.from_numpy(np.stack(frames)).double().permute(0, 3, 1, 2)[None]
-        return (pixels / 255 - 0.5) / 0.25
+        return (torch.from_numpy(np.stack(frames)).double().permute(0, 3, 1, 2)[None] / 255 - 0.5) / 0.25
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -156,8 +156,7 @@ def numbers_of(tensor: Any, *, columnwise: bool = False) -> Tensor:
     if hasattr(tensor, "_fp8_dtype"):
         if tensor._data is not None and tensor._data.numel():
             return _from_float8(tensor._data, tensor._fp8_dtype) * tensor._scale_inv
-        flat = _from_float8(tensor._transpose, tensor._fp8_dtype) * tensor._scale_inv
-        return flat.movedim(0, -1).contiguous()
+        return (_from_float8(tensor._transpose, tensor._fp8_dtype) * tensor._scale_inv).movedim(0, -1).contiguous()
     return tensor
 
 
@@ -346,8 +345,7 @@ def layernorm_bwd(
     gradient: Tensor, source: Tensor, mean: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
 ) -> list[Tensor]:
     centred, of_weight = _norm_gradients(gradient, source, mean.unsqueeze(-1), factor, weight, zero_centred)
-    of_bias = gradient.to(_wide(source.dtype)).flatten(0, -2).sum(0).to(weight.dtype)
-    return [centred, of_weight, of_bias]
+    return [centred, of_weight, gradient.to(_wide(source.dtype)).flatten(0, -2).sum(0).to(weight.dtype)]
 
 
 def rmsnorm_bwd(

@@ -80,8 +80,7 @@ def _row(flag: FieldFlag) -> tuple[str, str, str]:
     if flag.shorthand is not None:
         spelling += f"; `--{flag.shorthand[0].replace('_', '-')}` for `{flag.shorthand[1]}`"
     default = "required" if flag.is_required else "" if flag.default in (None, ()) or flag.opposite else f"`{flag.default}`"
-    bounds = f" Must be {flag.range_in_words(*flag.bounds)}." if flag.bounds else ""
-    return spelling, default, flag.help + bounds
+    return spelling, default, flag.help + (f" Must be {flag.range_in_words(*flag.bounds)}." if flag.bounds else "")
 
 
 def _unit_rows() -> Iterator[tuple[str, str, str, str]]:

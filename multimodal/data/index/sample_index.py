@@ -166,16 +166,14 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         encoded = [text.encode(errors="surrogatepass") for text in texts]
         arrays[name] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         arrays[f"{name[:-1]}_starts"] = row_starts([len(text) for text in encoded])
-    summary = {"format": FORMAT, "units": list(units), "skipped": dict(skipped)}
-    return SampleIndex(arrays, summary)
+    return SampleIndex(arrays, {"format": FORMAT, "units": list(units), "skipped": dict(skipped)})
 
 
 def join_indices(blocks: Iterable[SampleIndex]) -> SampleIndex:
     """Return the index of the samples of all blocks, in memory."""
     joined = _Joined()
     parts = [*map(joined.next_rows, (build_index(()), *blocks))]
-    arrays = {name: np.concatenate([part[name] for part in parts]) for name in _ARRAYS}
-    return SampleIndex(arrays, joined.summary)
+    return SampleIndex({name: np.concatenate([part[name] for part in parts]) for name in _ARRAYS}, joined.summary)
 
 
 def write_index(build: Callable[[int], Iterable[SampleIndex]], folder: Path) -> None:

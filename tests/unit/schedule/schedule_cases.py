@@ -33,8 +33,7 @@ def build_graph(*encoders: str, frozen: Sequence[str] = (), frozen_projectors: S
         for name in encoders
     ]
     llm = Unit("llm", Role.BACKBONE, SHAPE, freeze_module="llm" in frozen)
-    edges = [(name, "llm" if name in fed else [*fed, "llm"][0]) for name in encoders]
-    return ModelGraph((*units, llm), tuple(edges))
+    return ModelGraph((*units, llm), tuple([(name, "llm" if name in fed else [*fed, "llm"][0]) for name in encoders]))
 
 
 def build_unit_plan(

@@ -52,8 +52,7 @@ def test_a_cut_reduction_hides_behind_the_last_backward(whole: float) -> None:
         schedule = BUILDERS["1f1b"](case)
         if by_layer:
             schedule = reduce_by_layer(schedule)
-        lowered = insert_communication(schedule)
-        return simulate_schedule(lowered, costs).iteration_seconds
+        return simulate_schedule(insert_communication(schedule), costs).iteration_seconds
 
     assert seconds(by_layer=False) == pytest.approx(12 + whole)
     assert seconds(by_layer=True) == pytest.approx(12 + max(0.25 * whole, whole - 2))

@@ -77,8 +77,7 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     has_shape = row.layout is None or row.layout.is_met(request.graph, plan)
     if not of_run.allows(schedule) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
         return None
-    implementation = of_run.implementation(schedule)
-    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
+    return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=of_run.implementation(schedule))
 
 
 def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:

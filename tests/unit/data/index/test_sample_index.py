@@ -226,8 +226,7 @@ def test_a_hundred_million_samples_are_opened_in_little_memory(tmp_path):
 
 def watched(console: Console, seconds: list[float]) -> list[SampleIndex]:
     passing = iter(seconds)
-    found = watch_indexing(iter(BLOCKS), path="data.json", console=console, clock=lambda: next(passing))
-    return list(found)
+    return list(watch_indexing(iter(BLOCKS), path="data.json", console=console, clock=lambda: next(passing)))
 
 
 def test_a_log_gets_a_line_now_and_then(caplog):
