@@ -42,9 +42,9 @@ def build_parser() -> Parser:
     asked.add_argument("--interactive", action="store_true", help="Questions from the terminal, one a line, in one conversation.")
     asked.add_argument("--jsonl", type=Path, metavar="FILE", help="Samples in any form of --data-path: their last answers anew.")
     asked.add_argument("--held-out", type=count, metavar="N", help="The run's first held-out samples.")
-    parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
-    parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
-    parser.add_argument("--video", type=Path, nargs="+", default=[], metavar="FILE", help="Videos before the --prompt.")
+    parser.add_argument("--image", nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
+    parser.add_argument("--audio", nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
+    parser.add_argument("--video", nargs="+", default=[], metavar="FILE", help="Videos before the --prompt.")
     parser.add_argument("--num-frames", type=count, metavar="N", help=f"Most frames of each video, evenly spread ({NUM_FRAMES}).")
     parser.add_argument("--video-fps", type=float, metavar="X", help="Frames of a second of each video, up to --num-frames.")
     parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
@@ -178,13 +178,13 @@ def _talk(session: "Session", model: "StoredModel", options: Mapping[str, Any]) 
     from megatron.runtime.generation.answering import generate, user_message
 
     messages: list[Message] = []
-    files: dict[str, list[Path]] = {"images": [], "audio": [], "videos": []}
+    files: dict[str, list[str]] = {"images": [], "audio": [], "videos": []}
     kinds = dict(zip(("/image", "/audio", "/video"), files, strict=True))
     print(f"A question a line; {' FILE, '.join(kinds)} FILE attach one to the next question, /new forgets, an empty line ends.")
     for line in iter(lambda: sys.stdin.readline().strip(), ""):
         command, _, path = line.partition(" ")
         if command in kinds:
-            files[kinds[command]].append(Path(path.strip()))
+            files[kinds[command]].append(path.strip())
         elif command == "/new":
             messages = []
         else:

@@ -27,6 +27,7 @@ from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
+from multimodal.data.remote import data_path
 from multimodal.data.sample_source import NUM_FRAMES, SampleSource
 from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
@@ -244,7 +245,7 @@ def user_message(
 ) -> Message:
     """Return what a user says, with files before the text."""
     kinds = ("image", images), ("video", videos), ("audio", audio)
-    files = [{"type": kind, kind: str(Path(path).absolute())} for kind, paths in kinds for path in paths]
+    files = [{"type": kind, kind: str(data_path(str(path)).absolute())} for kind, paths in kinds for path in paths]
     return {"role": "user", "content": [*files, {"type": "text", "text": prompt}]}
 
 
@@ -277,8 +278,11 @@ def generate(
         messages = [user_message(prompt, images=images, audio=audio, videos=videos)] if isinstance(prompt, str) else prompt
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
-        answering = open_answering(*opened, path, num_frames=num_frames, video_fps=video_fps)
-        return answering.answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
+        try:
+            answering = open_answering(*opened, path, num_frames=num_frames, video_fps=video_fps)
+            return answering.answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
+        except DataError as problem:
+            raise DataError(str(problem).replace(str(path), "the question")) from problem
 
 
 def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:

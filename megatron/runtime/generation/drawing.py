@@ -20,6 +20,7 @@ from megatron.runtime.generation.answering import Answering, open_answering
 from megatron.runtime.generation.whole_model import OpenedModel
 from multimodal.data.audio import HOP, LOUDEST, SAMPLING_RATE, SILENCE, WINDOW, mel_filters, sound_grid
 from multimodal.data.image_processing import image_grid
+from multimodal.data.remote import data_path
 from multimodal.model.latents import NUM_TIMES, NoisePath, decode_latents, join_patches, mix_weights
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
@@ -82,7 +83,7 @@ def make_item(
             sound_grid(num_samples, image=generator.image)  # refuses a clip that is longer than the generator's
             Sound(np.zeros(num_samples, np.float32)).save(place)
         files = [("audio", path) for path in audio] + [("image", path) for path in images]
-        segments: list[dict[str, Any]] = [{"type": each, "path": str(Path(path).absolute())} for each, path in files]
+        segments: list[dict[str, Any]] = [{"type": each, "path": str(data_path(str(path)).absolute())} for each, path in files]
         segments.append({"type": "text", "role": "user", "text": prompt})
         segments.append({"type": kind, "role": "assistant", "path": str(place), "unit": generator.name})
         request = Path(folder) / "request.jsonl"

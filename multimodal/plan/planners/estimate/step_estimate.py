@@ -75,8 +75,7 @@ def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, wo
     forward, backward, gathering, reducing = np.array(ranges).T
     of_each = np.broadcast_to(works, num_microbatches)
     computing = (np.outer(seconds, of_each).ravel() for seconds in (forward, backward))
-    seconds = np.concatenate((*computing, gathering, reducing))
-    return float(run_without_messages(*steps, seconds).end_seconds.max())
+    return float(run_without_messages(*steps, np.concatenate((*computing, gathering, reducing))).end_seconds.max())
 
 
 @lru_cache(maxsize=64)
