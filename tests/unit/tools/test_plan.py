@@ -10,6 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from benchmarks.baselines import COMPARED
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.goodput import Failures, goodput_of, plan_for_goodput
@@ -105,6 +106,21 @@ def test_comparison_lists_every_planner_and_draws(flags, tmp_path, capsys):
     assert all(name in text for name in ("megatron", "entrain", "disttrain")) and picture.stat().st_size > 1000
     answer = json.loads(plan(capsys, *flags, *data, "--json"))
     assert set(answer["compare"]) == {"megatron", "entrain", "disttrain"}
+
+
+@pytest.mark.deep(when=lambda units: len(units) > 1)  # searches are compared with all planners in tests/unit/plan/planners
+@pytest.mark.parametrize("units", [("vision", "llm"), ("llm",)])
+def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(flags, tmp_path, capsys, units):
+    (tmp_path / "model.yaml").write_text(
+        yaml.safe_dump({"units": {name: MODEL["units"][name] for name in units}}, sort_keys=False)
+    )
+    data = ["--uniform-lengths", "vision=64,llm=128" if "vision" in units else "llm=128", "--global-batch-size", "4"]
+    data += ["--planner", "braid", "--compare", "all", "--time-budget", "0.1", "--json"]
+    compared = json.loads(plan(capsys, *flags, *data))["compare"]
+    assert set(compared) >= set(COMPARED) and "error" not in compared["optimus"]
+    planned = [each for each in compared.values() if "error" not in each]
+    trained = [each["iteration_seconds"] for each in planned if not any("never run" in note for note in each["notes"])]
+    assert compared["braid"]["iteration_seconds"] <= min(trained) * (1 + 1e-9)
 
 
 def test_freezing_and_fixed_sizes_reach_the_planner(flags, capsys):

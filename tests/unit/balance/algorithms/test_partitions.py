@@ -1,7 +1,7 @@
 """Partitions and cuts: kernels against their references, and both against brute force."""
 
 import shutil
-from itertools import pairwise, product
+from itertools import pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -194,6 +194,7 @@ def post_balance_both(document):
 
 LENGTHS_OF_ITEMS: Kinds = {
     "two bins": ({"lengths": [1, 2], "form": "linear", "weight": 0.0}, post_balance_both),
+    "array": ({"lengths": [1, 2]}, lambda document: str(post_balance(np.array(document["lengths"]), num_bins=2).tolist())),
     "longest first": ({"costs": [], "num_bins": 2}, lambda document: str(partition_longest_first(**document))),
 }
 test_wrong_lengths_and_costs_are_named = golden_test("post_balance.txt", LENGTHS_OF_ITEMS)
@@ -227,6 +228,16 @@ def test_the_kernel_equals_its_reference_and_never_ends_later(pipeline, num_swap
     assert without_kernels(reorder_microbatches)(**pipeline) == tuple(given_order)
     given_seconds, seconds = pipeline_seconds(given_order, **pipeline), pipeline_seconds(order, **pipeline)
     assert seconds < given_seconds or order == tuple(given_order)
+
+
+def test_small_pipelines_come_close_to_the_best_order():
+    found, best = [], []
+    for seed in range(6):
+        pipeline = stragglers(3, 6, seed)
+        found.append(pipeline_seconds(reorder_microbatches(**pipeline), **pipeline))
+        best.append(min(pipeline_seconds(order, **pipeline) for order in permutations(range(6))))
+    assert all(seconds >= least for seconds, least in zip(found, best, strict=True))
+    assert np.mean(np.array(found) / best) < 1.02
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(4, 1), (2, 2)])

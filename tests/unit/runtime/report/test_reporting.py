@@ -158,7 +158,18 @@ def test_a_full_disk_is_warned_of_once_and_ends_nothing(run: Run, tmp_path: Path
     assert (tmp_path / "log.jsonl").read_text() == ""
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+
+
+@NEEDS_FULL
+def test_a_full_device_is_warned_of_and_not_replaced(run: Run) -> None:
+    lines = run(LoggingConfig(log_json=Path("/dev/full")), steps=range(3, 6))
+    full = "--log-json /dev/full: cannot be written (No space left on device)"
+    assert [line for line in lines if "warning" in line] == [f"warning: {full}; training goes on without it"]
+    assert Path("/dev/full").is_char_device()
+
+
+@NEEDS_FULL
 def test_standard_output_may_run_out_of_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(OSError), open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:
         patch.setattr("sys.stdout", full)
