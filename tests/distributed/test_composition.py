@@ -4,7 +4,6 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -125,22 +124,6 @@ def test_a_tower_sees_what_transformers_see(folders, ranks, tmp_path):
     with torch.no_grad(), double_precision():
         eye = Dinov2WithRegistersModel.from_pretrained(folders / "registers").double().eval()
         assert torch.allclose(torch.from_numpy(found), eye(pixels[None]).last_hidden_state[0, 3:], atol=1e-12)
-
-
-@pytest.mark.deep  # test_hugging_face_families.py has these layers
-def test_the_layers_of_a_whisper_are_trained_here(folders, ranks, tmp_path):
-    encoders, output = {"audio": folders / "whisper"}, tmp_path / "model.yaml"
-    graph = multimodal.compose(llm=folders / "llm", encoders=encoders, merge_size=3, output=output)
-    assert graph == read_model(output)
-    sizes: dict[str, Any] = {"audio": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
-    (expected,) = ranks.run(run_and_save, comparison.case_of(graph, CLIPS, sizes), str(tmp_path / "alone"), world_size=1)
-    plans = {"audio tp 2 and pp 2": {"audio": (2, 2, 1), "llm": (1, 2, 1)}, "replicas": {"audio": (1, 1, 2), "llm": (2, 1, 1)}}
-    for name, chosen in plans.items():
-        run = partial(run_and_save, target=str(tmp_path / name))
-        assert_matches(comparison.case_of(graph, CLIPS, chosen), ranks, run=run, expected=expected)
-    for name, (part, source) in product(("alone", *plans), (("llm", "llm"), ("audio", "whisper"))):
-        theirs = (folders / source / "model.safetensors").read_bytes()
-        assert (tmp_path / name / part / "model.safetensors").read_bytes() == theirs, f"{part} under {name}"
 
 
 def test_a_whisper_hears_what_transformers_hear(folders, ranks, tmp_path):

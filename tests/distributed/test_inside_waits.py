@@ -88,13 +88,6 @@ def case() -> GradientCase:
     return found
 
 
-@pytest.mark.deep  # drawn cases have them
-def test_four_tensor_parallel_ranks(ranks: RankPool) -> None:
-    case = build_case(4, QUARTET)
-    assert schedule_of(case).has_inside
-    assert_matches(case, ranks)
-
-
 def events_of(case: GradientCase) -> tuple[TimelineEvent, ...]:
     session, step = build_session(case), plan_case(case)
     return session.executor.execute(step).events

@@ -70,8 +70,6 @@ def test_weighted_training_is_the_same_under_any_plan(entries, tmp_path):
 ALIKE = {"--train-iters": 4, "--lr-decay-style": "cosine", "--min-lr": 1e-4, "--lr-warmup-iters": 1, "--lr": 1e-2}
 RATES = {"--vision-lr": 3e-3, "--projector-lr": 3e-2, "--vision-projector-weight-decay": 0.5, "--llm-weight-decay": 0.0}
 RATES |= {"--vision-lr-warmup-iters": 3, "--vision-projector-lr-warmup-iters": 0}
-NOT_AT_ALL = 1e-30
-"""A learning rate that changes no weight."""
 SHARED = {"--data-parallel-sharding-strategy": "optim_grads_params", "--reduce-gradients-once": None, "--micro-batch-size": 1}
 PLANS = {
     "tp and dp": {"--vision-tp": 2, "--llm-dp": 2, "--micro-batch-size": 1},
@@ -93,30 +91,3 @@ def test_rates_are_those_of_one_process_under_any_plan(plan, once, tmp_path):
     num_ranks = 2 if plan == "shared ranks" else 4
     flags = {**ALIKE, **RATES, **PLANS[plan], "--log-json": tmp_path / "log.jsonl"}
     assert losses(folder, flags, num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
-
-
-@pytest.mark.deep  # what is frozen is in the master test; rates that differ are above
-@pytest.mark.parametrize(
-    ("rates", "frozen", "dtype"),
-    [
-        ({"--vision-lr": NOT_AT_ALL}, {"--freeze": "vision"}, "float64"),
-        (
-            {"--vision-projector-lr": NOT_AT_ALL, "--llm-lr": NOT_AT_ALL},
-            {"--freeze": "llm", "--freeze-projector": "vision"},
-            "float32",
-        ),
-    ],
-    ids=["encoder", "projector and LLM"],
-)
-def test_what_hardly_learns_is_as_if_frozen(rates, frozen, dtype, tmp_path):
-    """In float32 over Megatron's sharded optimizer; clipping, which counts all gradients, is off."""
-    plan = {**ALIKE, "--vision-dp": 2, "--llm-dp": 2, "--colocate-units": None, "--clip-grad": 0, "--min-lr": 0, "--dtype": dtype}
-    expected, found = (losses(tmp_path, plan | flags, num_ranks=2) for flags in (frozen, rates))
-    assert found == pytest.approx(expected, rel=0, abs=1e-9 if dtype == "float64" else 1e-5)
-
-
-@pytest.mark.deep  # rates have warm-ups of their own above
-def test_one_warm_up_for_every_unit_is_that_of_all(tmp_path):
-    own = {f"--{part}-lr-warmup-iters": 3 for part in ("vision", "vision-projector", "llm")}
-    alone, together, shorter = (losses(tmp_path, ALIKE | flags, num_ranks=1) for flags in (own, {"--lr-warmup-iters": 3}, {}))
-    assert alone == together != shorter

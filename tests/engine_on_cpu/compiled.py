@@ -124,22 +124,8 @@ def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     return output
 
 
-def dequantize(tensor: Any, dtype: DType) -> Tensor:
-    return numbers_of(tensor).to(TORCH[dtype])
-
-
-def fp8_transpose(data: Tensor, fp8_dtype: DType, *, out: Tensor | None = None) -> Tensor:
-    """Transpose bytes: [..., k] to [k, ...]."""
-    flipped = data.reshape(-1, data.shape[-1]).t().contiguous()
-    return flipped if out is None else out.copy_(flipped.reshape(out.shape))
-
-
 def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0), quantizer(gradient)
-
-
-def split_quantize(source: Tensor, sizes: Sequence[int], quantizers: Sequence[Any]) -> list[Any]:
-    return [quantizer(part) for part, quantizer in zip(source.split(list(sizes)), quantizers, strict=True)]
 
 
 def numbers_of(tensor: Any, *, columnwise: bool = False) -> Tensor:
@@ -268,39 +254,6 @@ class CommOverlapP2P(CommOverlap):
     """The same in a ring."""
 
 
-def te_general_grouped_gemm(
-    a: Sequence[Any],
-    is_transposed_a: bool,
-    b: Sequence[Any],
-    is_transposed_b: bool,
-    out: Sequence[Tensor],
-    out_dtype: DType,
-    sizes: Sequence[int],
-    bias: Sequence[Tensor],
-    bias_dtype: DType,
-    single_output: bool,
-    pre_gelu: Sequence[Tensor],
-    grad: bool,
-    workspaces: Any,
-    workspace_size: int,
-    accumulate: bool,
-    use_split_accumulator: bool,
-    num_multiprocessors: int,
-) -> Sequence[Tensor]:
-    outputs = list(out[0].split(list(sizes))) if single_output else list(out)
-    for index, (left, right) in enumerate(zip(a, b, strict=True)):
-        result = _product(left, is_transposed_a, right, is_transposed_b, torch.float32)
-        if bias[index].numel():
-            if grad:
-                values = numbers_of(right)
-                bias[index].copy_(values.reshape(-1, values.shape[-1]).sum(0))
-            else:
-                result = result + bias[index].to(result.dtype)
-        target = outputs[index]
-        target.copy_((target.to(result.dtype) + result if accumulate else result).reshape(target.shape))
-    return bias
-
-
 def _normalised(
     source: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool, is_zero_centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -385,23 +338,6 @@ def fused_rope_backward(gradient: Tensor, angles: Tensor, *layout: Any) -> Tenso
 
 def _tensor_lists(lists: Iterable[Sequence[Tensor]]) -> Iterable[tuple[Tensor, ...]]:
     return zip(*lists, strict=True)
-
-
-def multi_tensor_scale(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
-    """output = input x factor, and `noop` is set where something is not finite."""
-    for source, target in _tensor_lists(lists):
-        target.copy_(source * factor)
-        if not bool(torch.isfinite(target).all()):
-            noop.fill_(1)
-
-
-def multi_tensor_l2norm(
-    chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = False
-) -> tuple[Tensor, Tensor]:
-    norms = (
-        torch.stack([torch.linalg.vector_norm(each.to(_wide(each.dtype))) for each in lists[0]]) if lists[0] else torch.zeros(1)
-    )
-    return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else torch.empty(0)
 
 
 def multi_tensor_adam(
