@@ -162,17 +162,8 @@ def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path, capsys):
 
 
 WRONG = {
-    "image without prompt": (("--interactive", "--image", "a.png"), "go with a --prompt"),
-    "video without prompt": (("--interactive", "--video", "a.mp4"), "--image, --audio and --video go with a --prompt"),
-    "frames of nothing": (("--prompt", "what?", "--num-frames", "2"), "there is no --video"),
-    "image of a video": (("--prompt", "what?", "--video", "a.mp4", "--output", "a.png"), "--video would be ignored"),
     "image for an LLM": (("--prompt", "what?", "--image", "a.png"), "images, which no unit of the model takes"),
-    "greedy and top-k": (("--prompt", "what?", "--top-k", "3"), "set one"),
     "no turns": (("--prompt", "what?", "--chat-template", "none"), "questions need 279 tokens, those of turns"),
-    "cold": (("--prompt", "what?", "--temperature", "1e-300"), "expected 0"),
-    "improbable": (("--prompt", "what?", "--temperature", "1", "--top-p", "2"), "expected a probability"),
-    "held out of what": (("--held-out", "3"), "needs --load and --run-flags"),
-    "nowhere": (("--prompt", "what?", "--output", "o.jsonl"), "it is a generator's image"),
 }
 
 

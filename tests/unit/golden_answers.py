@@ -82,7 +82,7 @@ def golden_test(name: str, kinds: Kinds) -> Callable[[], None]:
 
 
 def write(module: str) -> None:
-    for name, kinds in (test.golden for test in vars(importlib.import_module(module)).values() if hasattr(test, "golden")):
+    for name, kinds in (test.golden for test in [*vars(importlib.import_module(module)).values()] if hasattr(test, "golden")):
         lines = list(answers(name, kinds))
         (ROOT / "tests" / "golden" / name).write_text("".join(f"{line}\n" for line in lines))
         print(f"{name}: {sum(line.startswith('$') for line in lines)} cases")

@@ -1,7 +1,10 @@
 """Files of weights: every part is what safetensors' own reader finds there, and a damaged file is refused."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors.torch import save_file
 
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from multimodal.values.errors import CheckpointError
+from tests.unit.golden_answers import Kinds, golden_test
 
 WEIGHTS = {
     "scale": torch.tensor(3.0),
@@ -32,25 +36,16 @@ def test_parts_are_read_in_any_type(dtype: torch.dtype, columns: range, tmp_path
             assert torch.equal(torch.cat([each.view(-1) for each in read]), target.view(-1))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"data_offsets": [0, 12]},
-        {"data_offsets": [8, 40]},
-        {"data_offsets": [0.0, 16.0]},
-        {"shape": [-2, -2]},
-        {"shape": [5]},
-        {"dtype": "F64"},
-        {"shape": None},
-    ],
-)
-def test_damaged_headers_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
-    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-    for described in (entry, entry | changes):
-        header = json.dumps({"a": described}).encode()
-        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-        if described is not entry:
-            with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read \(.*\); copy the file again"):
-                WeightFiles(tmp_path)
-        else:
-            WeightFiles(tmp_path)
+def read_header(entry: Mapping[str, Any]) -> str | None:
+    """Open a file of 16 bytes behind a header with one tensor; safetensors' own words change with its version."""
+    header = json.dumps({"a": entry}).encode()
+    Path("model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    try:
+        WeightFiles(Path())
+    except CheckpointError as problem:
+        return re.sub(r"[(].*[)]", "(why)", str(problem))
+    return None
+
+
+HEADERS: Kinds = {"header": ({"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, read_header)}
+test_damaged_headers_are_refused = golden_test("headers.txt", HEADERS)
