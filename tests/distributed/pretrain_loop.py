@@ -233,7 +233,7 @@ def _forward_step(batches: Iterator[Tensor], model: Any) -> Any:
     tokens, labels = next(batches)
     positions = torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
     is_hidden = torch.ones(1, 1, SEQUENCE_LENGTH, SEQUENCE_LENGTH, dtype=torch.bool).triu(1)
-    return model(tokens, positions, is_hidden, labels=labels), _loss
+    return model(tokens, positions, is_hidden, labels=labels), pretrain_mimo.loss_of_tokens
 
 
 def _forward_with_images(batches: Iterator[Tensor], model: Any) -> Any:
@@ -244,9 +244,4 @@ def _forward_with_images(batches: Iterator[Tensor], model: Any) -> Any:
     is_hidden = torch.ones(1, 1, 6, 6, dtype=torch.bool).triu(1)
     is_target = torch.ones(1, 3)
     losses, _ = model(pixels, tokens, torch.arange(3)[None], is_hidden, labels=labels, loss_mask=is_target)
-    return losses, _loss
-
-
-def _loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total, num_tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int)
-    return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total)])}
+    return losses, pretrain_mimo.loss_of_tokens

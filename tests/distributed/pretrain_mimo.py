@@ -194,10 +194,10 @@ def forward_step(batches: Iterator[Tensor], model: MimoModel) -> Any:
     tokens[:, 1 : 1 + IMAGE_LENGTH] = IMAGE_TOKEN
     images = {"vision": {"vit": {"pixels": labels[:, :4].float().sin()}}}
     positions = torch.arange(SEQUENCE_LENGTH).expand_as(tokens)
-    return model(tokens, positions, None, labels=labels, modality_inputs=images)[0], _loss
+    return model(tokens, positions, None, labels=labels, modality_inputs=images)[0], loss_of_tokens
 
 
-def _loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_of_tokens(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     total, num_tokens = losses.sum(), torch.tensor(losses.numel(), dtype=torch.int)
     return total, num_tokens, {"lm loss": torch.stack([total.detach(), num_tokens.to(total)])}
 

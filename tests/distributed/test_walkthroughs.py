@@ -29,9 +29,6 @@ from tests.distributed.test_megatron_checkpoint import UNITS
 from tests.unit.data.test_image_files import write_video
 from tools import convert, from_megatron, generate
 
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
-
-
 EXAMPLE = REPOSITORY / "examples" / "llava"
 SMALL = {"--train-iters": 2, "--global-batch-size": 4, "--num-workers": 0, "--lr-warmup-iters": 0, "--log-interval": 1}
 _spec = importlib.util.spec_from_file_location("make_inputs", EXAMPLE / "make_inputs.py")
@@ -99,9 +96,6 @@ def test_a_video_is_asked_about_as_its_frames(tmp_path: Path, capsys: pytest.Cap
 def test_qwen2_5_vl_begins(tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "qwen2_5_vl")
     assert "step 2/2" in said_by("projector", {"--load-hf": model, "--data-path": data})
-
-
-pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -17,7 +17,7 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.move_actions import defer_receives, delay_forward, fill
 from multimodal.schedule.passes.reduce_by_layer import gather_parameters, reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -27,6 +27,7 @@ from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, RunInsideWaits, SplitStages
 from tests.distributed.strategies.graphs import MAX_AUDIO_TOKENS, graphs
 from tests.distributed.strategies.plans import MAX_RANKS, divides, layer_ranges, plans, renumber
+from tests.unit.schedule.schedule_cases import groupings_of
 
 VOCAB_SIZE = 12
 
@@ -66,18 +67,7 @@ def assignments(draw: st.DrawFn, graph: ModelGraph, plan: Plan, source: RandomSo
         for item, lengths in enumerate(items):
             for name in lengths.units if graph.unit(lengths.unit).role is Role.ENCODER else ():
                 atoms[name].append(Atom(index, item))
-    return Assignment({name: draw(_groupings(atoms[name], plan.units[name].data_parallel_size)) for name in graph.unit_names})
-
-
-@st.composite
-def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
-    replicas: list[list[list[Atom]]] = [[] for _ in range(num_replicas)]
-    for atom in draw(st.permutations(atoms)):
-        replica = replicas[draw(st.integers(0, num_replicas - 1))]
-        if not replica or draw(st.booleans()):
-            replica.append([])
-        replica[-1].append(atom)
-    return tuple(tuple(map(tuple, replica)) for replica in replicas)
+    return Assignment({name: draw(groupings_of(atoms[name], plan.units[name].data_parallel_size)) for name in graph.unit_names})
 
 
 @st.composite

@@ -80,14 +80,25 @@ def simulated(document: dict[str, Any]) -> str:
         f"idle {idle}",
         f"keeps {[*found.peak_activation_bytes]} of {[*found.peak_total_bytes]}",
     ]
-    if document["events"]:
-        told += (f"{action_to_text(each.action)} {each.start_seconds:g}-{each.end_seconds:g}" for each in found.timeline.events)
-    return "; ".join(told)
+    return "; ".join([*told, *(told_events(found.timeline) if document["events"] else ())])
+
+
+def told_events(timeline: Timeline) -> list[str]:
+    return [f"{action_to_text(each.action)} {each.start_seconds:g}-{each.end_seconds:g}" for each in timeline.events]
+
+
+def run_with_unit_costs(document: dict[str, Any]) -> str:
+    return "; ".join(told_events(timeline_of_unit_costs(schedule_of({**document, "lowered": True}))))
 
 
 ONE = {"plan": {"llm": "0"}, "samples": {"llm": "0"}, **NOTHING, "costs": {}, "events": False}
 NODES = {"lanes": [[0]], "seconds": [1], "kinds": {}, "needs": {}, "fillers": []}
-SIMULATIONS: Kinds = {"simulation": (ONE, simulated), "starts of nodes": (NODES, lambda document: starts_of_nodes(**document))}
+PAIR = {"plan": {"vision": "0", "llm": "1"}, "samples": {"vision": "0", "llm": "0"}, **NOTHING}
+SIMULATIONS: Kinds = {
+    "simulation": (ONE, simulated),
+    "unit costs": (PAIR, run_with_unit_costs),
+    "starts of nodes": (NODES, lambda document: starts_of_nodes(**document)),
+}
 test_every_simulation_is_as_written = golden_test("simulations.txt", SIMULATIONS)
 
 
@@ -128,24 +139,6 @@ def test_wrong_costs_are_named() -> None:
 
     with pytest.raises(ConfigError, match="the tensor parallel share no longer than the computation"):
         simulate_schedule(lower(case), Greedy())
-
-
-def test_the_timeline_shows_computing_waiting_and_reducing() -> None:
-    events = timeline_of_unit_costs(lower(one_sample())).events
-    assert [(action_to_text(action), lane, start, end) for action, lane, start, end in events] == [
-        ("F vision/0/0/0", 0, 0, 1),
-        ("RF llm/0/0/0<vision/0/0/0", 1, 0, 1),
-        ("RB vision/0/0/0<llm/0/0/0", 0, 1, 4),
-        ("F llm/0/0/0", 1, 1, 2),
-        ("B llm/0/0/0", 1, 2, 4),
-        ("B vision/0/0/0", 0, 4, 6),
-        ("RG llm/0/0", 1, 4, 5),
-        ("RG vision/0/0", 0, 6, 7),
-    ]
-
-
-def test_a_gradient_that_only_passes_through_costs_half() -> None:
-    assert timeline_of_unit_costs(lower(one_sample(frozen=["llm"]))).duration_seconds == 1 + 1 + 1 + 2 + 1
 
 
 def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:
@@ -200,24 +193,8 @@ def build_arrays(lanes, *, seconds, needs=None, fillers=(), kinds=None, latency=
     return EventArrays(starts(lanes), flat(lanes), is_filler, kinds, *rows, *times)
 
 
-GATE = NodeKind.GATE
-
-
 def starts_of_nodes(lanes, seconds, *, kinds, **given):
     arrays = build_arrays(lanes, seconds=seconds, kinds={int(node): NodeKind[kind] for node, kind in kinds.items()}, **given)
-    return " ".join(f"{start:g}" for start in simulate_events(arrays).start_seconds)
-
-
-def test_a_collective_waits_for_all_lanes_and_holds_up_none():
-    arrays = build_arrays([[0, 2, 3], [1, 2]], seconds=[1, 4, 3, 1], needs={2: [0, 1]}, kinds={2: NodeKind.COLLECTIVE})
     times = simulate_events(arrays)
-    assert times.start_seconds.tolist() == [0, 0, 4, 1]
-    assert times.end_seconds.tolist() == [1, 4, 7, 2]
-
-
-def test_lanes_that_wait_for_each_other_stop():
-    times = simulate_events(build_arrays([[0, 1], [2]], seconds=[1, 1, 1], needs={1: [2], 2: [1]}))
-    assert np.isnan(times.start_seconds).tolist() == [False, True, True]
-    assert times.positions.tolist() == [1, 0]
-    gate = build_arrays([[1, 2, 3], [2, 0]], seconds=[1, 4, 0, 1], needs={2: [0]}, kinds={2: GATE})
-    assert simulate_events(gate).positions.tolist() == [1, 0], "what it needs comes behind it"
+    stops = f", lanes stop at {times.positions.tolist()}" if np.isnan(times.start_seconds).any() else ""
+    return " ".join(f"{start:g}" for start in times.start_seconds) + stops
