@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.io import wavfile
 
 from benchmarks.simulate_trace import read_trace
 from megatron.runtime.launch.rank_place import find_rank_place
@@ -20,7 +23,10 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable, build_table_step
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.data import remote
+from multimodal.data.audio import read_audio_length
 from multimodal.data.blend import read_mixture
+from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
@@ -55,6 +61,21 @@ def in_table(document: Mapping[str, str]) -> None:
     head = "sample_id,image_sizes,text_words,text_tokens_gpt2,answer_words,audio_seconds,colour"
     Path("lengths.csv").write_text(f"{head}\n{document['rows']}")
     read_length_table(Path("lengths.csv"), graph=ModelGraph.from_dict(MODEL))
+
+
+def open_address(document: Mapping[str, str]) -> None:
+    Path("a.jsonl").touch()
+    with patch.object(remote, "find_spec", lambda name: None if name in ("gcsfs", "s3fs") else name):
+        open_sample_files(document["address"])
+
+
+def in_sound(document: Mapping[str, int]) -> None:
+    """Read the length of a clip of 200 bytes in whose header a number stands somewhere."""
+    wavfile.write("a.wav", 16000, np.zeros(100, np.int16))
+    content = bytearray(Path("a.wav").read_bytes())
+    content[document["place"] : document["place"] + document["size"]] = document["number"].to_bytes(document["size"], "little")
+    Path("a.wav").write_bytes(content)
+    read_audio_length("a.wav", where="line 3")
 
 
 def in_trace(document: Mapping[str, str]) -> None:
@@ -108,6 +129,8 @@ FILES: Kinds = {
     "schedule's name": ({"name": "dip:rounds=2"}, lambda document: BUILDERS[document["name"]]),
     "environment": ({"environ": {}}, lambda document: find_rank_place(document["environ"])),
     "trace": ({"text": "10,-2\n"}, in_trace),
+    "address": ({"address": "a.jsonl"}, open_address),
+    "header of sound": ({"place": 34, "size": 2, "number": 16}, in_sound),
 }
 test_every_file_is_answered_as_written = golden_test("files.txt", FILES)
 VALUES = {

@@ -146,7 +146,6 @@ def test_rows_become_items_and_text(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", HEADER, "has no rows"),
         ("a.csv", "", "has no rows"),
         ("a.csv", "width,height\n1,2\n", "none of the columns image_sizes.*found width, height; name one in"),
         ("a.csv", (HEADER + "caf\u00e9,,1,1,1,0,\n").encode("latin-1"), "cannot be read as csv behind row 0 .*utf-8"),
