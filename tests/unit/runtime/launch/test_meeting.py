@@ -136,12 +136,14 @@ def test_ranks_that_do_not_come_are_named(meetings):
     assert str(raised.value).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
 
 
-def test_without_a_launcher_a_process_is_alone():
+def test_without_a_launcher_a_process_is_alone(monkeypatch):
     alone = RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
     assert find_rank_place({}) == find_rank_place({"PMI_SIZE": "1"}) == alone
     assert find_rank_place({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "8"}).size == 8, "srun starts a torchrun on each node"
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_SIZE is 2 and WORLD_SIZE is not set"):
         find_rank_place({"OMPI_COMM_WORLD_SIZE": "2"})
+    monkeypatch.setattr(failure.os, "environ", {"OMPI_COMM_WORLD_SIZE": "2"})
+    assert failure._place_or_guess().size == 1, "it would wait for others that do not come before it ends"
 
 
 def test_a_failure_waits_for_a_slow_connection(meetings, monkeypatch):
