@@ -125,8 +125,7 @@ def test_a_planted_path_and_a_planted_heading_are_found():
 
 
 def test_readme_leads_to_every_page():
-    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= set(LINK.findall(README))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(LINK.findall(README))
 
 
 def test_the_example_in_python_prints_a_schedule(monkeypatch, capsys):

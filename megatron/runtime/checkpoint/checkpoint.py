@@ -203,7 +203,8 @@ def _write(
         if dist.get_rank() == 0 and unfinished is not None and unfinished.exists():
             with suppress(OSError):
                 remove_checkpoint(unfinished)
-        raise CheckpointError(f"{problem}; earlier checkpoints are untouched: make room or correct --save, and resume") from None
+        left = "earlier checkpoints are untouched: make room" if folder.is_dir() else "that is no folder any more: restore it"
+        raise CheckpointError(f"{problem}; {left} or correct --save, and resume") from None
     on_first_rank(prune, what=f"{final} is complete, but removing older ones", group=group)
 
 

@@ -108,6 +108,7 @@ class FolderClaim:
 
     def check(self) -> None:
         """Raise CheckpointError if another run has taken the folder, which it does when this run was silent for long."""
+        self._folder.mkdir(exist_ok=True)  # not its parents, which may be of a file system that is no longer mounted
         mark = _read(self._path)
         if mark is None and self._create():
             return

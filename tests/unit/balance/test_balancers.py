@@ -131,8 +131,7 @@ def test_every_balancer_keeps_to_the_shares(graph, build_plan, build_sample, bal
     options = BalanceOptions(micro_batch_size=2)
     assignment = BALANCERS[balance](lengths, graph=graph, plan=plan, options=options)
     validate_assignment(assignment, lengths, graph=graph, plan=plan)
-    items = [sum(map(len, replica)) for replica in assignment.units["vision"]]
-    assert items == [12, 12, 4, 4]
+    assert [sum(map(len, replica)) for replica in assignment.units["vision"]] == [12, 12, 4, 4]
     assert BALANCERS[balance](lengths, graph=graph, plan=even, options=options).units["llm"] == assignment.units["llm"]
 
 

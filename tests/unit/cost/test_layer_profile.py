@@ -59,8 +59,7 @@ def test_an_exact_quadratic_is_found(constant: float, linear: float, quadratic: 
 def test_what_a_sequence_costs_is_told_apart_from_the_constant_only_where_their_numbers_differ() -> None:
     true = Quadratic(1.0, 1e-3, 1e-6, 0.25)
     assert fit_quadratic(PACKED, seconds_of(true, PACKED)) == pytest.approx(true)
-    alone = fit_quadratic(SIZES, seconds_of(true, SIZES))
-    assert alone == pytest.approx((1.25, 1e-3, 1e-6, 0.0))
+    assert fit_quadratic(SIZES, seconds_of(true, SIZES)) == pytest.approx((1.25, 1e-3, 1e-6, 0.0))
     assert fit_quadratic(PACKED, seconds_of(true, PACKED), is_linear=True).sequence == 0.0
 
 

@@ -179,8 +179,7 @@ def test_no_path_leads_out_without_the_flag(data: DataFolder, tmp_path: Path, ou
     message = rf"line 2 \(sample 's2'\): .*leads to .*x.png, which is not in the manifest's folder {tmp_path}; move .*or add "
     with pytest.raises(DataError, match=f"{message}--allow-outside-paths if you trust the manifest"):
         data.open(lines)
-    source = data.open(lines, allows_outside_paths=True)
-    assert source.item(1, 0).grid == (2, 2)
+    assert data.open(lines, allows_outside_paths=True).item(1, 0).grid == (2, 2)
 
 
 def test_links_of_the_hubs_cache_are_its_files(data: DataFolder, tmp_path: Path, graph: ModelGraph, outside: Path) -> None:

@@ -92,8 +92,7 @@ def test_sound_has_tokens_of_its_own_where_the_file_has_them(tokenizer_file):
 
 def test_a_text_cannot_spell_a_special_token(tokenizer_file):
     """Marks inside the data are text, so nobody can forge a role or an image."""
-    tokenizer = HuggingFaceTokenizer(tokenizer_file)
-    assert tokenizer.encode("<|user|>") == [6, 5, 7]
+    assert HuggingFaceTokenizer(tokenizer_file).encode("<|user|>") == [6, 5, 7]
 
 
 def test_a_text_is_neither_cut_nor_padded(tokenizer_file):

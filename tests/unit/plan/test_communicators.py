@@ -162,8 +162,7 @@ def test_equally_good_cuts_are_spread_evenly():
 
 
 def test_a_heavy_head_gets_fewer_transformer_layers():
-    seconds = [0.0, *[1.0] * 8, 4.0]
-    assert partition_unit(LLM, seconds, num_stages=2) == ((0, 7), (7, 10))
+    assert partition_unit(LLM, [0.0, *[1.0] * 8, 4.0], num_stages=2) == ((0, 7), (7, 10))
 
 
 def test_ends_of_a_unit_stay_with_a_transformer_layer():

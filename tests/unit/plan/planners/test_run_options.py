@@ -163,8 +163,7 @@ def test_work_per_sample_follows_lengths_and_freezing():
 def test_entrain_uses_all_gpus_when_tensor_parallelism_is_fixed(num_text_tokens):
     fixed = {unit: FixedSizes(tensor_parallel_size=2, data_parallel_size=1) for unit in ("vision", "llm")}
     samples = tuple(replace(sample, num_text_tokens=num_text_tokens) for sample in request(TWO).lengths)
-    run = plan_entrain(request(TWO, fixed_sizes=fixed, lengths=samples))
-    assert run.num_gpus == 8
+    assert plan_entrain(request(TWO, fixed_sizes=fixed, lengths=samples)).num_gpus == 8
 
 
 def test_entrain_splits_backwards_and_runs_ahead_where_memory_allows_it():

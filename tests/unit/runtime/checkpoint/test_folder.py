@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -220,12 +222,13 @@ def test_who_lost_the_folder_hears_it(tmp_path, alive):
     assert path.exists(), "the mark of the other run was removed"
 
 
-def test_a_mark_that_somebody_removed_is_made_again(tmp_path):
-    first = claim(tmp_path)
+def test_a_mark_or_folder_that_somebody_removed_is_made_again(tmp_path):
+    first = claim(tmp_path / "save")
     assert first.try_to_take()
-    (tmp_path / MARK_NAME).unlink()
-    first.check()
-    assert (tmp_path / MARK_NAME).exists()
+    for remove in ((tmp_path / "save" / MARK_NAME).unlink, partial(shutil.rmtree, tmp_path / "save")):
+        remove()
+        first.check()
+        assert (tmp_path / "save" / MARK_NAME).exists()
     first.release()
 
 
