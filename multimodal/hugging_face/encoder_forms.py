@@ -32,7 +32,8 @@ def _read_dinov2(config: Config, where: str) -> dict[str, Any]:
             raise ModelError(f"{key} is {config[key]!r}, expected a number; correct it")
     is_gated = bool(config["use_swiglu_ffn"])
     width = _dinov2_width(config["hidden_size"], config["mlp_ratio"], is_gated=is_gated)
-    return {**_read_tower(config, where), "ffn_hidden_size": width, **({"activation": "swiglu"} if is_gated else {})}
+    activation = {"activation": "swiglu"} if is_gated else {}
+    return {**_read_tower(config, where), "ffn_hidden_size": width, **activation}
 
 
 def _write_dinov2(unit: Unit) -> dict[str, Any]:

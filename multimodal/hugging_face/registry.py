@@ -175,7 +175,8 @@ def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     if "thinker_config" in config:
         return {**config, "thinker_config": with_vocab_size(config["thinker_config"], vocab_size)}
     inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
-    return {**config, **inner, **({"vocab_size": vocab_size} if "vocab_size" in config or not inner else {})}
+    own = {"vocab_size": vocab_size} if "vocab_size" in config or not inner else {}
+    return {**config, **inner, **own}
 
 
 def _first_difference(graph: ModelGraph, described: ModelGraph) -> str | None:

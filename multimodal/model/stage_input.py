@@ -77,7 +77,8 @@ class PackedInput(HoldsTensors):
     @property
     def places(self) -> Tensor:
         """The positions that rotate queries and keys."""
-        return self.positions[:, :2] if self.positions.dim() > 1 and self.positions.shape[1] == 4 else self.positions
+        is_stretched = self.positions.dim() > 1 and self.positions.shape[1] == 4
+        return self.positions[:, :2] if is_stretched else self.positions
 
     @property
     def items_of_patches(self) -> Tensor:

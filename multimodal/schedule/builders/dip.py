@@ -70,7 +70,8 @@ def _phases(work: StepWork, *, routes: RouteEnds, num_rounds: int) -> Integers:
             np.maximum.at(after, given, backward[target][taken])
         forward[unit] = -_rising(-before[::-1], units[unit].counted, is_reversed=True)[::-1]
         backward[unit] = np.where(after < 0, last - 1, after) + 1
-    return np.where(work.kinds == FORWARD, *map(work.pieces.of_microbatches, (forward, backward))).astype(np.int64)
+    of_pieces = map(work.pieces.of_microbatches, (forward, backward))
+    return np.where(work.kinds == FORWARD, *of_pieces).astype(np.int64)
 
 
 def _rising(phases: Integers, counted: MicrobatchCounts, *, is_reversed: bool = False) -> Integers:

@@ -284,7 +284,8 @@ class Pieces:
         is_half = np.where(is_weight, width > 1, is_split == (kinds == INPUT_GRADIENT))
         is_whole = (grid.num_subsets[numbers] == 0) & (num_backwards == 1)
         is_there = np.where(is_forward, num_forwards == 1, (width > 0) & is_whole & is_half)
-        return np.where(is_there, np.where(is_forward, forward, backward + is_weight), -1)
+        pieces = np.where(is_forward, forward, backward + is_weight)
+        return np.where(is_there, pieces, -1)
 
     @cached_property
     def stage_keys(self) -> tuple[StageKey, ...]:

@@ -108,7 +108,8 @@ def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
 
 
 def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
-    return 2 * sum(unit.num_virtual_stages for unit in units) * -(-num_samples // run.micro_batch_size)
+    num_stages = sum(unit.num_virtual_stages for unit in units)
+    return 2 * num_stages * -(-num_samples // run.micro_batch_size)
 
 
 def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int) -> int:
