@@ -132,7 +132,9 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
 
 def _place_or_guess() -> RankPlace:
     """Return the place of this rank, which finds the others even if its environment has a wrong number of processes."""
-    for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(MOST_RANKS)})[: 1 + ("WORLD_SIZE" in os.environ)]:
+    enlarged = {**os.environ, "WORLD_SIZE": str(MOST_RANKS)}
+    has_launcher = "WORLD_SIZE" in os.environ  # else nobody has made a place to meet
+    for environ in (os.environ, enlarged) if has_launcher else (os.environ,):
         with suppress(ConfigError):
             return find_rank_place(environ)
     return RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
