@@ -75,7 +75,8 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     if row.is_folded:
         plan = fold_stages(plan)
     has_shape = row.layout is None or row.layout.is_met(request.graph, plan)
-    if not of_run.allows(schedule) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
+    has_use = not (row.needs_messages or row.splits_backwards) or not plan.is_whole_on_every_rank  # else no lane waits
+    if not of_run.allows(schedule) or not has_shape or not has_use:
         return None
     return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=of_run.implementation(schedule))
 

@@ -103,6 +103,13 @@ def test_all_schedules_for_virtual_stages_are_tried_and_zb_v_on_folded_ones():
         assert not BUILDERS[run.schedule].is_folded or is_v_shaped(run.plan.units["llm"])
 
 
+def test_schedules_that_need_waits_are_not_tried_where_every_rank_holds_the_whole_model():
+    runs = list(varied(request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=1)}), "megatron"))
+    assert all(run.plan.is_whole_on_every_rank for run in runs)
+    assert {"1f1b", "gpipe"} <= {run.schedule for run in runs}
+    assert not any(BUILDERS[run.schedule].splits_backwards or BUILDERS[run.schedule].needs_messages for run in runs)
+
+
 def searched(*glances):
     """Return a search that has glanced at runs, which seemed to take so many seconds."""
     search = PlanSearch(request(TWO, time_budget_seconds=UNLIMITED))
