@@ -78,7 +78,7 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
             if flags.save_hf:
                 tokens = {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
                 save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=tokens)
-                reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
+                reporter.say(f"the model is in {flags.save_hf}, in the form of Hugging Face")
             if flags.save_adapter:
                 save_adapter(flags.save_adapter, session=run.session, like=like)
                 reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
