@@ -179,8 +179,7 @@ class StepMessages(LaneRun):
     def publish_input_gradients(self, backward: Entry, inputs: Inputs) -> None:
         """Hand back the gradients of a forward's inputs."""
         for key in backward.gives:
-            tensor = inputs[key.target]
-            self.publish(key, torch.zeros_like(tensor) if tensor.grad is None else tensor.grad)
+            self.publish(key, _gradient_of(inputs[key.target]))
 
     def output_rows(self, source: Place, target: Place) -> Tensor:
         """[num_rows]: for each row that this rank gives to another unit, its index in the result of the sample subset."""
@@ -225,3 +224,7 @@ class StepMessages(LaneRun):
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
         rows = sum(num for index, num in enumerate(num_rows) if covers in (None, SampleSubset(index)))
         return rows, 1, width
+
+
+def _gradient_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
