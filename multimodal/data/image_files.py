@@ -255,7 +255,7 @@ def read_frames(place: FramePlace, *, content: BinaryIO | None = None, where: st
 
 def _orientation(frame: Any) -> int:
     """Return the EXIF orientation that says what the matrix of a frame's container does; no header that PyAV shows says so."""
-    matrix = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), bytes(36))
+    matrix = bytes(frame.side_data.get("DISPLAYMATRIX", bytes(36)))
     a, b, _, c, d, *_ = struct.unpack("9i", matrix)  # a pixel at (x, y) is shown at (a x + c y, b x + d y)
     x, y = (c, b) if abs(b) > abs(a) else (a, d)
     return 1 + 4 * (abs(b) > abs(a)) + ((x < 0) ^ 3 * (y < 0))
