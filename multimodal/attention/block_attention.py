@@ -42,7 +42,8 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: Attention
     heads_per_group = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
     scores = capped(torch.einsum("qhc,khc->hqk", query, keys) * scale, mask.softcap)
-    return torch.einsum("hqk,khc->qhc", scores.masked_fill(~is_visible, -math.inf).softmax(dim=-1), values)
+    weights = scores.masked_fill(~is_visible, -math.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khc->qhc", weights, values)
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:

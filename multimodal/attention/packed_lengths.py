@@ -145,7 +145,8 @@ class ItemParts(NamedTuple):
 
     def on(self, device: torch.device) -> "ItemParts":
         """Return the same parts with rows on a device."""
-        return self._replace(**{name: getattr(self, name).to(device) for name in ("whole_rows", "cut_rows", "places")})
+        rows = {name: getattr(self, name).to(device) for name in ("whole_rows", "cut_rows", "places")}
+        return self._replace(**rows)
 
 
 def build_packed_mask(lengths: Sequence[int], *, items: Sequence[ItemSpan], rule: MaskRule) -> BitfieldMask:

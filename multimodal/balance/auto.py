@@ -25,11 +25,11 @@ def balance_auto(work: BatchWork, *, plan: Plan) -> Assignment:
     go to the first candidate, as does a gain below `Predictor.margin`. Limits apply to the number of candidates and the size of
     simulations, not to their time, so that ranks agree.
     """
-    placements = placements_of(tuple(plan.units.values()))
     if has_unequal_shares(work.graph, plan):
         whole = (row.balance for row in BALANCERS.values() if row.keeps_samples_whole)
         candidates = [balance_unlike(work, plan=plan, balance=balance) for balance in whole]
     else:
+        placements = placements_of(tuple(plan.units.values()))
         candidates = [row.balance(work, plan=plan) for row in BALANCERS.values() if row.suits(placements)]
         reordered = next(order_llm(balance_llm(work, plan=plan), work, plan=plan))
         candidates += [place(reordered, work, plan=plan) for place in (place_every_unit, follow_llm)]

@@ -81,7 +81,8 @@ class MeasuredLayers:
                 if action.covers is None:
                     waiting = costs.compute(action).tensor_parallel_seconds
                     rows[action.unit].append((self._terms(costs, action), max(0.0, seconds - waiting)))
-        return np.concatenate([*[self._sums_of(unit, of_unit) for unit, of_unit in rows.items()], (between, count)])
+        found = [self._sums_of(unit, of_unit) for unit, of_unit in rows.items()]
+        return np.concatenate([*found, (between, count)])
 
     def fit(self, sums: Floats) -> LayerProfile:
         """Return the profile for the sums of all ranks. Units that computed nothing take what is described."""

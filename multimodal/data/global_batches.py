@@ -41,7 +41,8 @@ class SplitPart(Sequence[int]):
 
     def _block(self, block: int) -> npt.NDArray[np.int64]:
         first, last = (self._cuts[block + 1, part] - self._cuts[block, part] for part in (self._part, self._part + 1))
-        return _taken(min(BLOCK_SIZE, self._num_samples - block * BLOCK_SIZE), self._seed, block, int(first), int(last))
+        size = min(BLOCK_SIZE, self._num_samples - block * BLOCK_SIZE)
+        return _taken(size, self._seed, block, int(first), int(last))
 
 
 @lru_cache(maxsize=8)

@@ -203,7 +203,8 @@ def cut_patches(pixels: npt.NDArray[Pixel], *, patch_size: int, merge_size: int)
     height, width, channels = pixels.shape
     factor = patch_size * merge_size
     windows = pixels.reshape(height // factor, merge_size, patch_size, width // factor, merge_size, patch_size, channels)
-    return np.ascontiguousarray(windows.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * patch_size * patch_size))
+    ordered = windows.transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(ordered.reshape(-1, channels * patch_size * patch_size))
 
 
 def patch_positions(grid: Grid, *, merge_size: int) -> npt.NDArray[np.int64]:

@@ -160,7 +160,8 @@ def deferrable_linear(
     gathered: ranks that split the weight's outputs: under sequence parallelism the input is gathered, and in the backward its
     gradient is summed. summed: ranks that split its inputs: the product is summed, and its gradient gathered.
     """
-    return _Linear.apply(inputs, weight, bias, queue_of(weight, adapter), gathered, summed, *(adapter or NO_ADAPTER))
+    queue = queue_of(weight, adapter)
+    return _Linear.apply(inputs, weight, bias, queue, gathered, summed, *(adapter or NO_ADAPTER))
 
 
 class _Linear(torch.autograd.Function):

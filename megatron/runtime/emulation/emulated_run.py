@@ -132,7 +132,8 @@ def emulated_step(schedule: Schedule, assignment: Assignment, *, num_tokens: int
     """Return a step without data: every sample has one target token, every item and text `num_tokens` tokens."""
     lengths = _lengths(schedule.shape.graph, assignment, num_tokens)
     step = Step(schedule=schedule, assignment=assignment, lengths={sample.sample_id: sample for sample in lengths}, inputs={})
-    return with_emulated_inputs(step.changed(route_rows=step.placement.rows_of_routes(rank=rank)), rank=rank)
+    route_rows = step.placement.rows_of_routes(rank=rank)
+    return with_emulated_inputs(step.changed(route_rows=route_rows), rank=rank)
 
 
 def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequence[SampleLengths]:

@@ -124,7 +124,8 @@ class TransformerLayer(Layer):
         output = query if trains or not is_selective else 0
         if is_spread and trains and not is_selective:
             output += query
-        return float(size * (shape.hidden_size * (3 if trains else 2))), float(size * (query + key_value + output))
+        whole = shape.hidden_size * (3 if trains else 2)
+        return float(size * whole), float(size * (query + key_value + output))
 
     def _local_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
         """Bytes per token that torch's autograd saves beside the MLP, whole and split; checked against real stages.

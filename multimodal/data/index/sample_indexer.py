@@ -128,7 +128,8 @@ class SampleIndexer:
     def index_block(self, samples: Iterable[SegmentedSample]) -> SampleIndex:
         """Return the index of these samples; raises DataError for the first faulty one."""
         samples = [*samples]
-        return build_index(map(self._index, samples, self._files.at_once(self._measure, samples)))
+        measured = self._files.at_once(self._measure, samples)
+        return build_index(map(self._index, samples, measured))
 
     def _measure(self, sample: SegmentedSample) -> list[list[_Part]] | str | DataError:
         """Return what each item of a sample becomes, the reason for leaving it out, or what is wrong with it."""

@@ -160,7 +160,8 @@ class OpaqueEncoder(torch.nn.Module):
         pixels = pixels.reshape(num_images, -1, size * patch, size * patch)
         hidden = self._run(pixels)
         first_patch = hidden.shape[1] - size**2
-        return hidden[image_of_token, torch.where(is_patch, index + first_patch, 0)]
+        of_token = torch.where(is_patch, index + first_patch, 0)
+        return hidden[image_of_token, of_token]
 
 
 def frames_of(clip: Tensor, audio: AudioInput) -> Tensor:

@@ -245,7 +245,8 @@ class SelfAttention(_Attention):
         """found: [num_items x num_queries, 1, hidden_size]; returns as much."""
         heads = self.split_heads(self.linear_qkv(found)[0], num_parts=3)  # [rows, heads / tp, 3, channels]
         query, key, value = heads.unflatten(0, (len(found) // self.num_queries, self.num_queries)).permute(3, 0, 2, 1, 4)
-        return self.project(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(0, 1))
+        mixed = scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return self.project(mixed.flatten(0, 1))
 
 
 class CrossAttention(_Attention):

@@ -86,7 +86,8 @@ def plan_for_goodput(
     tried = promising[:1] + promising[1:][::-1][: NUM_SIZES - 1]  # the best, and the largest below it with many divisors
     sizes = [nodes * request.cluster.gpus_per_node for nodes in tried]
     best = plan_sizes(plan, request, sizes, worth=lambda each: goodput_of(each, request, failures).tokens_per_second)
-    return best._replace(run=replace(best.run, notes=(goodput_of(best, request, failures).describe(), *best.run.notes)))
+    notes = (goodput_of(best, request, failures).describe(), *best.run.notes)
+    return best._replace(run=replace(best.run, notes=notes))
 
 
 def _whole_nodes(request: PlanningRequest) -> int:

@@ -258,7 +258,8 @@ def _step_costs(
     given = lengths, request.cluster, request.vocab_size, request.run_options(run), request.profile
     if shape.plan is run.plan:
         return ModelCosts(shape, assignment, *given)
-    return ShareCosts(shape, assignment, *given, whole=ModelCosts(replace(shape, plan=run.plan), assignment, *given))
+    whole = ModelCosts(replace(shape, plan=run.plan), assignment, *given)
+    return ShareCosts(shape, assignment, *given, whole=whole)
 
 
 def _num_tokens(lengths: Sequence[SampleLengths]) -> int:
